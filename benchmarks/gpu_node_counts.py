@@ -58,7 +58,7 @@ from tests.stub_gpu.device import Record
 
 CUDA = torch.device("cuda", 0)
 DTYPE = torch.float16
-PROMPT_TOKENS, NEW_TOKENS = 40, 16
+PROMPT_TOKENS, NEW_TOKENS = 300, 16
 _ATTENTION = re.compile("fmha|flash|attention|attend|splitkv")
 _KINDS = {
     "attention": _ATTENTION,

@@ -14,8 +14,7 @@ from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
 from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.cache import CacheView
-from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.varlen import VarlenAttention, capability_of, torch_attention
 

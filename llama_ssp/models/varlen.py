@@ -1,14 +1,19 @@
-"""Finds torch's attention by lengths of rows, over a cache in pages: flash attention.
+"""Attention by lengths of rows, over a cache in pages: torch's flash attention, and ours where it would be slow.
 
 A mask excludes flash attention, and other kernels walk all slots of a row with one thread block for each key-value
 head: few blocks for a GPU with a hundred and more multiprocessors. This kernel takes each row's length from the device
 instead, and reads no slot beyond it. For one sequence torch splits the slots over many blocks. For more it must not:
-split, torch 2.13 writes the first sequence only (issue 194167 of pytorch); see `llama.split_attention`.
+split, torch 2.13 writes the first sequence only (issue 194167 of pytorch). Unsplit, a block walks all slots of its row:
+8 queries with 12 heads over 4096 slots took 4 times as long (pull request 193 of vLLM's flash-attention). The shapes of
+a forward alone decide, so it is the same kernel in every run:
+
+    one sequence, more than a page of cache       torch's, which splits
+    several, long, fewer blocks than a GPU needs  ours (`llama.split_kernels`)
+    others, and prompts                           torch's, unsplit
 
 It runs where `architectures.sizes.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
-used (see `llama.attention`).
-
-Before its first use it is held to a masked attention on this very device, with the model's own heads.
+used (see `llama.attention`). Before its first use each kernel is held to a masked attention on this very device, with
+the model's own heads.
 
 Shapes: Q queries of all rows, H query heads, N key-value heads, D head dim, X pages of P slots, R rows.
 """
@@ -18,7 +23,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise, starmap
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +41,10 @@ CHECKED = ((1,), (5,), (1, 1, 1), (5, 5, 5), (4, 1, 70))
 _SPREAD = 6.0
 """Of the scores."""
 _CHECKED_LENGTHS = 4 * PAGE_SLOTS - 24, PAGE_SLOTS + 44, 77
+ENOUGH_BLOCKS = 128
+"""GPUs that torch's kernel runs on have about so many multiprocessors."""
+LONG_SLOTS = 2048
+"""Of the cache: a block walks fewer in about the time of a second kernel."""
 
 
 class Heads(NamedTuple):
@@ -99,13 +108,39 @@ def torch_attention() -> VarlenAttention | None:
     if into is None or not inspect.signature(into).parameters.keys() >= _NEEDED:
         return None
 
-    def attend(query: Tensor, *arguments: Tensor | int, seqused_k: Tensor, **options: object) -> Tensor:
-        # The form without `out` also fills a tensor for dropout in every call.
-        attended, num_splits = query.new_empty(query.shape), None if len(seqused_k) == 1 else 1
+    def attend(query: Tensor, *arguments: Any, seqused_k: Tensor, **options: object) -> Tensor:  # noqa: ANN401 - torch's
+        *_, num_slots = arguments
+        num_splits = None if len(seqused_k) == 1 and num_slots > PAGE_SLOTS else 1
+        attended = query.new_empty(query.shape)  # the form without `out` also fills a tensor for dropout in every call
         into(attended, query, *arguments, seqused_k=seqused_k, num_splits=num_splits, **options)
         return attended
 
     return attend
+
+
+def over_more_blocks(
+    torch_s: VarlenAttention, heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool
+) -> VarlenAttention:
+    """Torch's kernel, and ours for the shapes that `serves` names; RuntimeError if ours is wrong for these heads."""
+    from llama_ssp.models.llama import split_kernels  # noqa: PLC0415 - imports Triton
+
+    most_queries = split_kernels.MOST_ROWS * heads.num_kv // heads.num
+    checked = [queries for queries in CHECKED if max(queries) <= most_queries]
+    ours = split_kernels.attend
+    if fault := fault_of(ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked):
+        raise RuntimeError(f"the kernel of split attention gives {fault}")
+
+    def attend(query: Tensor, *arguments: Any, seqused_k: Tensor, **options: Any) -> Tensor:  # noqa: ANN401 - torch's
+        *_, num_queries, num_slots = arguments
+        is_ours = num_queries <= most_queries and serves(len(seqused_k), heads.num, num_slots)
+        return (ours if is_ours else torch_s)(query, *arguments, seqused_k=seqused_k, **options)
+
+    return attend
+
+
+def serves(num_rows: int, num_heads: int, num_slots: int) -> bool:
+    """Whether torch's kernel, unsplit, would be slow for so many rows of a cache of so many slots."""
+    return 1 < num_rows < ENOUGH_BLOCKS / num_heads and num_slots >= LONG_SLOTS
 
 
 @torch.inference_mode()

@@ -4,40 +4,43 @@
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.models import varlen
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import StaticCache
-from llama_ssp.models.linear import PlainLinear
-from llama_ssp.models.llama import kernel_checks, kernels, split_kernels
+from llama_ssp.models.llama import kernels, split_kernels
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.fused_products import FusedNormed, tried
-from llama_ssp.models.llama.gpu_layers import NormedProduct, OwnKernels
-from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators
+from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, RmsNorm
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.varlen import Heads
+from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.sampling import processors
 from llama_ssp.sampling.draw_kernels import draw_tokens
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.interpreted_attention import CPU, DTYPE, Split, assert_near, choice_of_attention, split_rows
 from tests.helpers.models import build_checkpoint
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 
 Result = TypeVar("Result")
+CPU = torch.device("cpu")
+DTYPE = torch.float16
+"""The interpreter computes no products in bf16."""
+PAGE = 32
+"""Slots of a page: fewer than of a cache, so that short rows have several."""
 INTERPRETER = Lock()
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -45,6 +48,64 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def some(*shape: int) -> Tensor:
     return torch.randn(shape, generator=GENERATOR).to(DTYPE)
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> None:
+    assert found.shape == wanted.shape
+    assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all()
+
+
+def by_lengths(
+    attend: VarlenAttention, heads: Heads, *, queries: Sequence[int], lengths: Sequence[int], window: int | None
+) -> Tensor:
+    """Attention of rows of so many queries and slots, whose pages lie as in a cache; the same values for each call."""
+    generator = torch.Generator().manual_seed(1)
+    num_pages = -(-max(lengths) // PAGE)
+
+    def numbers(values: Iterable[int]) -> Tensor:
+        return torch.tensor([*values], dtype=torch.int32)
+
+    cache = torch.randn(2, heads.num_kv, len(lengths) * num_pages, PAGE, heads.dim, generator=generator).to(DTYPE)
+    tokens = torch.randn(len(lengths), 8, heads.num, heads.dim, generator=generator).to(DTYPE)
+    # The last queries of a row are the same, however many it has.
+    own = torch.cat([row[8 - number :] for row, number in zip(tokens, queries, strict=True)])
+    keys, values = cache.permute(0, 2, 3, 1, 4).unbind()
+    pages = numbers(range(len(lengths) * num_pages)).flip(0).view(len(lengths), -1)
+    slots = num_pages * PAGE
+    firsts, ends = accumulate(queries, initial=0), range(0, (len(lengths) + 1) * slots, slots)
+    return attend(
+        own, keys, values, numbers(firsts), numbers(ends), max(queries), slots, scale=heads.scale,
+        window_size=window_size(window), enable_gqa=heads.num != heads.num_kv, seqused_k=numbers(lengths),
+        block_table=pages,
+    )  # fmt: skip
+
+
+def split_rows() -> None:
+    """Rows of any length, with and without a window; the last query of a row gets the same bits alone.
+
+    With few parts, those of longer rows have several steps.
+    """
+    whole = split_kernels.most_parts(1)
+    for most, (num, num_kv, dim), window in (
+        (128, (1, 1, 16), None),
+        (4, (6, 2, 24), 3),
+        (4, (8, 1, 16), 40),
+    ):
+        split_kernels._NUM_PROGRAMS = most
+        heads = Heads(num, num_kv, dim, dim**-0.5)
+        for queries, lengths in (((1, 1, 1), (1, 17, 70)), ((5, 2, 5), (5, 16, 65))):
+            found, wanted = (
+                by_lengths(attend, heads, queries=queries, lengths=lengths, window=window)
+                for attend in (split_kernels.attend, varlen_attention)
+            )
+            assert_near(found, wanted, tolerance=2e-3)
+        if window is None:
+            one, five = (
+                by_lengths(split_kernels.attend, heads, queries=(number,), lengths=(70,), window=None)
+                for number in (1, 5)
+            )
+            assert torch.equal(one[-1], five[-1])
+    split_kernels._NUM_PROGRAMS = whole
 
 
 def products() -> None:
@@ -96,44 +157,51 @@ def rotary_and_cache() -> None:
             assert_near(ours, theirs, tolerance=2e-3)
 
 
-def wrong_products_are_not_used() -> None:
-    """A product is held to torch's operators before it is used."""
-    plain = NormedProduct(norm_of(some(64)), PlainLinear(some(32, 64), None), OwnKernels())
-    product_of, right = FusedNormed(plain), kernels.product
-    assert tried(product_of, plain, "qkv") is product_of
-    for wrong in (lambda y: y * 1.1, lambda y: y.roll(1, 0), lambda y: y / 0):
-        kernels.product = lambda *arguments, wrong=wrong, **options: (
-            arguments[0], wrong(right(*arguments, **options)[1])
-        )  # fmt: skip
-        assert said(lambda: tried(product_of, plain, "qkv")) == "the kernel of the fused product qkv is wrong"
-    kernels.product = right
-
-
 def wrong_kernels_are_not_used() -> None:
     """Each is held to torch's operators, and takes no other with it."""
-    runner = LeanRunner(modules("qwen3", DTYPE), comm=Comm.single())
-    found = kernel_checks.find_kernels(runner._layers[0], runner._norm)
-    assert all(found)
-    turn, normed, gate = kernels.rotate_write, kernels.add_norm, kernels.gated
+    model = modules("qwen3", DTYPE)
+    turn, normed, gate, multiply = kernels.rotate_write, kernels.add_norm, kernels.gated, kernels.product
     wrongs: dict[str, Any] = {
         "rotate_write": lambda qkv, turns, *others, **options: turn(qkv, -turns, *others, **options),
         "add_norm": lambda *arguments: normed(*arguments) * 1.1,
         "gated": lambda gate_up: gate(gate_up) / 0,
+        "product": lambda *arguments, **options: (arguments[0], multiply(*arguments, **options)[1].roll(1, 0)),
     }
     for name, wrong in wrongs.items():
         right = getattr(kernels, name)
         setattr(kernels, name, wrong)
-        assert kernel_checks.find_kernels(runner._layers[0], runner._norm) == found._replace(**{name: None})
+        layers = gpu_layers(LeanRunner(deepcopy(model), comm=Comm.single()), fuses=True)
         setattr(kernels, name, right)
+        assert [each for each in OwnKernels._fields if not getattr(layers.kernels, each)] == [name] * (
+            name != "product"
+        )
+        assert all(bool(part.fused) == (name != "product") for part in (layers.head, layers.layers[1].down))
 
 
-def said(piece: Callable[[], object]) -> str:
-    """The beginning of the error of a piece."""
-    try:
-        piece()
-    except RuntimeError as error:
-        return str(error).partition(" on this")[0]
-    raise AssertionError("a wrong kernel was taken")
+def choice_of_attention() -> None:
+    """Ours is compared with a mask, and serves few queries of several long rows with few heads: by shapes alone."""
+    heads, right, served = Heads(16, 1, 16, 0.25), split_kernels.attend, list[int]()
+    ours: Any = split_kernels
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        served.append(1)
+        return right(*arguments, **options)
+
+    def tried() -> VarlenAttention:
+        return varlen.over_more_blocks(varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True)
+
+    ours.attend, varlen.LONG_SLOTS = counted, 64
+    chosen, found = tried(), {}
+    cases = (2, 1, 50), (2, 4, 50), (7, 1, 50), (1, 1, 50), (2, 5, 50), (8, 1, 50), (2, 1, 30)
+    for num_rows, num_queries, length in cases:
+        served.clear()
+        by_lengths(chosen, heads, queries=[num_queries] * num_rows, lengths=[length] * num_rows, window=None)
+        found[num_rows, num_queries, length] = bool(served)
+    assert [*found.values()] == [True] * 3 + [False] * 4, found
+    ours.attend = lambda *arguments, **options: right(*arguments, **options) * 1.2
+    with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
+        tried()
+    ours.attend, varlen.LONG_SLOTS = right, 0
 
 
 def norm_of(weight: Tensor) -> RmsNorm:
@@ -144,15 +212,17 @@ def norm_of(weight: Tensor) -> RmsNorm:
     return RmsNorm(Module())
 
 
-def on_gpu(runner: LeanRunner, *, fuses: bool) -> LeanRunner:
-    """The same runner as on a GPU."""
-    varlen, runner._varlen = runner._varlen, None  # `choice_of_attention` tries the kernel of attention, once
+def gpu_layers(runner: LeanRunner, *, fuses: bool) -> GpuLayers:
     runner._use_gpu_layers(fuses=fuses)
     assert runner._gpu_layers
-    assert all(runner._gpu_layers.kernels)
-    assert isinstance(runner._gpu_layers.head, FusedNormed) == fuses
-    if varlen:
-        runner._varlen = Split(varlen, runner._layers[0].heads)
+    return runner._gpu_layers
+
+
+def on_gpu(runner: LeanRunner, *, fuses: bool) -> LeanRunner:
+    """The same runner as on a GPU, with our attention for all forwards that it can serve."""
+    layers = gpu_layers(runner, fuses=fuses)
+    assert all(layers.kernels)
+    assert bool(layers.head.fused) == fuses
     return runner
 
 
@@ -191,20 +261,18 @@ def whole_models() -> None:
         model = modules(kind, DTYPE)
         wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
         fused_by_masks = kind in {"llama, biases", "mistral, window"}
-        for varlen, fuses in ((varlen_attention, not fused_by_masks), (None, fused_by_masks)):
-            runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=varlen), fuses=fuses)
-            found = rounds(runner)
-            assert varlen is None or runner._varlen.num_served > 0  # type: ignore[union-attr]
-            for ours, theirs in zip(found, wanted, strict=True):
+        for attend, fuses in ((varlen_attention, not fused_by_masks), (None, fused_by_masks)):
+            runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=attend), fuses=fuses)
+            for ours, theirs in zip(rounds(runner), wanted, strict=True):
                 assert_near(ours, theirs, tolerance=0.02)
     quantized = [
         LeanRunner(
             modules("llama", DTYPE),
             comm=Comm.single(),
             precision=Precision(quantization="int8_weight_only"),
-            varlen=varlen,
+            varlen=attend,
         )
-        for varlen in (None, varlen_attention)
+        for attend in (None, varlen_attention)
     ]
     runner = on_gpu(quantized[1], fuses=False)
     for ours, theirs in zip(rounds(runner), rounds(quantized[0]), strict=True):
@@ -260,6 +328,7 @@ def draws() -> None:
 
 def main() -> None:
     """Check every part."""
+    varlen.LONG_SLOTS = 0  # ours for all forwards that it can serve
     of_threads = {kernels: ("product", "rotate_write", "add_norm", "gated"), split_kernels: ("attend",)}
     for module, names in of_threads.items():
         for name in names:
@@ -271,7 +340,6 @@ def main() -> None:
         "gate": gate,
         "split rows": split_rows,
         "choice of attention": choice_of_attention,
-        "wrong products are refused": wrong_products_are_not_used,
         "wrong kernels are refused": wrong_kernels_are_not_used,
         "whole models": whole_models,
         "several ranks": several_ranks,

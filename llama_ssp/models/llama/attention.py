@@ -28,8 +28,7 @@ from torch.nn import functional
 
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import CacheView, Workspace
-from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceHeads, norm_heads
+from llama_ssp.models.llama.rotary import PlaceHeads, RmsNorm, norm_heads
 from llama_ssp.models.native.attention import Attention
 from llama_ssp.models.native.layer import TokenPlaces, WholeLayer
 from llama_ssp.models.runner import Pieces

@@ -28,19 +28,18 @@ from llama_ssp.models.llama.attention import (
     placed_attention,
 )
 from llama_ssp.models.llama.layer import Layer, normed, take
-from llama_ssp.models.llama.norm import RmsNorm
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, Rotations
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm, Rotations
 from llama_ssp.models.native.attention import Attention, find_attention
 from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
-from llama_ssp.models.varlen import VarlenAttention, find_varlen
+from llama_ssp.models.varlen import VarlenAttention, find_varlen, over_more_blocks
 from llama_ssp.shapes import static_shape
 
 if TYPE_CHECKING:
-    from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels
+    from llama_ssp.models.llama.gpu_layers import GpuLayers
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -60,7 +59,7 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers; the head keeps its dtype.
-        fuses: on a GPU, products take in the norm, the gate and the residual; see `fused_products`.
+        fuses: on a GPU, products take in the norm, the gate and the residual; see `gpu_layers`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
@@ -117,30 +116,15 @@ class LeanRunner(CachedRunner):
 
     def _use_gpu_layers(self, *, fuses: bool) -> None:
         """Take the layers of GPUs, with those of our kernels that work here."""
-        from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels  # noqa: PLC0415 - only GPUs need it
+        from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - only GPUs need it
 
-        own = attempt(self._own_kernels, instead="continuing with more kernels in every layer") or OwnKernels()
-        self._gpu_layers = GpuLayers(self._layers, self._norm, self._head, comm=self._comm, kernels=own)
-        if not any(own):  # without Triton one sentence is enough
-            return
-        if self._varlen:
-            split = partial(self._over_more_blocks, self._varlen)
+        self._gpu_layers = GpuLayers(self._layers, self._norm, self._head, comm=self._comm, fuses=fuses)
+        if self._varlen and any(self._gpu_layers.kernels):  # without Triton one sentence is enough
+            split = partial(
+                over_more_blocks, self._varlen, self._layers[0].heads, device=self.device, dtype=self.dtype,
+                has_windows=any(self._windows),
+            )  # fmt: skip
             self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
-        if fuses:
-            from llama_ssp.models.llama.fused_products import fuse  # noqa: PLC0415 - imports Triton
-
-            fuse(self._gpu_layers)
-
-    def _own_kernels(self) -> "OwnKernels":
-        from llama_ssp.models.llama.kernel_checks import find_kernels  # noqa: PLC0415 - imports Triton
-
-        return find_kernels(self._layers[0], self._norm)
-
-    def _over_more_blocks(self, varlen: VarlenAttention) -> VarlenAttention:
-        from llama_ssp.models.llama.split_attention import try_split  # noqa: PLC0415 - imports Triton
-
-        heads, has_windows = self._layers[0].heads, any(self._windows)
-        return try_split(varlen, heads, device=self.device, dtype=self.dtype, has_windows=has_windows)
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""

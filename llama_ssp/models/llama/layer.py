@@ -18,7 +18,7 @@ from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.linear import Kernel, Linear, make_linear
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
-from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import RmsNorm
 from llama_ssp.models.native.layer import WholeLayer, whole_layer
 from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear

@@ -1,10 +1,10 @@
-"""Turns queries and keys by their positions, and writes keys and values to the cache: a `PlaceHeads` a forward.
+"""Norms, and what happens to heads before attention: their norms, the rotary embedding, and the write to the cache.
 
 One complex product turns queries and keys, unless compiled attention does all of this on a CPU (`native.attention`), or
 on a GPU a kernel of ours, which also norms heads and writes to the cache.
 
 Shapes: B sequences, T positions, M = B * T tokens, X heads, S slots, H query heads, D head dim, P = D / 2 pairs of
-dimensions.
+dimensions, E width of what is normalized.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +12,38 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llama_ssp.models.cache import BufferOf, CacheView, Workspace
-from llama_ssp.models.llama.norm import RmsNorm
 from llama_ssp.models.varlen import Heads
+
+
+class RmsNorm:
+    """The root-mean-square norm over the last dimension.
+
+    torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
+    arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+
+    Attributes:
+        weight_E: with `by_length` times sqrt(E).
+        least_square: E eps.
+    """
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
+        weight_E: Tensor = module.weight.detach()
+        width = weight_E.shape[0]
+        self.eps: float = module.variance_epsilon
+        self.by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self.weight_E = weight_E * width**0.5 if self.by_length else weight_E
+        self.least_square = width * self.eps
+        self._least_length = weight_E.new_tensor(self.least_square**0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize x (..., E)."""
+        if not self.by_length:
+            return functional.rms_norm(x, self.weight_E.shape, self.weight_E, self.eps)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
+        return (x / lengths).mul_(self.weight_E)
 
 
 class PlaceHeads(Protocol):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
+from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.engine.state import Request
@@ -163,7 +164,7 @@ def test_torch_s_kernel_is_right_for_batches_because_it_does_not_split_them(head
     assert check(splits_always) == "wrong values in row 1 where rows have 1, 1, 1 queries"
 
 
-def test_one_sequence_keeps_torch_s_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sequence_beyond_a_page_keeps_torch_s_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one, a GPU's blocks would walk all slots of a row; with more, they would write the first row only."""
     into = Mock(wraps=varlen_attn_out, __signature__=inspect.signature(varlen_attn_out))
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn_out", into)
@@ -172,6 +173,10 @@ def test_one_sequence_keeps_torch_s_splits(monkeypatch: pytest.MonkeyPatch) -> N
     fault_of(ours, device=CPU, dtype=torch.float16, heads=HEADS[0])
     found = {(len(call.kwargs["seqused_k"]), call.kwargs["num_splits"]) for call in into.call_args_list}
     assert found == {(1, None), (3, 1)}
+    runner = LeanRunner(modules("llama", torch.float16), comm=Comm.single(), varlen=ours)
+    runner.allocate(batch_size=1, capacity=PAGE_SLOTS)
+    runner.forward(random_ids(1, 1), torch.tensor([[9]]), bucket=PAGE_SLOTS)
+    assert into.call_args.kwargs["num_splits"] == 1
 
 
 @pytest.mark.parametrize("shape", varlen.CHECKED)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.cpu_kernels.products import FEATURES
 from llama_ssp.models.linear import HalfLinear, Linear, make_linear
-from llama_ssp.models.llama.norm import RmsNorm
+from llama_ssp.models.llama.rotary import RmsNorm
 from llama_ssp.models.native import linear as native
 from llama_ssp.models.native.linear import NativeLinear, native_floats, native_of
 from llama_ssp.models.quantization import weight_only
