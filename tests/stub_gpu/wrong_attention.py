@@ -5,8 +5,7 @@ import sys
 
 import torch
 
-from benchmarks.gpu_budgets import Layer
-from benchmarks.gpu_node_counts import CUDA, layer_nodes, load
+from benchmarks.gpu_nodes import CUDA, LAYER, Case, layer_nodes, load
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import varlen
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -20,7 +19,7 @@ def main() -> None:
     runner = load("7B", Comm.single(), num_layers=1)
     assert isinstance(runner, LeanRunner)
     with torch.inference_mode():
-        nodes = [record.name for record in layer_nodes(Layer(model="7B", num_rows=5, most=0))]
+        nodes = [record.name for record in layer_nodes(Case(kind=LAYER, target="7B", num_rows=5, limit=0))]
     found = {"by_length": runner.reads_by_length, "is_fused": runner.is_fused, "nodes": nodes}
     sys.stdout.write(json.dumps(found) + "\n")
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.models.quantization.few_rows_tiles import tiles_of
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
@@ -230,6 +231,33 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - T
     for split in range(num_splits):
         total += tl.load(parts + split * num_elements + places, mask=is_element, other=0.0)
     _store(total, scales, bias, residual, y, places % num_outputs, places, is_element)
+
+
+@triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
+def _unpack_codes(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
+    codes, words, into, num_inputs, words_stride, HALF: tl.constexpr  # noqa: ANN001
+):  # fmt: skip
+    """Write the numbers (code - zero) * scale of 16 groups of one output, rounded once."""
+    row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1) * 16 + tl.arange(0, 16)
+    bytes_ = tl.arange(0, HALF)
+    is_here = (groups * 2 * HALF < num_inputs)[:, None]
+    places = row * (num_inputs // 2) + groups[:, None] * HALF + bytes_[None, :]
+    found = tl.load(codes + places, mask=is_here, other=0)
+    word = tl.load(words + groups * words_stride + row, mask=groups * 2 * HALF < num_inputs, other=0)
+    zero = (word & _ZERO_BITS).to(tl.float32)[:, None]
+    scale = (word & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, None]
+    target = into + row * num_inputs + groups[:, None] * 2 * HALF + bytes_[None, :]
+    dtype: tl.constexpr = into.dtype.element_ty
+    tl.store(target, (((found & 15).to(tl.float32) - zero) * scale).to(dtype), mask=is_here)
+    tl.store(target + HALF, (((found >> 4).to(tl.float32) - zero) * scale).to(dtype), mask=is_here)
+
+
+def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor) -> None:
+    """Write int4 weights as numbers; `codes_CI` (C, I / 2) and `into_CI` (C, I) are contiguous."""
+    num_outputs, num_inputs = into_CI.shape
+    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * GROUP))](
+        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=GROUP // 2, num_warps=4
+    )
 
 
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret

@@ -53,6 +53,11 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""
         codes_OI, words_GO = self._operands
+        if into_CI.is_cuda and self._few_rows:
+            from llama_ssp.models.quantization.few_rows_kernel import unpack_codes  # noqa: PLC0415 - imports Triton
+
+            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
+            return
         groups = into_CI.unflatten(1, (-1, 2, GROUP // 2))
         first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, GROUP // 2)))
         groups[:, :, 0].copy_(first)

@@ -1,51 +1,24 @@
-"""The budgets of GPU kernels: the page shows all of them, and a case that exceeds its own is named."""
+"""The budgets of GPU kernels: the page shows all, a count beyond one is found, and plans price what is counted."""
 
-from typing import Any
-
-from benchmarks.gpu_budgets import ATTENTION, DRAWS, LAYERS, ROUNDS, Draw, Layer, Round
-from benchmarks.gpu_nodes import PAGE, document, over_budget
+from benchmarks.gpu_nodes import BLOCKS, CASES, DRAW, LAYER, PAGE, document
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
 
 
-def counts_at_budget() -> dict[str, Any]:
-    return {
-        "torch": "2",
-        "layers": {case.name: {"matrix product": case.most} for case in LAYERS},
-        "draws": {case.name: {"other": case.most} for case in DRAWS},
-        "rounds": {case.name: {"other": case.most} for case in ROUNDS},
-        "attention": {case.name: case.least for case in ATTENTION},
-    }
-
-
-def test_no_two_cases_have_one_name() -> None:
-    for cases in (LAYERS, DRAWS, ROUNDS, ATTENTION):
-        assert len({case.name for case in cases}) == len(cases)
-
-
-def test_a_case_over_its_budget_is_named_with_both_numbers() -> None:
-    counts = counts_at_budget()
-    assert over_budget(counts) == []
-    counts["rounds"][ROUNDS[0].name]["matrix product"] = 1
-    counts["attention"][ATTENTION[0].name] -= 1
-    most, least = ROUNDS[0].most, ATTENTION[0].least
-    assert over_budget(counts) == [
-        f"{ROUNDS[0].name}: {most + 1} nodes, at most {most}",
-        f"{ATTENTION[0].name}: {least - 1} blocks, at least {least}",
-    ]
-
-
-def test_the_page_shows_every_case_with_its_budget() -> None:
-    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    shown = {(row[0].removeprefix("| "), int(row[2].removesuffix(" |"))) for row in rows if row[1].isdigit()}
-    cases: list[Layer | Draw | Round] = [*LAYERS, *DRAWS, *ROUNDS]
-    budgets = {(case.name, case.most) for case in cases}
-    assert shown == budgets | {(case.name, case.least) for case in ATTENTION}
-    assert document(counts_at_budget()).count("\n| ") == len(rows)
+def test_the_page_shows_every_case_with_its_budget_and_a_count_within_it() -> None:
+    text = PAGE.read_text()
+    tables = {part.partition(" | ")[0]: part.splitlines() for part in text.split("\n\n| ")}
+    at_budget = {case.kind: {} for case in CASES}  # type: ignore[var-annotated]
+    for case in CASES:
+        [row] = [line.split(" | ") for line in tables[case.kind] if line.startswith(f"| {case.name} | ")]
+        assert row[2].removesuffix(" |") == str(case.limit)
+        assert case.keeps({"nodes": int(row[1])})
+        assert not case.keeps({"nodes": case.limit + (-1 if case.kind == BLOCKS else 1)})
+        at_budget[case.kind][case.name] = {"other": case.limit}
+    assert document({"torch": "2", **at_budget}).count("\n| ") == text.count("\n| ")
 
 
 def test_plans_price_the_kernels_that_are_counted() -> None:
     """Where a layer or a draw needs fewer, `architectures.sizes.ENGINE_KERNELS` follows."""
-    of_one_row = [case for case in LAYERS if case.num_ranks == case.batch_size == 1 and not case.fuses]
-    layers = {case.most for case in of_one_row}
-    assert layers == {ENGINE_KERNELS.layer}
-    assert [case.most for case in DRAWS if case.name == "sampled"] == [ENGINE_KERNELS.draw]
+    of_one_row = [case for case in CASES if case.kind == LAYER and case.num_ranks == case.batch_size == 1]
+    assert {case.limit for case in of_one_row if not case.fuses} == {ENGINE_KERNELS.layer}
+    assert [case.limit for case in CASES if case.kind == DRAW and case.name == "sampled"] == [ENGINE_KERNELS.draw]

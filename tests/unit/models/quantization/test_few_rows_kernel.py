@@ -100,7 +100,7 @@ def test_large_matrices_in_int4_leave_an_h200_waiting_for_memory(capability: int
 INTERPRETED = """
 import numpy, torch, triton.language as tl
 from triton.runtime import interpreter
-from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows
+from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows, unpack_codes
 from llama_ssp.weights import int4_rows
 
 create_dot = interpreter.InterpreterBuilder.create_dot
@@ -152,6 +152,11 @@ for make in (bytes_and_numbers, halves_and_numbers):
     for num_processors in (1, 132):
         parts = {"bias_O": bias, "residual_MO": residual, "num_processors": num_processors}
         assert torch.equal(product_of_few_rows(x, *operands, **parts), wanted), "bias and residual"
+for dtype, num_outputs, num_inputs in ((torch.float16, 5, 128), (torch.float32, 9, 17 * 128)):
+    (codes, words), numbers = halves_and_numbers(num_outputs, num_inputs, torch.float16)
+    some, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
+    unpack_codes(codes[some], words[:, some], found)
+    assert torch.equal(found, numbers[some].to(dtype)), "unpacked"
 for make in (bytes_and_numbers, halves_and_numbers):
     (operands, numbers), x = make(40, 768, torch.float32), torch.randn(3, 768)
     wanted = x.double() @ numbers.t()
