@@ -29,8 +29,8 @@ def test_nvidia_gpus_are_counted_and_their_driver_is_named(machine: Machine) -> 
         ("550.163.01", ["9.0", "9.0"], "torch==2.13.0 from {}/cu126"),
         ("560.35.05", ["8.9"], "torch==2.13.0 from {}/cu126"),
         ("570.86.15", ["9.0"], "torch==2.13.0 from {}/cu126"),
-        ("570.86.15", ["9.0", "10.0"], "torch>=2.11,<2.14 from {}/cu128"),
-        ("575.57.08", ["12.0"], "torch>=2.11,<2.14 from {}/cu128"),
+        ("570.86.15", ["9.0", "10.0"], "torch>=2.11,<3 from {}/cu128"),
+        ("575.57.08", ["12.0"], "torch>=2.11,<3 from {}/cu128"),
         ("580.82.07", ["9.0"], "torch==2.13.0 from {}/cu130"),
         ("580.82.07", ["12.0", "7.5"], "torch==2.13.0 from {}/cu130"),
         ("580.82.07", ["9.0", "7.0"], "torch==2.13.0 from {}/cu126"),
@@ -78,7 +78,7 @@ def test_an_updated_driver_brings_another_torch(machine: Machine) -> None:
 def test_the_last_torch_for_cuda_12_8_is_asked_for_by_its_range(machine: Machine) -> None:
     machine.install("nvidia-smi", nvidia_smi("570.86.15", "12.0"))
     assert machine.run().returncode == 0
-    assert machine.pip_log()[0] == f"install torch>=2.11,<2.14 --index-url {WHEELS}/cu128"
+    assert machine.pip_log()[0] == f"install torch>=2.11,<3 --index-url {WHEELS}/cu128"
 
 
 @pytest.mark.parametrize(("cuda", "index"), [("12", "cu126"), ("13", "cu130")])

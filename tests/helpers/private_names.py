@@ -1,0 +1,36 @@
+"""The private names of torch, transformers and Hydra that the package uses, with the reason or the fallback of each.
+
+A private name may change in any release. Where one is gone, tests/unit/repository/test_private_names.py says so.
+"""
+
+_TRACING = "traces without torch.jit.trace, which never frees them; without it rounds run from Python, with a warning"
+_COMPOSING = "composes a plan's settings with Hydra's own loader, in a tenth of compose's time"
+_ATTENTION = "transformers has no public getter of the attention that a model was built with"
+
+PRIVATE_NAMES = {
+    "torch._C.CompilationUnit": _TRACING,
+    "torch._C.ScriptModule": _TRACING,
+    "torch._C.ScriptModule._register_attribute": _TRACING,
+    "torch._C._create_function_from_graph": _TRACING,
+    "torch._C._create_graph_by_tracing": _TRACING,
+    "torch._C._get_graph_executor_optimize": _TRACING,
+    "torch._C._jit_try_infer_type": _TRACING,
+    "torch._C._set_graph_executor_optimize": _TRACING,
+    "torch.distributed.ProcessGroup._get_backend": "finds NCCL's own timeout, on GPUs alone",
+    "torch.distributed.ProcessGroupGloo._set_default_timeout": "NCCL's has no public setter; gloo's is in every build",
+    "torch.distributed.distributed_c10d._get_default_store": "the store of the started ranks has no public name",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "a group's timeout has no public setter",
+    "torch.ops.aten._weight_int8pack_mm": "int8 weights with bf16 rows on CPUs; without it they are unpacked",
+    "torch.ops.mkldnn._linear_pointwise": "oneDNN's packed product; without it the other forms are timed alone",
+    "torch.ops.mkldnn._reorder_linear_weight": "packs a weight for it",
+    "transformers.PretrainedConfig._attn_implementation": _ATTENTION,
+    "transformers.PreTrainedModel._skip_keys_device_placement": "accelerate's hooks must not move the cache",
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl": _COMPOSING,
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config": _COMPOSING,
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list": _COMPOSING,
+    "hydra._internal.config_repository.CachingConfigRepository": _COMPOSING,
+    "hydra._internal.core_plugins.basic_launcher.BasicLauncher": "the launcher that our own for sweeps extends",
+    "hydra._internal.defaults_list.create_defaults_list": _COMPOSING,
+    "hydra._internal.hydra.Hydra": "checks settings before Hydra writes a folder",
+    "hydra._internal.utils.get_args_parser": "knows Hydra's own options, for our messages",
+}
