@@ -25,8 +25,8 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.distributed.gpu.selecting import selected
 from llama_ssp.engine.executors.tracing import Traced
-from llama_ssp.models.linear import Linear, make_linear
-from llama_ssp.models.native.attention import find_attention
+from llama_ssp.kernels.attention import find_attention
+from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.measured import LinearTable

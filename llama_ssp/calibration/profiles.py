@@ -20,8 +20,7 @@ from llama_ssp.config.machines.profile import Profile, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, on_all_cores
-from llama_ssp.models.linear import can_halve
-from llama_ssp.models.native.linear import COMPILED, product_of
+from llama_ssp.kernels.linear import COMPILED, can_halve, product_of
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 NUM_PARTS = 6 + len(COMPILED)

@@ -29,7 +29,7 @@ class StorageFormat:
         name: value of `model.quantization`.
         order: position in lists of formats.
         short_name: name in narrow tables; None uses `name`.
-        kernel: `module:Class` of a `models.linear.Kernel`, which holds a weight and multiplies by it; None for
+        kernel: `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for
             unquantized weights.
         settings: the kernel's keyword arguments, by the field of the model entry that sets them.
         matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.

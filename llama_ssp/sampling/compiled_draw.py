@@ -1,4 +1,4 @@
-"""The draw of a token by the operator of `cpu_kernels.draw_operator`; `processors` decides where it is used.
+"""The draw of a token by the operator of `kernels.draw_cpu`; `processors` decides where it is used.
 
 Shapes: B rows, V vocabulary, P = 2 uniforms of a draw.
 """
@@ -24,10 +24,10 @@ def compile_draw() -> Draw | None:
     Raises:
         ImportError, OSError, AttributeError, RuntimeError: there is no llvmlite, or it does not work with this torch.
     """
-    from llama_ssp.cpu_kernels import compiled, draw_operator  # noqa: PLC0415 - imports LLVM
+    from llama_ssp.kernels import compiled, draw_cpu  # noqa: PLC0415 - imports LLVM
 
-    if not compiled.has_features(draw_operator.FEATURES):
+    if not compiled.has_features(draw_cpu.FEATURES):
         return None
-    compiled.add_operator("draw", draw_operator.emit, "draw")
+    compiled.add_operator("draw", draw_cpu.emit, "draw")
     draw: Draw = torch.ops.llama_ssp.draw.default
     return draw

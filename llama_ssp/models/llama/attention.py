@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.kernels.attention import Attention
+from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import CacheView, Workspace
 from llama_ssp.models.llama.rotary import PlaceHeads, RmsNorm, norm_heads
-from llama_ssp.models.native.attention import Attention
-from llama_ssp.models.native.layer import TokenPlaces, WholeLayer
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.shapes import static_shape

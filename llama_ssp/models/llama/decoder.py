@@ -17,8 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.kernels.attention import Attention, find_attention
+from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.models.cached_runner import CachedRunner
-from llama_ssp.models.linear import Kernel, make_linear
 from llama_ssp.models.llama.attention import (
     Attend,
     CompiledAttention,
@@ -29,8 +30,6 @@ from llama_ssp.models.llama.attention import (
 )
 from llama_ssp.models.llama.layer import Layer, normed, take
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm, Rotations
-from llama_ssp.models.native.attention import Attention, find_attention
-from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.cache import CacheView, StaticCache
-from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.layer import Layer, ResidualLinear, gated
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm, RotateWrite

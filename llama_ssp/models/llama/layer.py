@@ -16,11 +16,10 @@ from torch.nn import functional
 
 from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.linear import Kernel, Linear, make_linear
+from llama_ssp.kernels.layer import WholeLayer, whole_layer
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.llama.rotary import RmsNorm
-from llama_ssp.models.native.layer import WholeLayer, whole_layer
-from llama_ssp.models.native.linear import native_of
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
 

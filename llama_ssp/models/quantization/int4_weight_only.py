@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.distributed.comms import is_recording
-from llama_ssp.models.native.linear import NIBBLES, NativeLinear, fits
+from llama_ssp.kernels.linear import NIBBLES, NativeLinear, fits
 from llama_ssp.models.quantization.weight_only import (
     ProductOfFewRows,
     WeightOnlyLinear,

@@ -14,8 +14,7 @@ from llama_ssp.architectures.sharding import RankShard, cut_of, split_model
 from llama_ssp.config.formats import format_of, formats
 from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.models.linear import Kernel, Linear
-from llama_ssp.models.native.linear import BLOCK, COMPILED, product_of
+from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, is_row_parallel, is_sharded
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from llama_ssp.config.formats import NF4_GROUP as GROUP
 from llama_ssp.config.formats import NO_QUANTIZATION, format_of
-from llama_ssp.models.linear import Kernel, Linear
-from llama_ssp.models.native.linear import DOTS, native_linear, native_of
+from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear, native_of
 from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks
 
 _STEPS = 127

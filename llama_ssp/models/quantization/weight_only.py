@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.models.linear import Linear
-from llama_ssp.models.native.linear import native_linear
+from llama_ssp.kernels.linear import Linear, native_linear
 from llama_ssp.models.triton_tools import attempt
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}

@@ -13,7 +13,7 @@ from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.state import Request
-from llama_ssp.models.linear import HalfLinear, can_halve
+from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.models.runner import Runner
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 

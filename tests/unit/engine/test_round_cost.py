@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.models.linear import PlainLinear
+from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets
 from tests.helpers.decoders import advance, complete, make_decoder

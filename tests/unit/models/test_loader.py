@@ -189,7 +189,7 @@ import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.build import build_empty, load_model
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.models.linear import can_halve
+from llama_ssp.kernels.linear import can_halve
 from llama_ssp.models.tensor_parallel import shard
 
 def anonymous_bytes():

@@ -18,11 +18,10 @@ from llama_ssp.config.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import start as start_world
 from llama_ssp.errors import ConfigError, PlacementError
+from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
 from llama_ssp.models.build import check_model, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.native.linear import DOTS, product_of
 from llama_ssp.models.quantization.modules import QuantizedLinear
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner

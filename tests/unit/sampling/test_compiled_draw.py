@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu_kernels.compiled import has_features
-from llama_ssp.cpu_kernels.draw_operator import FEATURES
 from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.kernels.compiled import has_features
+from llama_ssp.kernels.draw_cpu import FEATURES
 from llama_ssp.sampling import processors
 from llama_ssp.sampling.compiled_draw import Draw, compile_draw
 from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
@@ -148,8 +148,8 @@ def test_without_the_compiler_torchs_operators_draw_and_one_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("compiled", "draw_operator"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"llama_ssp.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"llama_ssp.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     assert_torch_draws(caplog)
     assert "llvmlite" in caplog.text

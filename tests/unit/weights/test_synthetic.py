@@ -16,8 +16,8 @@ from llama_ssp.config.checks import LEAST_AGREEMENT
 from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
+from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.build import load_modules
-from llama_ssp.models.linear import PlainLinear, half_scale
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import Checkpoint

@@ -11,9 +11,9 @@ from llama_ssp.engine.executors.traced_cpu import TracedExecutor
 from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
+from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.models.linear import Linear, make_linear
+from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import precision, weight_only
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision

@@ -1,12 +1,13 @@
-"""A whole layer by the operator of `cpu_kernels.layer_operator`, where its parts are compiled and this machine has it.
+"""A whole layer in one operator: `layer_cpu`, for a few tokens on one rank, where all its parts are compiled.
+
+The reference is an operator for each part; the bits are the same.
 
 Shapes: M tokens, E width, S slots of all rows, N key-value heads, D head dim, P = D / 2, B rows, T positions of a row,
 I inputs, O outputs.
 """
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -14,22 +15,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.formats import INT4_GROUP as GROUP
-from llama_ssp.models.native.attention import Attention, find_attention
-from llama_ssp.models.native.linear import FLOATS, NIBBLES, NativeLinear
+from llama_ssp.kernels.attention import Attention, find_attention
+from llama_ssp.kernels.choice import Operator, find_operator
+from llama_ssp.kernels.linear import FLOATS, NIBBLES, NativeLinear
 from llama_ssp.weights import int4_rows
 
-Operator = Callable[..., Tensor]
-
-_log = logging.getLogger(__name__)
-_library = torch.library.Library("llama_ssp", "FRAGMENT")
 _TENSORS = ("x", "turns", "positions", "slots", "cache", *(
     f"{name}_{part}" for name in ("qkv", "output", "gated", "down") for part in ("weights", "scales", "bias", "norm")
 ))  # fmt: skip
-_NUMBERS = "float least_qkv, float least_gated, int num_heads, float scale, int window"
 
 
 class TokenPlaces(NamedTuple):
-    """Where the tokens of a forward are; see `native.attention.Attention`."""
+    """Where the tokens of a forward are; see `attention.Attention`."""
 
     turns_S1P: Tensor
     positions_BT: Tensor
@@ -70,28 +67,17 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLay
 
 @cache
 def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | None:
-    """The operator, which runs the functions of the product and of attention, compiled at the first call.
-
-    None, after a warning, if it does not work.
-    """
-    name = f"layer_{kind}_{head_dim}"
-    try:
-        from llama_ssp.cpu_kernels import compiled, layer_operator  # noqa: PLC0415 - imports LLVM
-
-        if not hasattr(torch.ops.llama_ssp, name):
-            tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in _TENSORS)
-            _library.define(f"{name}({tensors}, {_NUMBERS}) -> Tensor")
-        compiled.add_operator(name, partial(layer_operator.emit, kind, head_dim), "layer")
-        operator: Operator = getattr(torch.ops.llama_ssp, name).default
-        _check(operator, kind, head_dim, attention)
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        _log.warning("continuing with an operator for each part of a layer, which is slower: %s", reason)
-        return None
-    return operator
+    """The operator, which runs the functions of the product and of attention, compiled at the first call."""
+    tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in _TENSORS)
+    return find_operator(
+        f"layer_{kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, float scale, "
+        "int window) -> Tensor",
+        "layer_cpu", kind, head_dim, entry="layer",
+        check=partial(_check, kind, head_dim, attention), instead="with an operator for each part of a layer",
+    )  # fmt: skip
 
 
-def _check(operator: Operator, kind: str, head_dim: int, attention: Attention) -> None:
+def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -> None:
     """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
     num_heads, num_slots = GROUP // math.gcd(GROUP, head_dim), 5
     width, attended = GROUP, num_heads * head_dim

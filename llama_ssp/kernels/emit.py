@@ -4,7 +4,7 @@ A vector has 16 lanes whatever the CPU: LLVM cuts it where registers are shorter
 so a kernel computes the same bits on every CPU with the same instructions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,11 @@ F32 = ir.FloatType()
 POINTER = ir.PointerType()
 VOID = ir.VoidType()
 F32S, I32S = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+NO_POINTER = ir.Constant(POINTER, None)
+FLOAT32, INT64 = ir.Constant(I32, 6), ir.Constant(I32, 4)
+"""Number formats of tensors, as torch counts them."""
+_LEAST_LOG, _MOST_LOG = -87.0, 88.0
 
 Value = Any
 """A value of the code; llvmlite comes without types."""
@@ -139,3 +144,99 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         self.branch(head)
         self.position_at_end(after)
         values[:] = phis
+
+
+def function(module: ir.Module, name: str, kinds: Sequence[Value]) -> tuple[Code, Sequence[Value]]:
+    """Begin a function; returns its code and its arguments."""
+    function = ir.Function(module, ir.FunctionType(VOID, kinds), name)
+    function.linkage = "internal"
+    return Code(function), function.args
+
+
+def larger(code: Code, one: Value, other: Value) -> Value:
+    """The larger one of two whole numbers."""
+    return code.select(code.icmp_signed(">", one, other), one, other)
+
+
+def smaller(code: Code, one: Value, other: Value) -> Value:
+    """The smaller one of two whole numbers."""
+    return code.select(code.icmp_signed("<", one, other), one, other)
+
+
+def lane_numbers(numbers: Iterable[int]) -> Value:
+    """A vector of constants, a whole number a lane."""
+    return ir.Constant(ir.VectorType(I32, LANES), list(numbers))
+
+
+def exponential(code: Code, x: Value) -> Value:
+    """e^x to the last bit or two; the ends of its range stand for what is beyond.
+
+    Source: the polynomial of expf in Cephes.
+    """
+    x = code.intrinsic("llvm.maxnum.v16f32", F32S, x, floats(_LEAST_LOG))
+    x = code.intrinsic("llvm.minnum.v16f32", F32S, x, floats(_MOST_LOG))
+    whole = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(x, floats(1.44269504)))
+    rest = code.fused(whole, floats(-0.693359375), x)
+    rest = code.fused(whole, floats(2.12194440e-4), rest)
+    value = floats(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        value = code.fused(value, rest, floats(factor))
+    value = code.fadd(code.fused(value, code.fmul(rest, rest), rest), floats(1.0))
+    exponent = code.add(code.fptosi(whole, I32S), ir.Constant(I32S, [127] * LANES))
+    return code.fmul(value, code.bitcast(code.shl(exponent, ir.Constant(I32S, [23] * LANES)), F32S))
+
+
+def stored(code: Code, names: Sequence[str], given: dict[str, Value]) -> Value:
+    """Write numbers and addresses into words on the stack."""
+    words = code.slot(I64, len(names))
+    for place, name in enumerate(names):
+        code.store(given[name], code.at(words, i64(place), I64))
+    return words
+
+
+def loaded(code: Code, names: Sequence[str], words: Value, numbers: Collection[str]) -> dict[str, Value]:
+    """Read words that `stored` wrote: numbers, and addresses."""
+    places = {name: code.at(words, i64(place), I64) for place, name in enumerate(names)}
+    return {name: code.load(place, typ=I64 if name in numbers else POINTER) for name, place in places.items()}
+
+
+class Torch:
+    """Calls of torch's stable C interface from the code of an operator."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self._answer = code.slot(I64, 1)
+
+    def _ask(self, name: str, *arguments: Value) -> Value:
+        self.code.intrinsic(name, I32, *arguments, self._answer)
+        return self._answer
+
+    def pointer(self, tensor: Value) -> Value:
+        """The address of a tensor's numbers."""
+        return self.code.load(self._ask("aoti_torch_get_data_ptr", tensor), typ=POINTER)
+
+    def pointer_or_none(self, tensor: Value) -> Value:
+        """The address of a tensor's numbers, or none if it has none."""
+        number = self.code.load(self._ask("aoti_torch_get_numel", tensor), typ=I64)
+        is_empty = self.code.icmp_unsigned("==", number, i64(0))
+        return self.code.select(is_empty, NO_POINTER, self.pointer(tensor))
+
+    def size(self, tensor: Value, dim: int) -> Value:
+        """Its size in a dimension."""
+        sizes = self.code.load(self._ask("aoti_torch_get_sizes", tensor), typ=POINTER)
+        return self.code.read(sizes, I64, i64(dim))
+
+    def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
+        """A new tensor of one or two dimensions."""
+        code, number = self.code, len(sizes)
+        shape, strides = code.slot(I64, number), code.slot(I64, number)
+        for dim, size in enumerate(sizes):
+            code.write(size, shape, i64(dim))
+            code.write(sizes[1] if dim == 0 and number > 1 else i64(1), strides, i64(dim))
+        zero = ir.Constant(I32, 0)
+        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero)
+        return code.load(made, typ=POINTER)
+
+    def free(self, tensor: Value) -> None:
+        """Give up a tensor."""
+        self.code.intrinsic("aoti_torch_delete_tensor_object", I32, tensor)

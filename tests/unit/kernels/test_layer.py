@@ -1,22 +1,18 @@
 """Holds a layer in one operator to the bits of an operator for each of its parts, whatever the threads."""
 
-import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
-from llama_ssp.cpu_kernels.attention_operator import FEATURES
-from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.kernels.attention import NEEDS
+from llama_ssp.kernels.compiled import has_features
+from llama_ssp.kernels.layer import WholeLayer
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.native import layer as native
-from llama_ssp.models.native.attention import find_attention
-from llama_ssp.models.native.layer import WholeLayer
 from llama_ssp.models.quantization.precision import Precision
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
@@ -28,7 +24,7 @@ BEHIND = 140
 
 def runner(form: str = "none", **sizes: int) -> LeanRunner:
     """A model whose linear layers all have compiled products."""
-    if not has_features(FEATURES):
+    if not has_features(NEEDS):
         pytest.skip("this processor has no such layer")
     sizes = {"head_dim": 16, "hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCABULARY} | sizes
     model = tiny_model("llama", **sizes)
@@ -107,37 +103,3 @@ def test_another_thread_of_python_gets_the_same() -> None:
 def test_layers_of_several_forms_or_without_blocks_keep_their_parts(calls: list[int]) -> None:
     logits(runner(intermediate_size=264), 1)
     assert not calls
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """An operator that is looked for again, in the test and after it."""
-    native._operator_of.cache_clear()
-    yield
-    native._operator_of.cache_clear()
-
-
-@pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("fault", ["values", "cache"])
-def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: list[int], fault: str
-) -> None:
-    wanted, check = logits(runner(), 1), native._check
-    assert find_attention(torch.device("cpu"), torch.float32, 16)
-
-    def checked(operator: native.Operator, *given: object) -> None:
-        def wrong(*arguments: Tensor) -> Tensor:
-            found = operator(*arguments)
-            (found if fault == "values" else arguments[4]).mul_(1.1)
-            return found
-
-        check(wrong, *given)  # type: ignore[arg-type]  # as the function takes them
-
-    monkeypatch.setattr(native, "_check", checked)
-    native._operator_of.cache_clear()
-    calls.clear()
-    with caplog.at_level(logging.WARNING):
-        found = logits(runner(), 1)
-    assert "wrong on this CPU" in caplog.text
-    assert torch.equal(found, wanted)
-    assert len(calls) <= 1  # that of the check

@@ -8,21 +8,42 @@
     gated    pairs of blocks                   middle, normed   gated
     down     blocks of 16 outputs              gated, middle    y
 
-The steps run the functions of `products` and `attention_operator`, which the operators of a product and of attention
-run too, so the bits are the same. The threads meet after each step (`sharing`); each norms and quantizes the few rows
-for itself.
+The steps run the functions of `linear_cpu` and `attention_cpu`, which the operators of a product and of attention run
+too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
+
+Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
+microseconds to begin and to end a parallel region, as much as a small product takes. Here threads meet between the
+steps of one region, at counters in memory. No step asks how many threads there are: one that comes late, or never,
+finds less to do. A thread that waits spins for some microseconds, then sleeps in the kernel: the one that it waits for
+may need its core, and a thread that has slept gets a core back sooner than one that has spun.
 
 Shapes: M tokens, E width, H query heads, D head dim.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from llvmlite import ir
 
-from llama_ssp.cpu_kernels import attention_operator, operator, products
-from llama_ssp.cpu_kernels.attention_kernel import larger, smaller
-from llama_ssp.cpu_kernels.emit import F32, I32, I64, LANES, POINTER, VOID, Code, Value, i64
-from llama_ssp.cpu_kernels.operator import Torch
-from llama_ssp.cpu_kernels.products import function
-from llama_ssp.cpu_kernels.sharing import COUNTERS, finish, units, wait
+from llama_ssp.kernels import attention_cpu, linear_cpu
+from llama_ssp.kernels.emit import (
+    F32,
+    I32,
+    I64,
+    LANES,
+    NO_POINTER,
+    POINTER,
+    VOID,
+    Code,
+    Torch,
+    Value,
+    function,
+    i64,
+    larger,
+    loaded,
+    smaller,
+    stored,
+)  # fmt: skip
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
@@ -42,6 +63,13 @@ _CONTEXT = ("counters", "attention", "rooms", "room_bytes", "num_rows", "x", "qk
               for part in ("weights", "scales", "bias", "norm", "num_inputs", "num_outputs")))  # fmt: skip
 _NUMBERS = {"room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated",
             *(f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs"))}  # fmt: skip
+COUNTERS = 16
+"""Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
+_LINE = 8
+_SPINS = 4096
+"""Looks at the counter before a waiting thread sleeps, some 10 ns each."""
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
+"""The system call of Linux on x86-64, its operations within one process, and how many to wake."""
 
 
 def emit(kind: str, head_dim: int) -> ir.Module:
@@ -104,12 +132,12 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     with code.loop(i64(0), i64(num_words), 1) as (place,):
         code.write(i64(0), counters, place)
     given |= {
-        "counters": counters, "attention": _stored(code, attention_operator.CONTEXT, attention),
+        "counters": counters, "attention": stored(code, attention_cpu.CONTEXT, attention),
         "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": torch.pointer(y), "num_threads": num_threads,
-        "num_places": num_rows, "num_units": attention_operator.num_units(code, attention, num_rows),
+        "num_places": num_rows, "num_units": attention_cpu.num_units(code, attention, num_rows),
         "least_qkv": least_qkv, "least_gated": least_gated,
     }  # fmt: skip
-    words = _stored(code, _CONTEXT, given)
+    words = stored(code, _CONTEXT, given)
     code.intrinsic("torch_parallel_for", I32, i64(0), num_threads, i64(1), steps, words)
     for tensor in (*tensors.values(), scratch):
         torch.free(tensor)
@@ -128,19 +156,10 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
     return smaller(code, useful, smaller(code, code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
 
 
-def _stored(code: Code, names: tuple[str, ...], given: dict[str, Value]) -> Value:
-    """Write numbers and addresses into words on the stack."""
-    words = code.slot(I64, len(names))
-    for place, name in enumerate(names):
-        code.store(given[name], code.at(words, i64(place), I64))
-    return words
-
-
 def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
     """What each thread does: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
-    places = {name: code.at(words, i64(place), I64) for place, name in enumerate(_CONTEXT)}
-    given = {name: code.load(place, typ=I64 if name in _NUMBERS else POINTER) for name, place in places.items()}
+    given = loaded(code, _CONTEXT, words, _NUMBERS)
     threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)
     own = code.atomic_rmw("add", threads, i64(1), "monotonic")
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
@@ -150,13 +169,12 @@ def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
         _product(code, kind, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
                  room=room, counters=counters[name])  # fmt: skip
 
-    none = ir.Constant(POINTER, None)
-    product("qkv", given["x"], given["qkv"], none)
+    product("qkv", given["x"], given["qkv"], NO_POINTER)
     for step, count in (("place", "num_places"), ("attend", "num_units")):
         with units(code, counters[step], given[count], i64(1)) as (begin, end):
             code.call(kernels["place" if step == "place" else "units"], [begin, end, given["attention"]])
     product("output", given["attended"], given["middle"], given["x"])
-    product("gated", given["middle"], given["gated"], none)
+    product("gated", given["middle"], given["gated"], NO_POINTER)
     product("down", given["gated"], given["y"], given["middle"])
     # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
     finish(code, threads, code.sub(last, first), given["num_threads"])
@@ -177,11 +195,11 @@ def _product(
     rows = given["rows"]
     if f"least_{name}" in given:
         least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
-        rows = operator.normed(code, rows, room, (given[f"{name}_norm"], least_square), sizes)
-    row_scales = row_sums = ir.Constant(POINTER, None)
+        rows = linear_cpu.normed(code, rows, room, (given[f"{name}_norm"], least_square), sizes)
+    row_scales = row_sums = NO_POINTER
     if kind == "dots":
-        rows, row_scales, row_sums = operator.rounded(code, rows, room, sizes)
-    words = _stored(code, products.CONTEXT, {
+        rows, row_scales, row_sums = linear_cpu.rounded(code, rows, room, sizes)
+    words = stored(code, linear_cpu.CONTEXT, {
         "weights": given[f"{name}_weights"], "rows": rows, "y": given["into"], "scales": given[f"{name}_scales"],
         "bias": given[f"{name}_bias"], "residual": given["residual"], "row_scales": row_scales, "row_sums": row_sums,
         "num_rows": num_rows, "num_inputs": num_inputs, "num_outputs": num_outputs, "gates": gates,
@@ -192,3 +210,65 @@ def _product(
     grain = smaller(code, fair, code.sdiv(i64(_AT_ONCE), of_unit))
     with units(code, counters, count, grain) as (begin, end):
         code.call(part, [begin, end, words])
+
+
+@contextmanager
+def units(code: Code, counters: Value, count: Value, grain: Value) -> Iterator[tuple[Value, Value]]:
+    """The body is run for units from the first number to the second; after it all threads' units are done."""
+    head, body, after = (code.append_basic_block(name) for name in ("take", "work", "wait"))
+    code.branch(head)
+    code.position_at_end(head)
+    begin = code.atomic_rmw("add", counters, grain, "monotonic")
+    code.cbranch(code.icmp_signed("<", begin, count), body, after)
+    code.position_at_end(body)
+    end = smaller(code, code.add(begin, grain), count)
+    yield begin, end
+    finish(code, counters, code.sub(end, begin), count)
+    code.branch(head)
+    code.position_at_end(after)
+    wait(code, counters, count)
+
+
+def finish(code: Code, counters: Value, number: Value, count: Value) -> None:
+    """Add to the units that are done; the last ones wake the threads that sleep."""
+    done = code.at(counters, i64(_LINE), I64)
+    sleepers = code.at(counters, i64(_LINE + 1), I64)
+    before = code.atomic_rmw("add", done, number, "seq_cst")
+    is_last = code.icmp_signed(">=", code.add(before, number), count)
+    with code.if_then(is_last):
+        someone = code.icmp_signed(">", code.load_atomic(sleepers, "seq_cst", 8, typ=I64), i64(0))
+        with code.if_then(someone):
+            _futex(code, done, _WAKE, ir.Constant(I32, _ALL))
+
+
+def wait(code: Code, counters: Value, count: Value) -> None:
+    """Return once so many units are done."""
+    done = code.at(counters, i64(_LINE), I64)
+    sleepers = code.at(counters, i64(_LINE + 1), I64)
+    before = code.block
+    head, body, after = (code.append_basic_block(name) for name in ("look", "pause", "met"))
+    code.branch(head)
+    code.position_at_end(head)
+    spins = code.phi(I64)
+    spins.add_incoming(i64(0), before)
+    found = code.load_atomic(done, "acquire", 8, typ=I64)
+    code.cbranch(code.icmp_signed("<", found, count), body, after)
+    code.position_at_end(body)
+    code.intrinsic("llvm.x86.sse2.pause", VOID)
+    more = code.add(spins, i64(1))
+    with code.if_then(code.icmp_signed(">=", more, i64(_SPINS))):
+        code.atomic_rmw("add", sleepers, i64(1), "seq_cst")
+        again = code.load_atomic(done, "seq_cst", 8, typ=I64)
+        with code.if_then(code.icmp_signed("<", again, count)):
+            _futex(code, done, _WAIT, code.trunc(again, I32))  # returns at once if the counter has moved
+        code.atomic_rmw("sub", sleepers, i64(1), "seq_cst")
+    spins.add_incoming(more, code.block)
+    code.branch(head)
+    code.position_at_end(after)
+
+
+def _futex(code: Code, word: Value, operation: int, number: Value) -> None:
+    """Sleep while the lower half of a word is `number`, or wake so many that sleep on it."""
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    found = code.module.globals.get("syscall") or ir.Function(code.module, kind, "syscall")
+    code.call(found, [i64(_FUTEX), word, ir.Constant(I32, operation), number, NO_POINTER])

@@ -1,13 +1,21 @@
 """Compiles kernels for this CPU and gives them to torch as operators, which traces call without Python.
 
-A kind of product takes about 0.6 s, once on a machine (see `kept_code`). It calls torch's stable C interface
+A kind of product takes about 0.6 s, once on a machine: code is kept in the user's cache folder. A kept file is used
+only if it and its folder belong to this user, nobody else may write to either, and its first bytes are the hash of the
+rest.
+
+Code calls torch's stable C interface
 (`torch/csrc/stable/c/shim.h`, from torch 2.10 on), so that its tensors and its threads are torch's own: a second pool
 of threads would fight with torch's.
 """
 
 import ctypes
+import hashlib
 import inspect
+import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -16,9 +24,10 @@ import torch
 from llvmlite import binding, ir
 
 from llama_ssp.config import formats
-from llama_ssp.cpu_kernels.kept_code import keep
 from llama_ssp.weights import int4_rows
 
+_HASH_BYTES = hashlib.sha256().digest_size
+_OTHERS_MAY_WRITE = 0o022
 _FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
     "aoti_torch_delete_tensor_object", "torch_parallel_for", "torch_get_num_threads",
@@ -96,3 +105,30 @@ def add_operator(name: str, emit: Callable[[], ir.Module], entry: str, *, shared
     for function in shared:
         binding.add_symbol(f"llama_ssp_{name}_{function}", engine.get_function_address(function))
     _kept.extend((engine, handle))
+
+
+def keep(name: str, key: str, make: Callable[[], bytes]) -> bytes:
+    """The code that was kept under a name and a key; if there is none, make it, and keep it if that is possible.
+
+    `key` holds whatever decides the code.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llama_ssp" / "kernels"
+    file = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    with suppress(OSError):
+        if _is_own(folder) and _is_own(file):
+            kept = file.read_bytes()
+            code = kept[_HASH_BYTES:]
+            if kept[:_HASH_BYTES] == hashlib.sha256(code).digest():
+                return code
+    code = make()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as unfinished:
+            unfinished.write(hashlib.sha256(code).digest() + code)
+        Path(unfinished.name).replace(file)
+    return code
+
+
+def _is_own(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & _OTHERS_MAY_WRITE

@@ -1,12 +1,18 @@
-"""Compiled code is kept, and used only as it was kept."""
+"""Compiled code is kept under a key of all that decides it, and used only as it was kept."""
 
+import ast
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from llama_ssp.cpu_kernels.kept_code import keep
+from llama_ssp import kernels
+from llama_ssp.kernels import compiled
+from llama_ssp.kernels.compiled import keep
+from tests.helpers.repository import ROOT
+
+FOLDER = Path(kernels.__file__).parent
 
 
 @pytest.fixture(name="made")
@@ -49,3 +55,19 @@ def test_code_is_made_where_nothing_can_be_kept(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert [keep("product", "a", lambda: next(made)) for _ in range(2)] == [b"code 0", b"code 1"]
+
+
+def imported(file: Path) -> Iterator[Path]:
+    """The modules of this project that a file imports from; a name of a package may be one of its modules."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llama_ssp."):
+            path = ROOT.joinpath(*node.module.split("."))
+            module = path.with_suffix(".py")
+            yield from [module] if module.is_file() else [path / f"{alias.name}.py" for alias in node.names]
+
+
+def test_the_key_holds_the_sources_of_the_kernels_and_of_all_that_they_import() -> None:
+    kernels = [FOLDER / "emit.py", *sorted(FOLDER.glob("*_cpu.py"))]
+    sources = {*kernels, *(found for file in kernels for found in imported(file))}
+    assert ROOT / "llama_ssp/weights/int4_rows.py" in sources
+    assert [file.name for file in sorted(sources) if file.read_text() not in compiled._decides_code()] == []

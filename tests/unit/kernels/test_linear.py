@@ -1,8 +1,8 @@
-"""Holds compiled products to products in fp64, rows to the same rows alone, and machines without them to a sentence."""
+"""Holds every form of a linear layer to products in fp64, rows to the same rows alone, and the choice among forms.
 
-import logging
-import sys
-from collections.abc import Iterator
+`made` skips forms that this processor has no instructions for, and no others: a wrong kernel fails here.
+"""
+
 from functools import partial
 
 import pytest
@@ -10,35 +10,170 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu_kernels.compiled import has_features
-from llama_ssp.cpu_kernels.products import FEATURES
-from llama_ssp.models.linear import HalfLinear, Linear, make_linear
+from llama_ssp.kernels import linear
+from llama_ssp.kernels.compiled import has_features
+from llama_ssp.kernels.linear import (
+    ColumnsLinear,
+    HalfLinear,
+    Kernel,
+    NativeLinear,
+    PackedLinear,
+    PlainLinear,
+    can_halve,
+    can_pack,
+    half_scale,
+    make_linear,
+    native_floats,
+    native_of,
+)
 from llama_ssp.models.llama.rotary import RmsNorm
-from llama_ssp.models.native import linear as native
-from llama_ssp.models.native.linear import NativeLinear, native_floats, native_of
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
+KERNELS: list[Kernel] = [PlainLinear, ColumnsLinear, PackedLinear]
+# Largest difference of two orders of one sum of 96 products of size 1, in units of the result's size.
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_chosen_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_fastest", {})
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@grid(
+    num_rows=[1, 2, 8, 9, 40],
+    kernel=KERNELS,
+    has_bias=[False, True],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
+def test_every_form_computes_what_the_library_computes(
+    kernel: Kernel, num_rows: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    if kernel is PackedLinear and not can_pack(dtype):
+        pytest.skip(f"this processor has no packed product for {dtype}")
+    weight, bias = numbers(48, 96, dtype=dtype), numbers(48, dtype=dtype) if has_bias else None
+    x, residual = numbers(num_rows, 96, dtype=dtype), numbers(num_rows, 48, dtype=dtype)
+    form = make_linear(weight, bias, kernel=kernel)
+    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    wanted_sum = wanted + residual
+    for found, reference in ((form(x), wanted), (form.add(x, residual), wanted_sum)):
+        assert found.dtype is dtype
+        assert found.is_contiguous()
+        assert (found - reference).abs().max() < TOLERANCES[dtype] * reference.abs().max()
+
+
+needs_half = pytest.mark.skipif(not can_halve(), reason="this build has no product with a weight in fp16")
+
+
+@needs_half
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 0.3, 1.0, 1e4])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_a_weight_of_a_16_bit_checkpoint_is_kept_in_16_bits_and_computes_as_in_fp32(
+    num_rows: int, size: float, dtype: torch.dtype
+) -> None:
+    weight, bias = (numbers(1030, 96) * size).to(dtype).float(), numbers(1030)
+    x, residual = numbers(num_rows, 96), numbers(num_rows, 1030)
+    form = make_linear(weight, bias)
+    assert isinstance(form, HalfLinear)  # 1030 outputs are no whole blocks of the compiled kernel
+    wanted = functional.linear(x.double(), weight.double(), bias.double())
+    assert (form(x) - wanted).abs().max() < 1e-6 * wanted.abs().max()
+    assert (form.add(x, residual) - wanted - residual).abs().max() < 1e-6 * wanted.abs().max()
+
+
+def test_what_fp16_cannot_hold_is_not_kept_in_it() -> None:
+    held = numbers(1030, 32).bfloat16().float()
+    assert half_scale(held) == 1.0
+    assert half_scale(held * 2.0**-20) not in (None, 1.0)
+    for value in (1.0 + 2.0**-20, float("inf"), float("nan")):
+        changed = held.clone()
+        changed[1029, 31] = value
+        assert half_scale(changed) is None
+    assert half_scale(numbers(64, 64)) is None
+    assert half_scale(torch.zeros(4, 4)) is None
+    assert not isinstance(make_linear(numbers(64, 64), None), HalfLinear)
+
+
+def test_the_fastest_form_is_found_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[torch.Size] = []
+    find = linear._find_fastest
+
+    def watched(kernels: list[Kernel], weight: Tensor) -> Kernel:
+        timed.append(weight.shape)
+        return find(kernels, weight)
+
+    monkeypatch.setattr(linear, "_find_fastest", watched)
+    forms = [make_linear(numbers(40, 24), None) for _ in range(3)]
+    make_linear(numbers(24, 40), None)
+    assert timed == [(40, 24), (24, 40)]
+    assert len({type(form) for form in forms}) == 1
+
+
+def test_the_form_with_the_least_time_is_chosen() -> None:
+    class Slow(PlainLinear):
+        def __call__(self, x_MI: Tensor) -> Tensor:
+            for _ in range(20):
+                super().__call__(x_MI)
+            return super().__call__(x_MI)
+
+    for slow, fast in ((0, 1), (1, 0)):
+        kernels: list[Kernel] = [PlainLinear, PlainLinear]
+        kernels[slow] = Slow
+        assert linear._find_fastest(kernels, numbers(64, 64)) is kernels[fast]
+
+
+def test_without_the_private_operators_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_args: object) -> None:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
+
+    monkeypatch.setattr(PackedLinear, "__init__", absent)
+    can_pack.cache_clear()
+    try:
+        assert not can_pack(torch.float32)
+        assert isinstance(make_linear(numbers(40, 24), None), PlainLinear)
+    finally:
+        can_pack.cache_clear()
+
+
+def test_a_weight_that_stays_in_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[list[Kernel]] = []
+
+    def find(kernels: list[Kernel], _weight: Tensor) -> Kernel:
+        offered.append(kernels)
+        return kernels[0]
+
+    monkeypatch.setattr(linear, "_find_fastest", find)
+    weight = numbers(64, 64)
+    form = make_linear(weight, None, keeps_weight=True)
+    assert PackedLinear not in offered[0]
+    assert isinstance(form, PlainLinear)
+    assert form.weight_OI.data_ptr() == weight.data_ptr()
+
+
+def test_off_the_cpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_find_fastest", lambda *_args: pytest.fail("a kernel was timed"))
+    assert type(make_linear(torch.empty(8, 8, device="meta"), None)) is PlainLinear
+
+
 FORMS = ("singles", "halves", "bytes", "dots", "nibbles")
 ROWS = (1, 2, 5, 6, 9, 14)
 
 
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def made(form: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-    # Not `product_of`: a wrong kernel must fail here, where a run would do without it.
-    if not has_features(FEATURES[form]):
+    if not has_features(linear.NEEDS[form]):
         pytest.skip("this processor has no such product")
     quantization = {"bytes": "int8_weight_only", "dots": "int8", "nibbles": "int4_weight_only"}
     kernel = Precision(quantization=quantization[form]).kernel if form in quantization else partial(native_floats, form)
-    linear = native_of(make_linear(weight, bias, kernel=kernel))
-    assert linear
-    return linear
+    form_of_weight = native_of(make_linear(weight, bias, kernel=kernel))
+    assert form_of_weight
+    return form_of_weight
 
 
 def stands_for(form: str, weight: Tensor) -> Tensor:
@@ -158,46 +293,6 @@ def test_gates_are_kept_strictly_in_range() -> None:
     found = linear.fused(x)[:, 3]
     assert found[0] == 500.0
     assert found[1].abs() < 1e-30
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Products that are looked for anew, in the test and after it."""
-    native.product_of.cache_clear()
-    yield
-    native.product_of.cache_clear()
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_without_the_compiler_other_kernels_compute_the_same_and_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    weight, x = numbers(48, 192).bfloat16().float(), numbers(5, 192)
-    kernels: dict[str, Linear] = {"halves": make_linear(weight, None)}
-    wanted = kernels["halves"](x), made("bytes", weight)(x)
-    native.product_of.cache_clear()
-    for name in ("compiled", "operator", "products", "emit"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    with caplog.at_level(logging.WARNING):
-        half, byte = make_linear(weight, None), Int8WeightOnlyLinear(weight, None)
-        Int8WeightOnlyLinear(weight, None)
-    assert isinstance(half, HalfLinear)
-    assert byte.native is None
-    torch.testing.assert_close((half(x), byte(x)), wanted, rtol=1e-4, atol=1e-4)
-    (message,) = {record.message for record in caplog.records}
-    assert "without compiled kernels" in message
-    assert "llvmlite" in message
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_a_kernel_that_is_wrong_on_this_machine_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(native, "pack", lambda _kind, values_OI: values_OI)
-    assert native.product_of("bytes") is None
-    assert "wrong on this CPU" in caplog.text
 
 
 def test_layers_of_no_whole_blocks_take_another_kernel() -> None:

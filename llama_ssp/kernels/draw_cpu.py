@@ -11,10 +11,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from llama_ssp.cpu_kernels.attention_kernel import smaller
-from llama_ssp.cpu_kernels.emit import F32, F32S, I64, LANES, POINTER, Code, Value, i64
-from llama_ssp.cpu_kernels.operator import INT64, Torch
-from llama_ssp.cpu_kernels.products import function
+from llama_ssp.kernels.emit import F32, F32S, I64, INT64, LANES, POINTER, Code, Torch, Value, function, i64, smaller
 
 FEATURES = ("avx512dq",)
 """Instructions that it needs: others convert one number at a time."""

@@ -1,24 +1,19 @@
-"""Holds compiled attention to its definition in fp64, tokens to the same tokens alone, machines without it to masks.
+"""Holds compiled attention to its definition in fp64, tokens to the same tokens alone, rounds to single steps.
 
 Shapes: B rows, T positions, M = B * T tokens, H query heads, N key-value heads, S slots of a row, D head dim.
 """
 
-import logging
-import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.cpu_kernels.attention_operator import FEATURES
-from llama_ssp.cpu_kernels.compiled import has_features
 from llama_ssp.distributed.comms import Comm
+from llama_ssp.kernels.attention import NEEDS, Attention, by_torch, find_attention
+from llama_ssp.kernels.compiled import has_features
 from llama_ssp.models.llama.attention import CompiledAttention
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.native import attention as native
-from llama_ssp.models.native.attention import Attention, find_attention
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
 
@@ -28,7 +23,7 @@ FAR = 700
 
 
 def made(head_dim: int) -> Attention:
-    if not has_features(FEATURES):
+    if not has_features(NEEDS):
         pytest.skip("this processor has no such attention")
     attention = find_attention(CPU, torch.float32, head_dim)
     assert attention
@@ -73,22 +68,13 @@ def case(
 
 
 def defined(given: Case, cache: Tensor, first_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The attended values and the cache afterwards in fp64, token by token."""
-    num_kv, head_dim, num_heads = cache.shape[0] // 2, cache.shape[-1], given.num_heads
-    cache = cache.double()
-    places = [(row, int(position)) for row, line in enumerate(given.positions) for position in line]
-    queries = []
-    for x, (row, position) in zip(given.qkv.double().view(len(places), -1, head_dim), places, strict=True):
-        pairs = torch.view_as_complex(x[: num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(pairs * given.turns[position].to(torch.complex128)).flatten(-2)
-        cache[:, first_slots[row] + position] = torch.cat([turned[num_heads:], x[num_heads + num_kv :]])
-        queries.append(turned[:num_heads].view(num_kv, -1, head_dim))
-    found = []
-    for query, (row, position) in zip(queries, places, strict=True):
-        first = max(0, position - given.window + 1) if given.window else 0
-        keys, values = cache[:, first_slots[row] + first : first_slots[row] + position + 1].split(num_kv)
-        found.append((((query @ keys.mT) * given.scale).softmax(-1) @ values).flatten())
-    return torch.stack(found), cache
+    """The attended values and the cache afterwards, by the reference in fp64."""
+    cache, slots = cache.double(), (first_slots[:, None] + given.positions).flatten()
+    turns = given.turns.to(torch.complex128)
+    found = by_torch(
+        given.qkv.double(), turns, given.positions, slots, cache, given.num_heads, given.scale, given.window
+    )
+    return found, cache
 
 
 @grid(heads=HEADS, head_dim=[16, 32, 64, 80, 256], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5, 40], window=[0, 150])
@@ -180,55 +166,6 @@ def test_other_devices_formats_and_heads_keep_masks() -> None:
     assert find_attention(CPU, torch.bfloat16, 32) is None
     assert find_attention(CPU, torch.float32, 24) is None
     assert find_attention(CPU, torch.float32, 512) is None
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """An operator that is looked for again, in the test and after it."""
-    find_attention.cache_clear()
-    yield
-    find_attention.cache_clear()
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_without_the_compiler_masks_give_the_same_and_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def logits() -> Tensor:
-        model = runner()
-        model.allocate(batch_size=1, capacity=40)
-        return model.forward(torch.arange(9)[None], torch.arange(9)[None], bucket=32)
-
-    wanted = logits()
-    find_attention.cache_clear()
-    for name in ("attention_operator", "compiled"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.cpu_kernels.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.cpu_kernels.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    with caplog.at_level(logging.WARNING):
-        found = logits()
-        logits()
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    (message,) = [record.message for record in caplog.records if "compiled attention" in record.message]
-    assert "llvmlite" in message
-
-
-@pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("fault", ["values", "cache"])
-def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
-) -> None:
-    right, check = made(32), native._check
-
-    def wrong(*arguments: Tensor) -> Tensor:
-        found = right(*arguments)
-        (found if fault == "values" else arguments[4]).mul_(1.1)
-        return found
-
-    monkeypatch.setattr(native, "_check", lambda _, head_dim: check(wrong, head_dim))
-    find_attention.cache_clear()
-    assert find_attention(CPU, torch.float32, 32) is None
-    assert "wrong on this CPU" in caplog.text
 
 
 def test_a_forward_of_a_layer_calls_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,17 @@
+"""Operators that no library has fast enough, one file each: torch's version, which is the reference, and our own.
+
+    operator     reference                  beside it, compiled for this CPU
+    linear       torch's, oneDNN's, FBGEMM's products     `linear_cpu`: packed weights, a few rows
+    attention    `attention.by_torch`                     `attention_cpu`: the cache by each row's own length
+    layer        an operator for each part                `layer_cpu`: a whole layer for a few tokens
+    draw         `sampling.processors`                    `draw_cpu`: the draw of a token
+
+`choice.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what its
+reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
+
+The kernels are our own because no library was fast with rows that do not depend on each other
+(`docs/findings/cpus.md`): oneDNN's int8 product was a hundred times slower at a few rows, FBGEMM's quantizes all rows
+with one scale, torchao's wheel had no operator for these CPUs, and numba chooses the order of sums and keeps a pickled
+cache. LLVM code through llvmlite reads one row as fast as memory gives it, and its sums have one order whatever the
+batch and the threads.
+"""

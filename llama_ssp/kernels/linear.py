@@ -1,0 +1,437 @@
+"""Linear layers with the kernel that is fastest on this machine.
+
+All kernels compute y = x W^T + b and agree up to rounding. For the few rows of a decoding step, the usual fp32 matrix
+product of a CPU stays far below memory bandwidth, which `linear_cpu` reaches; it takes fp32 weights, in
+16 bits where fp16 holds them. For other layers (of another number format, no whole blocks, or tied to an embedding)
+each weight shape is timed once, with one row and with a few. Ranks may choose different kernels, and then differ only
+by rounding.
+
+Shapes: M rows (tokens), I inputs, O outputs.
+"""
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.config.formats import INT4_GROUP as GROUP
+from llama_ssp.distributed.comms import is_recording
+from llama_ssp.kernels.choice import Operator, find_operator
+from llama_ssp.weights import int4_rows
+
+BLOCK = 16
+"""Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
+DOTS, NIBBLES = "dots", "nibbles"
+SIGN_BIT = 128
+FLOATS = {"singles": torch.float32, "halves": torch.float16}
+"""The kinds with one scale, and the number formats of their weights."""
+
+COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "int4_weight_only": NIBBLES}
+"""The kinds of the storage formats."""
+
+_TIMED_ROWS = (1, 5)
+_MIN_CALLS, _TURN, _BUDGET_S = 8, 4, 2e-3
+_HALF_TOP = 14
+"""Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
+_BLOCK_ROWS = 512
+
+
+class Linear(Protocol):
+    """A linear layer with its weights; a subclass writes at least the product."""
+
+    @abstractmethod
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """Map x to (M, O), contiguous."""
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """Map x and add the residual, which may be overwritten."""
+        return self(x_MI).add_(residual_MO)
+
+
+class PlainLinear(Linear):
+    """torch's product, on the weight as it is.
+
+    Attributes:
+        weight_OI, bias_O: of the layer.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.weight_OI = weight_OI
+        self._weight_IO = weight_OI.t()
+        self.bias_O = bias_O
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return functional.linear(x_MI, self.weight_OI, self.bias_O)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        if self.bias_O is None:
+            return residual_MO.addmm_(x_MI, self._weight_IO)
+        return self(x_MI).add_(residual_MO)
+
+
+class ColumnsLinear(PlainLinear):
+    """For a few rows the transposed product W x^T, which is faster in MKL; otherwise the plain one."""
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        if not 1 < x_MI.shape[0] <= 8:  # noqa: PLR2004 - the rows of a verification
+            return super().__call__(x_MI)
+        y_MO = torch.mm(self.weight_OI, x_MI.t()).t().contiguous()
+        return y_MO if self.bias_O is None else y_MO.add_(self.bias_O)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self(x_MI).add_(residual_MO)
+
+
+def packed_linear(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """OneDNN's product on a packed weight, as an operator without a list argument, which a trace cannot hold."""
+    y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
+    return y_MO
+
+
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+for _kind_of_weight in ("CPU", "MkldnnCPU"):
+    _library.impl("packed_linear", packed_linear, _kind_of_weight)
+
+
+class PackedLinear(Linear):
+    """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _TIMED_ROWS[-1])
+        self._bias_O = bias_O
+        self._sum = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        product = torch.ops.llama_ssp.packed_linear if is_recording() else packed_linear
+        y_MO: Tensor = product(x_MI, self._packed, self._bias_O)
+        return y_MO
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._sum(x_MI, residual_MO, self._packed, self._bias_O, "add")
+        return y_MO
+
+
+class HalfLinear(Linear):
+    """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.
+
+    Sums are in fp32, so the result equals that of the fp32 weight if fp16 holds it: check `half_scale` first. The fp32
+    weight is multiplied by `scale`, a power of two, before it is stored.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            weight_OI = weight_OI * scale
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight_OI, None)
+        self._product = torch.ops.quantized.linear_dynamic_fp16
+        self._bias_O = bias_O
+        self._unscale = 1 / scale
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        y_MO: Tensor = self._product(x_MI, self._packed)
+        if self._unscale != 1.0:
+            y_MO.mul_(self._unscale)
+        return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
+
+
+NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), NIBBLES: ("avx512f",)}
+"""Instructions of a CPU that each kind of compiled product needs."""
+
+
+@cache
+def product_of(kind: str) -> Operator | None:
+    """The operator of a kind of `linear_cpu`, compiled at the first call; None where this machine cannot have it."""
+    return find_operator(
+        f"product_{kind}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
+        "float least_square, bool gates) -> Tensor",
+        "linear_cpu", kind, entry="product", shared=("part",), needs=NEEDS[kind],
+        check=partial(_check, kind), instead="without compiled kernels for quantized weights",
+    )  # fmt: skip
+
+
+def _check(kind: str, product: Operator) -> None:
+    """RuntimeError if a small product is wrong."""
+    none = torch.empty(0)
+    if kind == NIBBLES:
+        codes_OI = torch.arange(BLOCK * GROUP).view(BLOCK, GROUP).remainder(15).to(torch.uint8)
+        scales_O1, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
+        x_MI = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous()
+        packed = pack_nibbles(codes_OI, int4_rows.words_of(scales_O1, zeros_O1))
+        y_MO = product(x_MI, packed, torch.tensor(1.0), none, none, none, 0.0, False)
+        if not torch.equal(y_MO, x_MI @ (codes_OI - zeros_O1).mul(0.5).t()):
+            raise RuntimeError("the product of nibbles is wrong on this CPU")
+        return
+    weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
+    values_OI = weight_OI.to(FLOATS.get(kind, torch.int8))
+    x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
+    scales_O = torch.ones(() if kind in FLOATS else BLOCK)
+    y_MO = product(x_MI, pack(kind, values_OI), scales_O, none, none, none, 0.0, False)
+    if not torch.equal(y_MO, x_MI @ weight_OI.t().float()):
+        raise RuntimeError(f"the product of {kind} is wrong on this CPU")
+
+
+def pack(kind: str, values_OI: Tensor) -> Tensor:
+    """Lay weights in blocks of outputs, as `linear_cpu` draws it."""
+    num_outputs, num_inputs = values_OI.shape
+    if kind == DOTS:
+        words = values_OI.to(torch.int16).add_(SIGN_BIT).to(torch.uint8).view(-1, BLOCK, num_inputs // 4, 4)
+    else:
+        words = values_OI.view(-1, BLOCK, num_inputs, 1)
+    return words.transpose(1, 2).reshape(num_outputs // BLOCK, -1)
+
+
+def pack_nibbles(codes_OI: Tensor, words_OG: Tensor) -> Tensor:
+    """Lay codes (0 to 15, in bytes) and the words of their groups in blocks of outputs, as `linear_cpu` draws it."""
+    low, high = codes_OI.view(-1, BLOCK, codes_OI.shape[1] // GROUP, GROUP // 8, 4, 2).unbind(5)
+    codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
+    is_zero_OG = (codes_OI.unflatten(1, (-1, GROUP)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    words_OG = words_OG.masked_fill(is_zero_OG, 0)
+    heads = words_OG.view(-1, BLOCK, words_OG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat([heads, codes], dim=2).flatten(1)
+
+
+class NativeLinear(Linear):
+    """A linear layer by the product of `linear_cpu`, of weights that `fits`.
+
+    Args:
+        kind: of `linear_cpu`.
+        values_OI: weights in int8, fp16 or fp32, or codes of 4 bits.
+        scales_O: one an output; of fp16 and fp32 one number; of 4 bits the words of all groups.
+        bias_O: None for none.
+
+    Attributes:
+        kind: see above.
+        least_square: what is added to the sum of the squares of a row by the norm; see `take_in`.
+
+    Rows, sums and results are fp32. In other number formats, rows and results are converted.
+    """
+
+    least_square = 0.0
+
+    def __init__(self, kind: str, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
+        product = product_of(kind)
+        assert product
+        self.kind, self._product = kind, product
+        if kind == NIBBLES:
+            self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
+        else:
+            self._packed, self._scales_O = pack(kind, values_OI), scales_O
+        self._bias_O = bias_O
+        self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._sum(x_MI, None)
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._sum(x_MI, residual_MO)
+
+    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
+        if x_MI.dtype is torch.float32:
+            bias_O = self._none if self._bias_O is None else self._bias_O
+            return self._call(x_MI, bias_O, self._none if residual_MO is None else residual_MO)
+        y_MO = self._call(x_MI.float(), self._none, self._none).to(x_MI.dtype)
+        if self._bias_O is not None:
+            y_MO.add_(self._bias_O)
+        return y_MO if residual_MO is None else y_MO.add_(residual_MO)
+
+    def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
+        """From now on `fused` does what stands around the product too: the RMS norm before it, the gate after it.
+
+        Args:
+            norm: weight (I,) of the norm, in fp32.
+            least_square: what is added to the sum of the squares of a row.
+            gates: outputs are gate and up of an MLP, and the result is silu(gate) * up.
+
+        Returns False, and changes nothing, if the kernel cannot do it.
+        """
+        num_blocks = self._packed.shape[0]
+        if norm.dtype is not torch.float32 or (gates and (self._bias_O is not None or num_blocks % 2)):
+            return False
+        self._norm, self.least_square, self._gates = norm, least_square, gates
+        if gates:  # the blocks of gate and up take turns
+            self._packed = self._packed.view(2, num_blocks // 2, -1).transpose(0, 1).reshape(num_blocks, -1)
+            if self._scales_O.ndim:
+                self._scales_O = self._scales_O.view(2, -1, BLOCK).transpose(0, 1).reshape(-1)
+        return True
+
+    def fused(self, x_MI: Tensor) -> Tensor:
+        """Norm, product and gate of fp32 rows; only after `take_in`."""
+        packed, scales_O, bias_O, norm = self.operands
+        return self._product(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether it has taken in the norm of its rows."""
+        return bool(self._norm.numel())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self._packed.device
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weights, scales, bias and norm, as operators take them; empty ones for none."""
+        return self._packed, self._scales_O, self._none if self._bias_O is None else self._bias_O, self._norm
+
+    def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
+        # The kernel reads rows one behind the other.
+        x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
+        scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
+        return self._product(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
+
+
+def native_of(linear: Linear) -> NativeLinear | None:
+    """What computes a layer, or a quantized form of one; None if that is no compiled product."""
+    found = linear if isinstance(linear, NativeLinear) else getattr(linear, "native", None)
+    return found if isinstance(found, NativeLinear) else None
+
+
+def fits(kind: str, shape: torch.Size) -> bool:
+    """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
+    num_outputs, num_inputs = shape
+    taken = GROUP if kind == NIBBLES else BLOCK
+    return not (num_outputs % BLOCK or num_inputs % taken) and product_of(kind) is not None
+
+
+def native_linear(
+    kind: str, quantize: Callable[[], tuple[Tensor, Tensor]], weight_OI: Tensor, bias_O: Tensor | None
+) -> NativeLinear | None:
+    """A layer that `fits`, on a CPU; None for others.
+
+    `quantize` gives the weights (O, I) in int8, and their scales.
+    """
+    if weight_OI.device.type != "cpu" or not fits(kind, weight_OI.shape):
+        return None
+    return NativeLinear(kind, *quantize(), bias_O)
+
+
+def native_floats(kind: str, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> NativeLinear:
+    """A layer of fp32 weights, or of ones that fp16 holds, multiplied by `scale`, a power of two."""
+    weight_OI = weight_OI if scale == 1.0 else weight_OI * scale
+    return NativeLinear(kind, weight_OI.to(FLOATS[kind]), torch.tensor(1 / scale), bias_O)
+
+
+Kernel = Callable[[Tensor, Tensor | None], Linear]
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether torch and the CPU support the packed product for a dtype."""
+    return _works(lambda: PackedLinear(torch.ones(16, 16, dtype=dtype), None).add(*torch.ones(2, 2, 16, dtype=dtype)))
+
+
+@cache
+def can_halve() -> bool:
+    """Whether torch and the CPU support the product with a weight in fp16."""
+    return _works(lambda: HalfLinear(torch.ones(16, 16), None)(torch.ones(2, 16)))
+
+
+def _works(product: Callable[[], Tensor]) -> bool:
+    try:
+        product()
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def half_scale(weight_OI: Tensor) -> float | None:
+    """The power of two to multiply a weight by so that fp16 holds it; None if there is none.
+
+    fp16 holds a weight if no value changes by more than fp32 rounds the largest one. That is true of weights from bf16
+    or fp16 checkpoints and practically no others: values with 24 significant bits change by 2^-12.
+    """
+    smallest, greatest = torch.aminmax(weight_OI)
+    largest = max(-float(smallest), float(greatest))
+    if not 0 < largest < math.inf:
+        return None
+    fitting = 2.0 ** (_HALF_TOP - math.frexp(largest)[1])
+    return next((scale for scale in (1.0, fitting) if _is_held(weight_OI, scale, largest)), None)
+
+
+def _is_held(weight_OI: Tensor, scale: float, largest: float) -> bool:
+    """Compare in blocks of rows, to avoid a second copy of a large weight."""
+    most = torch.finfo(torch.float32).eps * largest
+    return all(
+        bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
+        for rows in weight_OI.split(_BLOCK_ROWS)
+    )
+
+
+_fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
+
+
+def make_linear(
+    weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
+) -> Linear:
+    """Make a linear layer with the fastest kernel; timed once per shape and process, if there is a choice.
+
+    In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits: half the bytes are fastest, and the memory
+    plan relies on it.
+
+    The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
+    stays in memory anyway, as a tied embedding does, and no packed kernel is chosen. A given `kernel` is not timed.
+    """
+    if kernel is None:
+        kernel = _choose(weight_OI, keeps_weight=keeps_weight)
+    return kernel(weight_OI, bias_O)
+
+
+def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
+    if weight_OI.device.type != "cpu":
+        return PlainLinear
+    if weight_OI.dtype == torch.float32 and (scale := half_scale(weight_OI)):
+        if fits("halves", weight_OI.shape):
+            return partial(native_floats, "halves", scale=scale)
+        if can_halve():
+            return partial(HalfLinear, scale=scale)
+    if weight_OI.dtype == torch.float32 and not keeps_weight and fits("singles", weight_OI.shape):
+        return partial(native_floats, "singles")
+    key = weight_OI.shape, weight_OI.dtype, keeps_weight
+    if key not in _fastest:
+        kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
+        if not keeps_weight and can_pack(weight_OI.dtype):
+            kernels.append(PackedLinear)
+        _fastest[key] = _find_fastest(kernels, weight_OI)
+    return _fastest[key]
+
+
+@torch.inference_mode()
+def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
+    """The kernel with the least total time for one row and for a few rows.
+
+    Kernels alternate after a few calls each, because the layers of a model use the same kernel in sequence.
+    Alternating single calls would favour kernels that share a weight, and would find every kernel's code cold.
+    """
+    linears = [kernel(weight_OI, None) for kernel in kernels]
+    sums_s = [0.0] * len(kernels)
+    for num_rows in _TIMED_ROWS:
+        x_MI = torch.ones(num_rows, weight_OI.shape[1], dtype=weight_OI.dtype)
+        best_s = [float("inf")] * len(kernels)
+        began = time.perf_counter()
+        num_calls = 0
+        while num_calls < _MIN_CALLS or time.perf_counter() - began < _BUDGET_S * len(kernels):
+            for number, linear in enumerate(linears):
+                for _ in range(_TURN):
+                    started = time.perf_counter()
+                    linear(x_MI)
+                    best_s[number] = min(best_s[number], time.perf_counter() - started)
+            num_calls += _TURN
+        sums_s = [total + best for total, best in zip(sums_s, best_s, strict=True)]
+    return kernels[sums_s.index(min(sums_s))]

@@ -1,0 +1,410 @@
+"""Products of a few rows with packed weights: each thread computes all rows of some outputs, and reads a weight once.
+
+    kind      weights                   rows                  sums
+    singles   fp32, one scale           fp32                  fp32, one input after the other
+    halves    fp16, one scale           fp32                  fp32, one input after the other
+    bytes     int8, a scale an output   fp32                  fp32, one input after the other
+    dots      int8, a scale an output   int8, a scale a row   integers
+    nibbles   4 bits                    fp32                  fp32, group by group, one input after the other
+
+Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
+no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
+
+    dots      block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
+    others    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
+
+What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
+the MLP, whose gate and up blocks alternate.
+
+Of `nibbles` a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of
+a block's outputs. The codes of a group are multiplied as numbers from -8 to 7, and the rest of the zero is subtracted
+from their sum, once; most zeros are near 8, so little is lost:
+
+    block | group | group | ...
+    group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
+
+The thread that calls norms and quantizes the rows of a product, since they are few. Memory comes from torch.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from llvmlite import ir
+
+from llama_ssp.config.formats import INT4_GROUP, WORD_BYTES
+from llama_ssp.kernels.emit import (
+    F32,
+    F32S,
+    I8,
+    I32,
+    I32S,
+    I64,
+    LANES,
+    NO_POINTER,
+    POINTER,
+    Code,
+    Torch,
+    Value,
+    exponential,
+    f32,
+    floats,
+    function,
+    i64,
+    loaded,
+    stored,
+)  # fmt: skip
+from llama_ssp.weights.int4_rows import ZERO_BITS
+
+_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}
+_ROW_BYTES = {"singles": 4, "halves": 4, "bytes": 4, "dots": 1, "nibbles": 4}
+_ONE_SCALE = {"singles", "halves", "nibbles"}
+_MOST_ROWS = 6
+"""Rows whose sums stay in registers; more are cut."""
+_BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
+"""Blocks whose sums stay in registers beside so many rows: 8 are needed to hide the latency of one sum."""
+_UNROLLED = 2
+_CHUNK = 8
+"""Blocks that meet all rows before the next ones are read."""
+_SIGN_BIT = 128
+
+# What the threads of one product share, by its place in an array of words.
+CONTEXT = ("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums", "num_rows", "num_inputs",
+            "num_outputs", "gates")  # fmt: skip
+_NUMBERS = {"num_rows", "num_inputs", "num_outputs", "gates"}
+_SERIAL = 2**16
+"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
+_INPUTS_OF_WORD = 8
+_CODE_BITS, _MIDDLE = 4, 8
+_HEAD_BYTES = LANES * WORD_BYTES
+_GROUP_BYTES = _HEAD_BYTES + LANES * INT4_GROUP // 2
+"""Of one block."""
+
+
+def emit(kind: str) -> ir.Module:
+    """The operator of a kind, with everything it calls; its entry is `product`."""
+    module = ir.Module(name=f"product of {kind}")
+    part = part_of(module, kind)
+    part.linkage = "external"  # `layer_cpu` calls it too
+    _entry(module, kind, part)
+    return module
+
+
+def _entry(module: ir.Module, kind: str, part: Value) -> None:
+    """The operator, as torch calls it: (x, weights, scales, bias, residual, norm, least_square, gates) -> y."""
+    code, (stack, _, _) = function(module, "product", [POINTER, I64, I64])
+    code.function.linkage = "external"
+    torch = Torch(code)
+    tensors = [code.load(code.at(stack, i64(place), I64), typ=POINTER) for place in range(6)]
+    x, weights, scales, bias, residual, norm = tensors
+    least_square = code.fptrunc(code.read(stack, ir.DoubleType(), i64(6)), F32)
+    gates = code.and_(code.read(stack, I64, i64(7)), i64(1))
+    num_rows, num_inputs = torch.size(x, 0), torch.size(x, 1)
+    num_outputs = code.mul(torch.size(weights, 0), i64(LANES))
+    width = code.sdiv(num_outputs, code.add(gates, i64(1)))
+    y = torch.empty(num_rows, width)
+    # Room for normed rows, and for quantized ones with their scales and sums.
+    scratch = torch.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
+    room = torch.pointer(scratch)
+    sizes = num_rows, num_inputs
+    rows = normed(code, torch.pointer(x), room, (torch.pointer_or_none(norm), least_square), sizes)
+    given = {"row_scales": NO_POINTER, "row_sums": NO_POINTER}
+    if kind == "dots":
+        rows, given["row_scales"], given["row_sums"] = rounded(code, rows, room, sizes)
+    given |= {
+        "weights": torch.pointer(weights), "rows": rows, "y": torch.pointer(y),
+        "scales": torch.pointer(scales), "bias": torch.pointer_or_none(bias),
+        "residual": torch.pointer_or_none(residual), "num_rows": num_rows, "num_inputs": num_inputs,
+        "num_outputs": num_outputs, "gates": gates,
+    }  # fmt: skip
+    words = stored(code, CONTEXT, given)
+    num_units = code.sdiv(num_outputs, code.mul(code.add(gates, i64(1)), i64(LANES)))
+    cost = code.mul(code.mul(num_inputs, i64(LANES)), code.add(num_rows, i64(1)))
+    grain = code.add(code.sdiv(i64(_SERIAL), cost), i64(1))
+    code.intrinsic("torch_parallel_for", I32, i64(0), num_units, grain, part, words)
+    for tensor in (*tensors, scratch):
+        torch.free(tensor)
+    code.store(y, stack)
+    code.ret_void()
+
+
+def normed(code: Code, x: Value, room: Value, norm: tuple[Value, Value], sizes: tuple[Value, Value]) -> Value:
+    """The rows themselves, or their norms, written into the room, if the norm (weight, least square) has a weight."""
+    num_rows, num_inputs = sizes
+    has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
+    with code.if_then(has_norm), code.loop(i64(0), num_rows, 1) as (row,):
+        start = code.mul(row, num_inputs)
+        _normalize(code, code.at(x, start, F32), code.at(room, start, F32), norm, num_inputs)
+    return code.select(has_norm, room, x)
+
+
+def rounded(code: Code, rows: Value, room: Value, sizes: tuple[Value, Value]) -> tuple[Value, Value, Value]:
+    """Round all rows into the second half of the room; returns them, their scales, and their sums."""
+    num_rows, num_inputs = sizes
+    number = code.mul(num_rows, num_inputs)
+    values = code.at(room, number, F32)
+    scales = code.at(values, number)
+    sums = code.at(scales, num_rows, F32)
+    with code.loop(i64(0), num_rows, 1) as (row,):
+        start = code.mul(row, num_inputs)
+        scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
+        code.write(scale, scales, row)
+        code.write(total, sums, row)
+    return values, scales, sums
+
+
+def _normalize(code: Code, x: Value, into: Value, norm: tuple[Value, Value], num_inputs: Value) -> None:
+    """Write x * weight / sqrt(sum of the squares of x + least square)."""
+    weight, least_square = norm
+    with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
+        part = code.read(x, F32S, values[0])
+        values[1] = code.fused(part, part, values[1])
+    total = code.fadd(code.halves(values[1], code.fadd), least_square)
+    factor = code.splat(code.fdiv(f32(1.0), code.intrinsic("llvm.sqrt.f32", F32, total)))
+    with code.loop(i64(0), num_inputs, LANES) as (index,):
+        scaled = code.fmul(code.read(x, F32S, index), factor)
+        code.write(code.fmul(scaled, code.read(weight, F32S, index)), into, index)
+
+
+def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Value, Value]:
+    """Round a row to 127 steps on each side of zero; returns its scale and the sum of its steps."""
+    with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
+        size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
+        values[1] = code.intrinsic("llvm.maximum.v16f32", F32S, values[1], size)  # NaN if one of them is
+    largest = code.largest(values[1])
+    is_zero = code.fcmp_ordered("==", largest, f32(0.0))
+    factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(127.0), largest)))
+    with code.loop(i64(0), num_inputs, LANES, [ir.Constant(I32S, [0] * LANES)]) as values:
+        steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(code.read(x, F32S, values[0]), factor))
+        whole = code.fptosi(steps, I32S)
+        code.write(code.trunc(whole, ir.VectorType(I8, LANES)), into, values[0])
+        values[1] = code.add(values[1], whole)
+    return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
+
+
+def part_of(module: ir.Module, kind: str) -> Value:
+    """The function that a thread runs for its part of the outputs: (first unit, last unit, context)."""
+    tiles = {
+        (rows, blocks): _tile(module, kind, rows, blocks)
+        for rows in range(1, _MOST_ROWS + 1)
+        for blocks in sorted({1, 2, _BLOCKS[rows]})
+    }
+    return _part(module, kind, tiles, _finish(module, kind))
+
+
+def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
+    """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, rows first."""
+    code, (weights, rows, num_inputs, sums) = function(
+        module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, POINTER]
+    )
+    code.function.attributes.add("noinline")
+    block_bytes = _block_bytes(code, kind, num_inputs)
+    blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
+    starts = [code.at(rows, code.mul(num_inputs, i64(row * _ROW_BYTES[kind]))) for row in range(num_rows)]
+    found = (
+        _sums_of_groups(code, blocks, starts, num_inputs)
+        if kind == "nibbles"
+        else _sums(code, kind, blocks, starts, num_inputs)
+    )
+    for number, value in enumerate(found):
+        code.write(value, sums, i64(number * LANES))
+    code.ret_void()
+    return code.function
+
+
+def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
+    """Bytes of the weights of 16 outputs."""
+    if kind == "nibbles":
+        return _nibble_bytes(code, num_inputs)
+    return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+
+
+def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
+    """Sum over all inputs; returns the vectors, rows first."""
+    num_rows, num_blocks = len(starts), len(blocks)
+    zero = ir.Constant(I32S, [0] * LANES) if kind == "dots" else floats(0.0)
+    taken = 4 if kind == "dots" else 1
+    with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
+        for step in range(_UNROLLED):
+            index = code.add(values[0], i64(step * taken))
+            inputs = [
+                code.splat(code.read(code.at(start, code.mul(index, i64(_ROW_BYTES[kind]))), I32 if taken > 1 else F32))
+                for start in starts
+            ]
+            place = code.mul(index, i64(LANES * _VALUE_BYTES[kind]))
+            for block_number, block in enumerate(blocks):
+                read = _weights(code, kind, code.at(block, place))
+                for row, x in enumerate(inputs):
+                    at = 1 + row * num_blocks + block_number
+                    values[at] = (
+                        code.intrinsic("llvm.x86.avx512.vpdpbusd.512", I32S, values[at], read, x)
+                        if kind == "dots"
+                        else code.fused(read, x, values[at])
+                    )
+    return values[1:]
+
+
+def _weights(code: Code, kind: str, place: Value) -> Value:
+    """Read a vector of weights, and widen it; those of `dots` are bytes without sign, each 128 too large."""
+    if kind == "dots":
+        return code.read(place, I32S)
+    if kind == "singles":
+        return code.read(place, F32S)
+    if kind == "halves":
+        return code.fpext(code.read(place, ir.VectorType(ir.HalfType(), LANES)), F32S)
+    return code.sitofp(code.sext(code.read(place, ir.VectorType(I8, LANES)), I32S), F32S)
+
+
+def _finish(module: ir.Module, kind: str) -> Value:
+    """Scale the sums of a tile; then the gate, or bias and residual; and store them."""
+    code, (words, sums, row, block, num_rows, num_blocks) = function(
+        module, "finish", [POINTER, POINTER, I64, I64, I64, I64]
+    )
+    given = loaded(code, CONTEXT, words, _NUMBERS)
+    width = code.sdiv(given["num_outputs"], code.add(given["gates"], i64(1)))
+    with code.loop(i64(0), num_rows, 1) as (here,):
+        this_row = code.add(row, here)
+        start = code.mul(code.mul(here, num_blocks), i64(LANES))
+        line = code.mul(this_row, width)
+
+        def scaled(number: Value) -> Value:
+            value = code.read(sums, I32S if kind == "dots" else F32S, code.add(start, code.mul(number, i64(LANES))))
+            if kind == "dots":
+                too_much = code.mul(code.read(given["row_sums"], I32, this_row), ir.Constant(I32, _SIGN_BIT))
+                value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
+                value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
+            if kind in _ONE_SCALE:
+                return code.fmul(value, code.splat(code.read(given["scales"], F32)))
+            outputs = code.mul(code.add(block, number), i64(LANES))
+            return code.fmul(value, code.read(given["scales"], F32S, outputs))
+
+        with code.if_else(code.icmp_unsigned("==", given["gates"], i64(0))) as (is_plain, is_gated):
+            with is_plain, code.loop(i64(0), num_blocks, 1) as (number,):
+                output = code.mul(code.add(block, number), i64(LANES))
+                place = code.add(line, output)
+                value = _plus(code, scaled(number), given["bias"], output)
+                code.write(_plus(code, value, given["residual"], place), given["y"], place)
+            with is_gated, code.loop(i64(0), num_blocks, 2) as (number,):
+                place = code.add(line, code.mul(code.sdiv(code.add(block, number), i64(2)), i64(LANES)))
+                gate, up = scaled(number), scaled(code.add(number, i64(1)))
+                silu = code.fdiv(gate, code.fadd(floats(1.0), exponential(code, code.fneg(gate))))
+                code.write(code.fmul(silu, up), given["y"], place)
+    code.ret_void()
+    return code.function
+
+
+def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
+    """Add a vector, if there is one."""
+    before = code.block
+    with code.if_then(code.icmp_unsigned("!=", code.ptrtoint(added, I64), i64(0))):
+        more = code.fadd(value, code.read(added, F32S, index))
+        inside = code.block
+    total = code.phi(F32S)
+    total.add_incoming(value, before)
+    total.add_incoming(more, inside)
+    return total
+
+
+def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
+    """What one thread does: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
+    code, (begin, end, words) = function(module, "part", [I64, I64, POINTER])
+    given = loaded(code, CONTEXT, words, _NUMBERS)
+    sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
+    unit = code.add(given["gates"], i64(1))
+    first, last = code.mul(begin, unit), code.mul(end, unit)
+    block_bytes = _block_bytes(code, kind, given["num_inputs"])
+
+    def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
+        weights = code.at(given["weights"], code.mul(block, block_bytes))
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_ROW_BYTES[kind])))
+        code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], sums])
+        code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
+
+    def all_blocks(row: Value, num_rows: int) -> None:
+        start = chunk
+        for num_blocks in sorted({1, 2, _BLOCKS[num_rows]}, reverse=True):
+            rest = code.sub(chunk_end, start)
+            stop = code.add(start, code.sub(rest, code.srem(rest, i64(num_blocks))))
+            with code.loop(start, stop, num_blocks) as (block,):
+                call(row, num_rows, block, num_blocks)
+            start = stop
+
+    total = given["num_rows"]
+    whole = code.sub(total, code.srem(total, i64(_MOST_ROWS)))
+    left = code.sub(total, whole)
+    with code.loop(first, last, _CHUNK) as (chunk,):
+        beyond = code.add(chunk, i64(_CHUNK))
+        chunk_end = code.select(code.icmp_signed("<", beyond, last), beyond, last)
+        with code.loop(i64(0), whole, _MOST_ROWS) as (row,):
+            all_blocks(row, _MOST_ROWS)
+        for num_rows in range(1, _MOST_ROWS):
+            with code.if_then(code.icmp_unsigned("==", left, i64(num_rows))):
+                all_blocks(whole, num_rows)
+    code.ret_void()
+    return code.function
+
+
+def _words(number: int) -> Value:
+    """A vector of equal constants."""
+    return ir.Constant(I32S, [number] * LANES)
+
+
+def _nibble_bytes(code: Code, num_inputs: Value) -> Value:
+    """Bytes of the weights of 16 outputs."""
+    return code.mul(code.sdiv(num_inputs, i64(INT4_GROUP)), i64(_GROUP_BYTES))
+
+
+def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
+    """Sum over all inputs, for some rows and blocks; returns the vectors, rows first.
+
+    Args:
+        code: of the tile.
+        blocks: addresses of their weights.
+        rows: addresses of their inputs in fp32.
+        num_inputs: a multiple of `INT4_GROUP`.
+    """
+    number = len(rows) * len(blocks)
+    with code.loop(i64(0), code.sdiv(num_inputs, i64(INT4_GROUP)), 1, [floats(0.0)] * number) as totals:
+        heads = [code.at(block, code.mul(totals[0], i64(_GROUP_BYTES))) for block in blocks]
+        inputs = [code.at(row, code.mul(totals[0], i64(INT4_GROUP)), F32) for row in rows]
+        found = _sums_of_codes(code, [code.at(head, i64(_HEAD_BYTES)) for head in heads], inputs)
+        all_inputs = [_sum_of_inputs(code, row) for row in inputs]
+        for block, head in enumerate(heads):
+            word = code.read(head, I32S)
+            scales = code.bitcast(code.and_(word, _words(~ZERO_BITS)), F32S)
+            zeros = code.sitofp(code.sub(_words(_MIDDLE), code.and_(word, _words(ZERO_BITS))), F32S)
+            for row, total in enumerate(all_inputs):
+                at = row * len(blocks) + block
+                value = code.fused(zeros, total, found[at])
+                totals[1 + at] = code.fused(scales, value, totals[1 + at])
+    return totals[1:]
+
+
+def _sums_of_codes(code: Code, blocks: list[Value], rows: list[Value]) -> list[Value]:
+    """The sums of inputs times codes in one group; see `_codes`."""
+    number = len(rows) * len(blocks)
+    with code.loop(i64(0), i64(INT4_GROUP), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
+        # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
+        words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
+        for place in range(_INPUTS_OF_WORD):
+            index = code.add(values[0], i64(place))
+            x = [code.splat(code.read(row, F32, index)) for row in rows]
+            for block, word in enumerate(words):
+                weights = _codes(code, word, place)
+                for row, one in enumerate(x):
+                    at = 1 + row * len(blocks) + block
+                    values[at] = code.fused(weights, one, values[at])
+    return values[1:]
+
+
+def _codes(code: Code, words: Value, place: int) -> Value:
+    """The codes of one input, less 8, as numbers; the look-up reads the lowest four bits of each lane."""
+    shifted = code.lshr(words, _words(_CODE_BITS * place)) if place else words
+    table = ir.Constant(F32S, [f32(float(number - _MIDDLE)) for number in range(LANES)])
+    return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
+
+
+def _sum_of_inputs(code: Code, row: Value) -> Value:
+    """The sum of a row's inputs in one group, in all lanes."""
+    total = code.read(row, F32S)
+    for first in range(LANES, INT4_GROUP, LANES):
+        total = code.fadd(total, code.read(row, F32S, i64(first)))
+    return code.splat(code.halves(total, code.fadd))
