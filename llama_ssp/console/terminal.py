@@ -7,7 +7,7 @@ control the terminal. If standard output is no terminal, texts are written witho
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO, TextIOWrapper
 from pathlib import Path
@@ -30,9 +30,8 @@ from llama_ssp.console.tables import (
 )
 from llama_ssp.console.typed import typed_prompts
 from llama_ssp.console.unread import has_hung_up, silence
-from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.records import BenchmarkRow, Evaluation, Summary
+from llama_ssp.reports.records import Summary
 from llama_ssp.visible import visible
 
 _PICTURE_COLUMNS = 80
@@ -125,10 +124,10 @@ class Terminal:
         """Show the prompt, which its completion continues."""
         self._write(text, "bright_black")
 
-    def stream(self, pieces: Iterable[Piece]) -> None:
-        """Show new pieces of the open completion immediately."""
-        for piece in pieces:
-            self._write(piece.text, ACCEPTED_STYLE if piece.accepted else OWN_STYLE)
+    def stream(self, pieces: Iterable[tuple[str, bool]]) -> None:
+        """Show new pieces of the open completion immediately: texts, and whether they were drafted and accepted."""
+        for text, accepted in pieces:
+            self._write(text, ACCEPTED_STYLE if accepted else OWN_STYLE)
 
     def end_of_text(self) -> None:
         """End the open completion, if any, with a line feed if it has none."""
@@ -146,20 +145,15 @@ class Terminal:
             self._view.hide()
         self._write_raw(text + "\n")
 
-    def table(self, summary: Summary) -> None:
-        """Show the closing table."""
-        self._show(summary_table(summary))
-
-    def benchmark(self, rows: Sequence[BenchmarkRow]) -> None:
-        """Show the table of a benchmark."""
-        self._show(benchmark_table(rows))
-
-    def verdict(self, evaluation: Evaluation) -> None:
-        """Show the verdict of an evaluation and the figures behind it."""
-        self._show(verdict_table(evaluation))
-
-    def closing(self, summary: Summary, *, run_dir: Path) -> None:
-        """Report on standard error how fast it went and where the records are."""
+    def results(self, summary: Summary, *, run_dir: Path, shows_table: bool = True) -> None:
+        """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
+        self.end_of_text()  # an interruption may leave one open
+        if summary.cells:
+            self._show(benchmark_table(summary.cells))
+        if shows_table:
+            self._show(summary_table(summary))
+        if summary.evaluation:
+            self._show(verdict_table(summary.evaluation))
         self._err.print(closing_line(summary).append(f"; records in {visible(str(run_dir))}"), soft_wrap=True)
 
     def say(self, sentence: str) -> None:

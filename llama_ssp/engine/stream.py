@@ -5,7 +5,7 @@ displays the pieces. A run records the same text, decoded once from all ids of a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +19,7 @@ _MAX_HELD = 8
 _MOST_CONTEXT = NUM_CONTEXT + MOST_BYTES - 1
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One or more complete characters, whose tokens were drafted and `accepted`, or chosen by the target."""
 
     text: str

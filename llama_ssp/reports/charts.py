@@ -76,6 +76,12 @@ class Chart:
         """Add straight lines through all points; `shape` is that of their dots."""
         self._add(name, Mark(kind=Kind.line, points=points, colour=colour, dashed=dashed, shape=shape))
 
+    def curve(self, points: Sequence[Point], seen: Look, *, says: Sequence[str], name: str) -> None:
+        """Add a line through all points, with a dot at each of them that shows its text under the pointer."""
+        self.line(points, seen.colour, name=name, shape=seen.shape)
+        for (x, y), text in zip(points, says, strict=True):
+            self.dot(x, y, seen.colour, says=text, shape=seen.shape)
+
     def dot(self, x: float, y: float, colour: str, *, says: str, name: str = "", shape: str = SHAPES[0]) -> None:
         """Add a dot, which shows `says` under the pointer."""
         self._add(name, Mark(kind=Kind.dot, points=[(x, y)], colour=colour, says=says, shape=shape))

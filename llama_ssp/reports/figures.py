@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, SOFT, Chart, Look, look
 from llama_ssp.reports.measures import Estimate, RunMeasures
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, OverlapSummary, SpeculativeSummary
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import Axis, Setting, axes_of, axis_of, labels
 from llama_ssp.reports.summary import counted_rounds
@@ -32,10 +32,10 @@ _OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
 """Beginnings of the keys of settings that plain decoding does not depend on."""
 
 
-def acceptance_by_position(runs: Sequence[Run], names: Sequence[str] = ()) -> Chart | None:
+def acceptance_by_position(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
     """For each position in a draft, the share of examined tokens that was accepted; a line for each name of runs."""
     series: dict[str, list[CompletionLine]] = {}
-    for run, name in zip(runs, names or [f"{run.pair}, K={run.num_draft_tokens}" for run in runs], strict=True):
+    for run, name in zip(runs, names, strict=True):
         if run.num_draft_tokens:
             series.setdefault(name, []).extend(run.lines)
     if len(series) > MOST_LINES:
@@ -52,11 +52,11 @@ def acceptance_by_position(runs: Sequence[Run], names: Sequence[str] = ()) -> Ch
     )  # fmt: skip
     for number, (name, found) in enumerate(rates.items()):
         points = [(float(position), rate) for position, (rate, _) in enumerate(found, start=1)]
-        colour, shape = look(number)
-        chart.line(points, colour, name=name, shape=shape)
-        for (position, rate), (_, examined) in zip(points, found, strict=True):
-            says = f"{name}, position {position:.0f}: {100 * rate:.1f} % of {examined}"
-            chart.dot(position, rate, colour, says=says, shape=shape)
+        says = [
+            f"{name}, position {position}: {100 * rate:.1f} % of {examined}"
+            for position, (rate, examined) in enumerate(found, start=1)
+        ]
+        chart.curve(points, look(number), says=says, name=name)
     return chart
 
 
@@ -71,20 +71,26 @@ def position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
     return rates
 
 
-def forecast_against_measured(runs: Sequence[Run], names: Sequence[str] = ()) -> Chart | None:
+def forecast_against_measured(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
     """Forecast over measured ms/token, with the band that forecasts should stay in."""
     points = []
-    for run, name in zip(runs, names or [run.name for run in runs], strict=True):
+    for run, name in zip(runs, names, strict=True):
         summary, forecast = run.summary, run.summary.forecast
-        plain = PLAIN, summary.plain, forecast.plain_ms_per_token
-        speculative = SPECULATIVE, summary.speculative, forecast.speculative_ms_per_token
-        for mode, part, expected in (plain, speculative):
-            if part and part.ms_per_token and expected:
-                points.append((part.ms_per_token, expected, mode, name))
+        pairs = [
+            (PLAIN, summary.plain and summary.plain.ms_per_token, forecast.plain_ms_per_token, name),
+            (
+                SPECULATIVE,
+                summary.speculative and summary.speculative.ms_per_token,
+                forecast.speculative_ms_per_token,
+                name,
+            ),
+        ]
         for cell in summary.cells:
-            for mode, expected in cell.forecast_ms_per_token.items():
-                if mode in cell.ms_per_token:
-                    points.append((cell.ms_per_token[mode], expected, mode, f"{name}, {cell.name}"))
+            pairs += [
+                (mode, cell.ms_per_token.get(mode), expected, f"{name}, {cell.name}")
+                for mode, expected in cell.forecast_ms_per_token.items()
+            ]
+        points += [(ms, expected, mode, of_run) for mode, ms, expected, of_run in pairs if ms and expected]
     if not points:
         return None
     highest = 1.05 * max(max(measured, expected) for measured, expected, *_ in points)
@@ -132,54 +138,50 @@ def memory_by_rank(runs: Sequence[Run]) -> Chart | None:
 
 
 def round_timeline(run: Run) -> Chart | None:
-    """The mean round in time, divided by the rows that ran in it: K draft steps, the verification, and the rest."""
-    measured = run.summary.speculative
+    """The mean round in time, divided by the rows that ran in it: K draft steps, the verification, and the rest.
+
+    Of overlapped rounds, the target's ranks above the draft's: work, then waiting for the other model.
+    """
+    measured, overlap = run.summary.speculative, run.summary.overlap
     if measured is None or not measured.num_rounds or not measured.draft_s + measured.verify_s:
         return None
-    if run.summary.overlap:
-        return _two_streams(run, run.summary.overlap, measured)
-    num_steps = 1 if run.drafting == ADAPTIVE else run.num_draft_tokens
-    step, verify, other = (
-        1e3 * seconds / measured.num_rounds
-        for seconds in (measured.draft_s / num_steps, measured.verify_s, measured.other_s)
+    draft, verify, other = (
+        1e3 * seconds / measured.num_rounds for seconds in (measured.draft_s, measured.verify_s, measured.other_s)
     )
-    pieces = [(f"draft step {number}", step, COLOURS[1]) for number in range(1, num_steps + 1)]
-    pieces += [("verification and rule", verify, COLOURS[0]), ("other", max(other, 0.0), GREY)]
-    total = sum(length for _, length, _ in pieces)
+    total = draft + verify + max(other, 0.0)
+    of_what = "overlapped decoding on either model's ranks" if overlap else "speculative decoding"
     chart = Chart(
-        title="A round of speculative decoding: one row's share, mean over all rounds",
+        title=f"A round of {of_what}: one row's share, mean over all rounds",
         x_label="ms", y_label="", highest_x=total, highest_y=1.0,
     )  # fmt: skip
-    passed = 0.0
-    for place, (name, length, colour) in enumerate(pieces):
-        kind, says = "draft steps" if colour == COLOURS[1] else name, f"{name}: {length:.3f} ms"
-        chart.bar(passed + 0.003 * total * (place > 0), passed + length, 0.75, colour, says=says, name=kind)
-        passed += length
-    return chart
 
+    def bars(pieces: Sequence[tuple[str, float, str, str]], *, bottom: float, top: float) -> None:
+        """Draw pieces of (text, length, colour, name in the legend) one after the other."""
+        passed = 0.0
+        for name, length, colour, kind in pieces:
+            left = passed + 0.003 * total * (passed > 0)
+            chart.bar(left, passed + length, top, colour, bottom=bottom, says=f"{name}: {length:.3f} ms", name=kind)
+            passed += length
 
-def _two_streams(run: Run, overlap: OverlapSummary, measured: SpeculativeSummary) -> Chart:
-    """The mean round on the target's ranks, below on the draft's: work, then waiting for the other model."""
-    total = 1e3 * (measured.draft_s + measured.verify_s + max(measured.other_s, 0.0)) / measured.num_rounds
-    chart = Chart(
-        title="A round of overlapped decoding on either model's ranks: one row's share, mean over all rounds",
-        x_label="ms", y_label="", highest_x=total, highest_y=1.0,
-    )  # fmt: skip
-    streams = (
-        ("target", "verification and rule", 1, overlap.target_idle_share, 0.55, COLOURS[0]),
-        ("draft", "draft steps", run.num_draft_tokens, overlap.draft_idle_share, 0.1, COLOURS[1]),
-    )
-    for model, kind, num_pieces, idle_share, bottom, colour in streams:
-        busy = total * (1 - (idle_share or 0.0))
-        for piece in range(num_pieces):
-            left, right = busy * piece / num_pieces, busy * (piece + 1) / num_pieces
-            name = f"{model}, step {piece + 1}" if num_pieces > 1 else model
-            chart.bar(
-                left + 0.003 * total * (piece > 0), right, bottom + 0.35, colour, bottom=bottom,
-                says=f"{name}: {right - left:.3f} ms", name=kind,
-            )  # fmt: skip
-        says = f"{model} idle: {total - busy:.3f} ms"
-        chart.bar(busy, total, bottom + 0.35, GREY, bottom=bottom, says=says, name="waiting for the other model")
+    if overlap:
+        k = run.num_draft_tokens
+        target_ms, draft_ms = (
+            total * (1 - (idle or 0.0)) for idle in (overlap.target_idle_share, overlap.draft_idle_share)
+        )
+        idle_name = "waiting for the other model"
+        target = [("target", target_ms, COLOURS[0], "verification and rule")]
+        steps = [(f"draft, step {step}", draft_ms / k, COLOURS[1], "draft steps") for step in range(1, k + 1)]
+        bars([*target, ("target idle", total - target_ms, GREY, idle_name)], bottom=0.55, top=0.9)
+        bars([*steps, ("draft idle", total - draft_ms, GREY, idle_name)], bottom=0.1, top=0.45)
+    else:
+        num_steps = 1 if run.drafting == ADAPTIVE else run.num_draft_tokens
+        steps = [
+            (f"draft step {step}", draft / num_steps, COLOURS[1], "draft steps") for step in range(1, num_steps + 1)
+        ]
+        name = "verification and rule"
+        bars(
+            [*steps, (name, verify, COLOURS[0], name), ("other", max(other, 0.0), GREY, "other")], bottom=0.0, top=0.75
+        )
     return chart
 
 
@@ -204,11 +206,8 @@ def draft_lengths(run: Run) -> Chart | None:
     middles = {(window + 0.5) * width: rounds for window, rounds in sorted(windows.items())}
     for place, name in enumerate(("drafted", "accepted")):
         points = [(middle, fmean(each[place] for each in rounds)) for middle, rounds in middles.items()]
-        colour, shape = look(place)
-        chart.line(points, colour, name=name, shape=shape)
-        for middle, mean in points:
-            says = f"about token {middle:.0f}: {mean:.1f} {name}"
-            chart.dot(middle, mean, colour, says=says, shape=shape)
+        says = [f"about token {middle:.0f}: {mean:.1f} {name}" for middle, mean in points]
+        chart.curve(points, look(place), says=says, name=name)
     return chart
 
 

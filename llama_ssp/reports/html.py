@@ -60,7 +60,7 @@ def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence
             found = charts(runs, measures)
             for name, chart in found.items():
                 for suffix in formats:
-                    plots.save_figure(chart, output / "figures" / f"{name}.{suffix}")
+                    plots.save([chart], output / "figures" / f"{name}.{suffix}")
             written.append(f"figures ({len(found)} as {', '.join(formats)})")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error

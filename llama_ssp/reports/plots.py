@@ -33,7 +33,7 @@ STYLE = {
     "text.color": INK, "axes.labelcolor": SOFT, "axes.edgecolor": SOFT, "axes.linewidth": 1,
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.axisbelow": True,
     "grid.color": GRID, "grid.linewidth": 1, "xtick.color": INK, "ytick.color": INK,
-    "xtick.major.size": 0, "ytick.major.size": 0, "savefig.dpi": 150, "pdf.fonttype": 42,
+    "xtick.major.size": 0, "ytick.major.size": 0, "pdf.fonttype": 42,
     "legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0, "legend.handlelength": 1.6,
 }  # fmt: skip
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
@@ -43,7 +43,7 @@ INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 EDGE = (12 - LEFT) / INNER_WIDTH
 """Where titles and legends begin, in widths of the axes."""
 TITLE, HEADLINE, LEGEND_ROW = 22, 26, 17
-POINTS_PER_INCH, PAPER_DPI = 72, 300
+POINTS_PER_INCH, SCREEN_DPI, PAPER_DPI = 72, 150, 300
 HALF_WIDTH_NAME = 28
 """Longest name in a legend of two columns."""
 LONGEST_NAME = 60
@@ -72,19 +72,15 @@ def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
         return _svg(*_drawn(charts, num_columns=num_columns), alt="; ".join(chart.title for chart in charts)) + "\n"
 
 
-def save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
-    """Draw charts in a row under a headline; raises OSError or ValueError if the file or its suffix is unusable."""
-    with _styled():
-        figure, _ = _drawn(charts, num_columns=len(charts), headline=headline)
-        figure.savefig(file)
+def save(charts: Sequence[Chart], file: Path, *, headline: str = "") -> None:
+    """Draw charts in a row under a headline or, without one, for a paper: without titles, at 300 dots per inch.
 
-
-def save_figure(chart: Chart, file: Path) -> None:
-    """Draw one chart without its title, for a paper; raises OSError or ValueError as `save` does."""
+    Raises OSError or ValueError if the file or its suffix is unusable.
+    """
     with _styled():
-        figure, _ = _drawn([chart], num_columns=1, has_titles=False)
+        figure, _ = _drawn(charts, num_columns=len(charts), headline=headline, has_titles=bool(headline))
         undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
-        figure.savefig(file, dpi=PAPER_DPI, metadata=dict.fromkeys(undated))
+        figure.savefig(file, dpi=SCREEN_DPI if headline else PAPER_DPI, metadata=dict.fromkeys(undated))
 
 
 @contextmanager

@@ -8,11 +8,9 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
-
-from llama_ssp.config.machines.hardware import HardwareConfig
 
 _PACKAGES = ("torch", "transformers", "llama_ssp")
 _SOURCE_TREE = Path(__file__).parents[2]
@@ -55,28 +53,14 @@ def gpu_links() -> str:
         )
     except subprocess.SubprocessError as error:
         return f"unknown: {error}"
+    rows = [re.split(r"[\t ]+", line.strip()) for line in done.stdout.splitlines()]
+    links = [row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     pairs = defaultdict(list)
-    for link, pair in _links(done.stdout):
-        pairs[link].append(pair)
+    for first, second in combinations(range(len(links)), 2):
+        pairs[links[first][second]].append(f"{first}-{second}")
     if len(pairs) == 1:
         return f"{next(iter(pairs))} between all GPUs"
     return ", ".join(f"{link} between GPUs {' '.join(pairs[link])}" for link in pairs) or "none, the GPU is alone"
-
-
-def planned_link(machine: HardwareConfig) -> str:
-    """Return the forecast's figures for the links inside a node, and their source."""
-    link, sources = machine.link, machine.sources
-    source = sources.get("link") or sources.get("link.bandwidth_bytes_per_s") or "no source given"
-    return f"links of {link.bandwidth_bytes_per_s / 1e9:.4g} GB/s and {1e6 * link.latency_s:.3g} us ({source})"
-
-
-def _links(matrix: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind of link and the two GPUs of each pair, such as NV18 and 0-1, from the matrix."""
-    rows = [re.split(r"[\t ]+", line.strip()) for line in matrix.splitlines()]
-    links = {row[0]: row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0]) and "X" in row}
-    for number, row in enumerate(links.values()):
-        for other, link in enumerate(row[number + 1 : len(links)], start=number + 1):
-            yield link, f"{number}-{other}"
 
 
 def _version(package: str) -> str | None:

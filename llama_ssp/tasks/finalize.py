@@ -53,14 +53,8 @@ def finalize(session: Session) -> None:
         num_draft_tokens=config.speculation.most_draft_tokens if session.models.drafts else 0,
     )  # fmt: skip
     folder.write_summary(summary)
-    session.terminal.end_of_text()  # an interruption may leave one open
-    if folder.rows:
-        session.terminal.benchmark(folder.rows)
-    if folder.lines and task.shows_table:
-        session.terminal.table(summary)
-    if summary.evaluation:
-        session.terminal.verdict(summary.evaluation)
-    session.terminal.closing(summary, run_dir=folder.path)
+    shows_table = bool(folder.lines) and task.shows_table
+    session.terminal.results(summary, run_dir=folder.path, shows_table=shows_table)
     around = Surroundings.of(session.world, session.thread_slowness)
     late = changed = None
     if plan := session.plan:

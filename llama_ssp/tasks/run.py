@@ -35,7 +35,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspErro
 from llama_ssp.planning.choices.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
-from llama_ssp.reports.provenance import git_commit, gpu_links, planned_link, versions
+from llama_ssp.reports.provenance import git_commit, gpu_links, versions
 from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
 from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
 from llama_ssp.session.loading import load_models
@@ -253,7 +253,10 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
         lengths = [len(job.request.prompt_ids) for job in jobs] if jobs else [dry_run.TYPED_TOKENS]
         plan = dry_run.plan_of_run(config, world_size=world.comm.size, machine=machine, lengths=lengths)
         if world.comm.rank == 0:
-            _log.info("forecast for hardware %s: %s", machine.name, planned_link(machine))
+            link = machine.link
+            source = next(filter(None, map(machine.sources.get, ("link", "link.bandwidth_bytes_per_s"))), "no source")
+            _log.info("forecast for hardware %s: links of %.4g GB/s and %.3g us (%s)", machine.name,
+                      link.bandwidth_bytes_per_s / 1e9, 1e6 * link.latency_s, source)  # fmt: skip
         require_room(plan, words=dry_run.settings_of_run(config))
         for warning in slower_overlapped(plan.job, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")

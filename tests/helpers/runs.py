@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, RankMemory, RunFacts, StartUp, Summary
+from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(
@@ -17,12 +18,17 @@ FAST = replace(
     PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[2, 0, 1],
     examined_lengths=[2, 1, 2], ms=40.0, share_s=0.04, draft_s=0.012, verify_s=0.018, other_s=0.003,
 )  # fmt: skip
-
 CELL = BenchmarkRow(
     model="big", draft="small", dtype="fp32", quantization="none", world_size=1, temperature=0.8, max_new_tokens=64,
     num_draft_tokens=4, prompt_tokens=16, batch_size=1, ms_per_token={"plain": 2.0, "speculative": 2.5},
     forecast_ms_per_token={"plain": 600.5}, tokens_per_round=2.9, other_share=0.04, copy_share=0.99, text_sha256="",
     versions={"torch": "2.13.0"}, git_commit=None,
+)  # fmt: skip
+FACTS = RunFacts(
+    task="compare", model="big", draft="small", placement={}, world_size=2, seed=7,
+    memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
+    startup=StartUp(began_unix_s=1.8e9, composed_s=0.5, imported_s=4.0),
+    forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
 )  # fmt: skip
 
 
@@ -30,18 +36,14 @@ def summary(
     *lines: CompletionLine, model: str = "big", draft: str | None = "small", num_draft_tokens: int = 2
 ) -> Summary:
     """The summary of such lines, on two ranks."""
-    facts = RunFacts(
-        task="compare",
-        model=model,
-        draft=draft,
-        placement={},
-        world_size=2,
-        seed=7,
-        memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
-        startup=StartUp(began_unix_s=1.8e9, composed_s=0.5, imported_s=4.0),
-        forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
-    )
-    return summarise(facts, lines, num_draft_tokens=num_draft_tokens)
+    return summarise(replace(FACTS, model=model, draft=draft), lines, num_draft_tokens=num_draft_tokens)
+
+
+def run(*lines: CompletionLine, name: str = "s/0", model: str = "big", num_draft_tokens: int = 2) -> Run:
+    """A run with such lines, whose draft is none if no line is speculative."""
+    draft = "small" if any(line.mode == "speculative" for line in lines) else None
+    found = summary(*lines, model=model, draft=draft, num_draft_tokens=num_draft_tokens)
+    return Run(name=name, status="done", summary=found, lines=lines)
 
 
 def write_run(folder: Path, *lines: CompletionLine, num_draft_tokens: int = 2, model: str = "big") -> Path:

@@ -162,9 +162,7 @@ def resume(folder: Path) -> int:
             opened.put_in_order()
             made = summarise(run_facts, opened.lines, opened.rows, num_draft_tokens=2)
             opened.write_summary(made)
-            terminal.table(made)
-            terminal.benchmark(opened.rows)
-            terminal.closing(made, run_dir=folder)
+            terminal.results(made, run_dir=folder)
             opened.write_status("done")
     except SspError as error:
         return error.exit_code

@@ -12,13 +12,12 @@ import pytest
 
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.console.terminal import Output, Terminal
-from llama_ssp.engine.stream import Piece
 from llama_ssp.errors import SspError
-from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.records import PlainSummary, SpeculativeSummary, Summary
-from tests.helpers.runs import CELL
+from llama_ssp.reports.records import Evaluation
+from tests.helpers.runs import CELL, FAST, PLAIN, summary
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
+SUMMARY = summary(PLAIN, FAST)
 
 
 def console(*, terminal: bool, width: int = 80) -> Output:
@@ -37,34 +36,6 @@ def decoding(terminal: Terminal, *, shows_texts: bool = False) -> AbstractContex
     return terminal.decoding({"plain": Pace(num_wanted=2)}, max_new_tokens=9, unit="prompts", shows_texts=shows_texts)
 
 
-def summary(*, forecast: Forecast | None = None, speculative: bool = True) -> Summary:
-    fast = SpeculativeSummary(
-        ms_per_token=112.931, tokens_per_s=8.86, num_rounds=62, num_target_forwards=65, tokens_per_round=3.049,
-        acceptance_rate=0.714, accepted_histogram=[5, 6, 7, 8, 36], draft_s=0.18, verify_s=0.36, other_s=0.06,
-    )  # fmt: skip
-    return Summary(
-        task="compare", model="llama2_70B", draft="tinyllama_1B", weights="checkpoint", placement={}, world_size=8,
-        num_prompts=1, num_new_tokens=384, seed=0, versions={}, git_commit=None,
-        plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192),
-        speculative=fast if speculative else None, speedup=2.127 if speculative else None,
-        forecast=forecast or Forecast(), memory=[],
-    )  # fmt: skip
-
-
-def test_a_benchmarks_table_fits_the_terminal_and_has_forecasts_beside_what_was_measured() -> None:
-    names = ("plain", "speculative", "generate", "assisted")
-    row = replace(
-        CELL, num_draft_tokens=16, prompt_tokens=2048, batch_size=64,
-        ms_per_token={name: 701.25 + place for place, name in enumerate(names)},
-        forecast_ms_per_token={"plain": 600.5, "speculative": 500.5}, tokens_per_round=12.25,
-    )  # fmt: skip
-    out = console(terminal=False)
-    Terminal(out=out, err=console(terminal=False)).benchmark([row])
-    cells = written(out).splitlines()[-1].split()
-    wanted = "16 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
-    assert " ".join(cells) == wanted
-
-
 @pytest.fixture
 def plain() -> tuple[Terminal, Output, Output]:
     out, err = console(terminal=False), console(terminal=False)
@@ -74,7 +45,7 @@ def plain() -> tuple[Terminal, Output, Output]:
 def test_accepted_and_own_tokens_have_two_colours_on_a_terminal() -> None:
     out = console(terminal=True)
     terminal = Terminal(out=out, err=console(terminal=True))
-    terminal.stream([Piece("ab", True), Piece("cd", False)])
+    terminal.stream([("ab", True), ("cd", False)])
     terminal.end_of_text()
     assert written(out) == f"{GREEN}ab\x1b[0m{MAGENTA}cd\x1b[0m\n"
 
@@ -84,7 +55,7 @@ def test_a_text_is_not_read_as_markup_and_cannot_drive_the_terminal(terminal: bo
     out = console(terminal=terminal)
     shown = Terminal(out=out, err=console(terminal=terminal))
     shown.prompt("[bold]p[/bold] :smile: ")
-    shown.stream([Piece("\x1b", True), Piece("[2J\r\x07\x9b1m\u202e\ud800", False)])
+    shown.stream([("\x1b", True), ("[2J\r\x07\x9b1m\u202e\ud800", False)])
     shown.end_of_text()
     plain_text = re.sub(r"\x1b\[\d+m", "", written(out))
     assert plain_text == "[bold]p[/bold] :smile: \\x1b[2J\\r\\x07\\x9b1m\\u202e\\ud800\n"
@@ -93,7 +64,7 @@ def test_a_text_is_not_read_as_markup_and_cannot_drive_the_terminal(terminal: bo
 def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     text = "\tif x:  \n\n" + "long " * 60
-    terminal.stream([Piece(text[:40], True), Piece(text[40:], False)])
+    terminal.stream([(text[:40], True), (text[40:], False)])
     terminal.end_of_text()
     assert written(out) == text + "\n"
 
@@ -101,7 +72,7 @@ def test_text_for_a_pipe_keeps_tabs_long_lines_and_trailing_blanks(plain: tuple[
 def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
     for text in ("a\n", "b", ""):
-        terminal.stream([Piece(text, False)])
+        terminal.stream([(text, False)])
         terminal.end_of_text()
     assert written(out) == "a\nb\n"
 
@@ -124,72 +95,25 @@ def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Outpu
     assert written(out) == record + "\n"
 
 
-def test_the_table_is_aligned_within_80_columns(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    terminal.table(summary(forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27)))
-    assert [line.rstrip() for line in written(out).splitlines()] == [
-        "",
-        "llama2_70B with tinyllama_1B, K = 4: 1 prompt, 384 tokens, 8 ranks",
-        "",
-        "                                           tokens",
-        "             ms/token  forecast  tokens/s  /round  accepted  speed-up  forecast",
-        "───────────────────────────────────────────────────────────────────────────────",
-        "plain          240.20    251.00       4.2       -         -         -         -",
-        "speculative    112.93    110.50       8.9    3.05      71 %     2.13x     2.27x",
-        "ms/token of a completion, prompt included; tokens/s over all rows and replicas",
-        "",
-        "a round:  draft 30 %  verify 60 %  other 10 %  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━",
-    ]
-
-
-def test_ranges_of_forecasts_stand_below_what_the_figures_mean(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    ends = {"plain_ms_per_token_low": 200.5, "plain_ms_per_token_high": 314.25}
-    terminal.table(summary(forecast=Forecast(**ends, speculative_ms_per_token_low=8, speculative_ms_per_token_high=9)))
-    assert "\nforecast, 80 %: plain 200.50-314.25, speculative 8.00-9.00 ms/token\n" in written(out)
-    terminal.table(summary(forecast=Forecast(**ends), speculative=False))
-    assert "\nforecast, 80 %: plain 200.50-314.25 ms/token\n" in written(out)
-
-
-def test_a_forecast_that_does_not_exist_is_a_dash(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    terminal.table(summary())
-    assert re.search(r"speculative +112\.93 +- +8\.9 .* 2\.13x +-\n", written(out))
-
-
-def test_a_mode_that_did_not_run_has_no_line(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    terminal.table(summary(speculative=False))
-    assert "plain" in written(out)
-    assert "speculative" not in written(out)
-    assert "a round" not in written(out)
-
-
-def test_the_closing_line_names_no_mode_where_there_was_one(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, _, err = plain
-    terminal.closing(summary(speculative=False), run_dir=Path("runs/1"))
-    assert re.search(r" for 1 prompt: [\d.]+ ms/token, [\d.]+ tokens/s; records in", written(err))
-
-
-def test_what_is_no_result_goes_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
+def test_tables_go_to_standard_output_and_sentences_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, err = plain
-    terminal.closing(summary(), run_dir=Path("runs/[red]"))
+    terminal.stream([("half a li", False)])
+    judged = replace(SUMMARY, cells=[CELL], evaluation=Evaluation(suite="s", passed=True, reason="[red]", measures=[]))
+    terminal.results(judged, run_dir=Path("runs/[red]"))
     terminal.say("note [red] \x1b[2J")
-    assert written(out) == ""
-    assert written(err) == (
-        "384 tokens for 1 prompt: speculative 112.93 ms/token, 8.9 tokens/s, 3.05 tokens/round; records in runs/[red]\n"
-        "note [red] \\x1b[2J\n"
-    )
+    tables = ["half a li\n", "assis-", "big with small", "suite=s passed: [red]"]
+    places = [written(out).index(table) for table in tables]
+    assert places == sorted(places)
+    assert written(err) == "1 cell measured; records in runs/[red]\nnote [red] \\x1b[2J\n"
 
 
 def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]) -> None:
     def speak(terminal: Terminal) -> None:
         terminal.heading("plain", number=1)
-        terminal.stream([Piece("text", False)])
+        terminal.stream([("text", False)])
         terminal.end_of_text()
         terminal.line("line")
-        terminal.table(summary())
-        terminal.closing(summary(), run_dir=Path())
+        terminal.results(SUMMARY, run_dir=Path())
         terminal.say("sentence")
         with terminal.loading() as progress:
             progress("target", 1, 2)
@@ -207,15 +131,15 @@ def test_the_picture_shows_what_was_shown_with_long_lines_wrapped(
     monkeypatch.setenv("COLUMNS", "200")
     terminal = Terminal(out=console(terminal=True, width=200), err=console(terminal=True))
     terminal.heading("speculative", number=1)
-    terminal.stream([Piece("first " * 14, True), Piece("last", False)])
+    terminal.stream([("first " * 14, True), ("last", False)])
     terminal.end_of_text()
-    terminal.table(summary())
+    terminal.results(SUMMARY, run_dir=tmp_path)
     terminal.save_svg(tmp_path / "picture.svg", title="launch/run.py")
     drawn = (tmp_path / "picture.svg").read_text().replace("&#160;", " ")
     assert re.search(r"<text [^>]*>first first[^<]*</text>", drawn)
     assert re.search(r"<text [^>]*x=\"0\"[^>]*>first </text><text [^>]*>last</text>", drawn)
     assert "launch/run.py" in drawn
-    assert "2.13x" in drawn
+    assert "2.50x" in drawn
     assert "@font-face" not in drawn, "which a viewer would fetch from elsewhere"
 
 
@@ -294,7 +218,7 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
 
 def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, _ = plain
-    terminal.stream([Piece("half a li", False)])
+    terminal.stream([("half a li", False)])
     terminal.end_of_text()
     terminal.end_of_text()
     assert written(out) == "half a li\n"

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config.machines import hardware
-from llama_ssp.reports.provenance import gpu_links, planned_link, processor
+from llama_ssp.reports.provenance import gpu_links, processor
 
 HEADER = "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m"
 SWITCHED = f"""{HEADER}
@@ -52,11 +51,6 @@ def test_a_driver_that_is_away_or_fails_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert "exit status 9" in gpu_links()
-
-
-def test_the_link_of_a_forecast_has_its_source() -> None:
-    said = planned_link(hardware.load("8xh200"))
-    assert said == "links of 450 GB/s and 4.8 us (fourth-generation NVLink, 900 GB/s both ways (data sheet))"
 
 
 def test_the_processor_has_a_name() -> None:

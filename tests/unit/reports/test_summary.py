@@ -1,56 +1,44 @@
-"""The numbers of a summary are what their definitions say."""
+"""The numbers of a summary are those of their definitions."""
 
 import json
 import subprocess
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from llama_ssp.console.tables import summary_table
 from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import CompletionLine, RankMemory, RunFacts
-from llama_ssp.reports.summary import speedup, summarise
+from llama_ssp.reports.records import CompletionLine, RankActivity, RankMemory, Summary
+from llama_ssp.reports.summary import round_gains, speedup, summarise
+from tests.helpers import runs
+from tests.helpers.runs import PLAIN
 
-FACTS = RunFacts(
-    task="compare",
-    model="tiny",
-    draft="tiny-draft",
-    placement={"target": {"kind": "tensor"}},
-    world_size=2,
-    seed=7,
-    memory=[RankMemory(rank=0, measured_peak_bytes=5)],
-)
+FACTS = replace(runs.FACTS, memory=[RankMemory(rank=0, measured_peak_bytes=5)])
+FAST = replace(runs.FAST, accepted_lengths=[4, 1, 2], examined_lengths=[4, 2, 0], draft_s=0.01, verify_s=0.02)
 
 
-PLAIN = CompletionLine(
-    index=0, sample=0, mode="plain", prompt="p", text="t", token_ids=[1] * 10, num_new_tokens=10,
-    finish_reason="length", num_rounds=0, num_target_forwards=10, accepted_lengths=[], examined_lengths=[],
-    ms=100.0, share_s=0.1,
-)  # fmt: skip
-FAST = replace(
-    PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[4, 1, 2],
-    examined_lengths=[4, 2, 0], ms=40.0, share_s=0.04, draft_s=0.01, verify_s=0.02, other_s=0.005,
-)  # fmt: skip
+def summary(*lines: CompletionLine) -> Summary:
+    return summarise(FACTS, lines, num_draft_tokens=4)
 
 
 def test_each_number_has_its_hand_computed_value() -> None:
-    summary = summarise(FACTS, [PLAIN, FAST, replace(FAST, index=1, ms=60.0, share_s=0.06)], num_draft_tokens=4)
-    assert summary.num_prompts == 2
-    assert summary.num_new_tokens == 30
-    assert summary.plain is not None
-    assert summary.plain.ms_per_token == pytest.approx(10)
-    assert summary.plain.tokens_per_s == pytest.approx(100)
-    assert summary.plain.num_target_forwards == 10
-    fast = summary.speculative
+    found = summary(PLAIN, FAST, replace(FAST, index=1, ms=60.0, share_s=0.06))
+    assert (found.num_prompts, found.num_new_tokens) == (2, 30)
+    plain, fast = found.plain, found.speculative
+    assert plain is not None
+    assert (plain.ms_per_token, plain.tokens_per_s, plain.num_target_forwards) == pytest.approx((10, 100, 10))
     assert fast is not None
-    assert fast.ms_per_token == pytest.approx(5)
-    assert fast.tokens_per_s == pytest.approx(200)
+    assert (fast.ms_per_token, fast.tokens_per_s) == pytest.approx((5, 200))
     assert (fast.num_rounds, fast.num_target_forwards) == (6, 8)
     assert fast.tokens_per_round == pytest.approx((10 - 1) * 2 / 6)
     assert fast.acceptance_rate == pytest.approx(5 / 6)
     assert fast.accepted_histogram == [0, 2, 0, 0, 2]
-    assert (fast.draft_s, fast.verify_s, fast.other_s) == pytest.approx((0.02, 0.04, 0.01))
+    assert (fast.draft_s, fast.verify_s, fast.other_s) == pytest.approx((0.02, 0.04, 0.006))
 
 
 def test_the_speedup_compares_only_completions_that_both_modes_finished() -> None:
@@ -60,25 +48,43 @@ def test_the_speedup_compares_only_completions_that_both_modes_finished() -> Non
 
 
 def test_a_batch_has_the_throughput_of_its_wall_time() -> None:
-    rows = [replace(PLAIN, index=index, ms=200.0, share_s=0.05) for index in range(4)]
-    plain = summarise(FACTS, rows, num_draft_tokens=4).plain
+    plain = summary(*[replace(PLAIN, index=index, ms=200.0, share_s=0.05) for index in range(4)]).plain
     assert plain is not None
-    assert plain.ms_per_token == pytest.approx(20)
-    assert plain.tokens_per_s == pytest.approx(200)
+    assert (plain.ms_per_token, plain.tokens_per_s) == pytest.approx((20, 200))
 
 
 def test_nothing_measured_is_null_and_not_a_division_by_zero() -> None:
-    summary = summarise(FACTS, [], num_draft_tokens=4)
-    assert (summary.plain, summary.speculative, summary.speedup) == (None, None, None)
-    at_once = replace(FAST, num_new_tokens=1, num_rounds=0, accepted_lengths=[], examined_lengths=[])
-    fast = summarise(FACTS, [at_once], num_draft_tokens=4).speculative
+    found = summary()
+    assert (found.plain, found.speculative, found.speedup, found.overlap) == (None, None, None, None)
+    fast = summary(replace(FAST, num_new_tokens=1, num_rounds=0, accepted_lengths=[], examined_lengths=[])).speculative
     assert fast is not None
     assert (fast.tokens_per_round, fast.acceptance_rate) == (None, None)
 
 
+def test_overlapped_rounds_have_idle_shares_and_dropped_tokens_which_the_terminal_says() -> None:
+    placement = {"target": {"ranks": [0, 1]}, "draft": {"ranks": [2]}, "num_replicas": 1}
+    line = replace(FAST, num_rounds=5, accepted_lengths=[1, 4, 2, 0, 1], examined_lengths=[1, 4, 3, 1, 1])
+    waited = [
+        RankActivity(rank=rank, rounds_s=10.0, waited_s=waited_s) for rank, waited_s in enumerate((1.0, 2.0, 5.0))
+    ]
+    facts = replace(FACTS, placement=placement, world_size=3)
+    found = summarise(facts, [line], num_draft_tokens=4, activities=waited)
+    assert found.overlap is not None
+    assert (found.overlap.target_idle_share, found.overlap.draft_idle_share) == pytest.approx((0.15, 0.5))
+    assert (found.overlap.num_drafted_tokens, found.overlap.num_dropped_tokens) == (20, 12)
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(summary_table(found))
+    assert "overlap:  target idle 15 %, draft idle 50 %; 12 of 20 drafted tokens dropped" in console.export_text()
+
+
+def test_the_target_adds_a_token_after_a_rejection_alone() -> None:
+    assert round_gains([1, 4, 2, 0, 1], 4, waits=False) == [1, 4, 3, 1, 1]
+    assert round_gains([4, 2, 0, 1], 4, waits=True) == [4, 3, 1, 2]
+
+
 def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     with RunFolder(tmp_path, "seed: 7\n") as folder:
-        folder.write_summary(summarise(FACTS, [PLAIN, FAST], num_draft_tokens=4))
+        folder.write_summary(replace(summary(PLAIN, FAST), forecast=Forecast()))
     written = json.loads((tmp_path / "summary.json").read_text())
     assert set(written) == {
         "schema_version", "task", "model", "draft", "weights", "placement", "world_size", "num_prompts",
@@ -92,10 +98,10 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         "accepted_histogram", "draft_s", "verify_s", "other_s", "drafted_histogram",
         "first_token_ms",
     }  # fmt: skip
-    assert list(written["forecast"]) == [
+    assert set(written["forecast"]) == {
         "plain_ms_per_token", "speculative_ms_per_token", "speedup", "plain_ms_per_token_low",
         "plain_ms_per_token_high", "speculative_ms_per_token_low", "speculative_ms_per_token_high",
-    ]  # fmt: skip
+    }  # fmt: skip
     assert set(written["forecast"].values()) == {None}
     assert written["memory"] == [{"rank": 0, "planned_bytes": None, "measured_peak_bytes": 5}]
 
