@@ -76,13 +76,12 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    templates.filters["visible"] = visible
+    templates.filters |= {"visible": visible, "number": number}
     measures = measures or [measure(run) for run in runs]
     sections = [_section(*each) for each in zip(runs, measures, _names(runs), strict=True)]
     return templates.get_template("report.html").render(
-        title=_title(runs), runs=sections, sweep=_sweep(runs, measures, sections) if len(runs) > 1 else None,
-        cell_columns=tables.CELL_COLUMNS, measure_columns=MEASURE_COLUMNS, least_prompts=LEAST_PROMPTS,
-        most_columns=MOST_COLUMNS, missing=missing,
+        title=_title(runs), runs=sections, sweep=_sweep(runs, measures) if len(runs) > 1 else None,
+        least_prompts=LEAST_PROMPTS, most_columns=MOST_COLUMNS, most_shown=MOST_SHOWN, missing=missing,
     )  # fmt: skip
 
 
@@ -117,56 +116,35 @@ def _title(runs: Sequence[Run]) -> str:
     return f"{len(runs)} runs of {pairs[0]}" if len(pairs) == 1 else f"{len(runs)} runs of {len(pairs)} pairs"
 
 
-def _sweep(runs: Sequence[Run], measures: Sequence[RunMeasures], sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the page says of all runs together."""
+def _sweep(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Any]:
+    """Collect the parts of the page that are of all runs together."""
     settings = varying_settings(runs)
-    named = ", ".join(f"{setting.name} ({', '.join(dict.fromkeys(setting.texts))})" for setting in settings)
-    shown = [each for each in sections if each["excerpts"]][:MOST_SHOWN]
     return {
-        "settings": f"The runs differ in {named}." if settings else "The settings of all runs are the same.",
+        "settings": settings,
         "table": tables.runs_table(runs, measures, settings),
         "percentiles": tables.percentiles_table(measures, settings),
         "figures": _drawn(charts(runs, measures).values()),
-        "excerpts": [{"name": each["name"], "excerpt": each["excerpts"][0]} for each in shown],
     }
 
 
 def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
+    """Collect the parts of the page that are of one run."""
     summary = run.summary
-    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
-    cells = f"{len(summary.cells)} cells, " if summary.cells else ""
-    versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
+    cells = [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells]
     return {
         "name": name,
-        "title": f"{run.name}: {name}",
-        "job": f"task {summary.task}, {ranks}, {cells}{summary.num_prompts} prompts, "
-        f"{summary.num_new_tokens} new tokens, seed {summary.seed}{f', {run.status}' if run.status else ''}",
-        "made_by": versions + (f", commit {summary.git_commit[:12]}" if summary.git_commit else ""),
-        "tiles": _tiles(run),
+        "run": run,
         "medians": tables.medians_table(measured),
         "percentiles": tables.percentiles_table([measured], []),
-        "cells": [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells],
-        "evaluation": summary.evaluation,
-        "excerpts": summary.excerpts,
+        "cells": tables.Table(columns=tables.CELL_COLUMNS, rows=cells),
+        "measures": tables.Table(
+            columns=MEASURE_COLUMNS,
+            rows=[each.cells for each in summary.evaluation.measures] if summary.evaluation else [],
+        ),
         "figures": _drawn(charts([run], [measured]).values()),
     }
 
 
 def _drawn(shown: Iterable[Chart]) -> list[dict[str, str]]:
-    """The pictures of the charts; `plots` has escaped their texts."""
+    """Draw the charts; `plots` escapes their texts."""
     return [{"title": chart.title, "svg": Markup(plots.picture(chart))} for chart in shown]
-
-
-def _tiles(run: Run) -> list[tuple[str, str]]:
-    summary, fast = run.summary, run.summary.speculative
-    return [
-        (number(summary.speedup, "x"), "speed-up of all tokens"),
-        (number(summary.plain.ms_per_token if summary.plain else None), "ms/token, plain"),
-        (number(fast.ms_per_token if fast else None), "ms/token, speculative"),
-        (number(fast.tokens_per_round if fast else None), "tokens per round"),
-        (_percent(fast.acceptance_rate if fast else None), "of examined tokens accepted"),
-    ]
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"

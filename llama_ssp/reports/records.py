@@ -256,7 +256,7 @@ class Measure:
         return [self.name, f"{self.value:.4g}", interval]
 
 
-MEASURE_COLUMNS = ("", "value", "95 % interval")
+MEASURE_COLUMNS = ["", "value", "95 % interval"]
 
 
 @dataclass(frozen=True, kw_only=True)

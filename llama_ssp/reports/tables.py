@@ -30,7 +30,7 @@ class Table:
     """A table of the page; the first `num_left` columns hold names."""
 
     columns: list[str]
-    rows: list[list[Cell]]
+    rows: Sequence[Sequence[Cell | str]]
     num_left: int = 1
 
 
