@@ -72,8 +72,8 @@ def _drafted(evidence: Evidence) -> list[Measure]:
     )
     if not examined:
         return []
-    low, high = wilson(accepted, examined)
-    return [Measure(name="drafted tokens that are the target's best", value=accepted / examined, low=low, high=high)]
+    name = "drafted tokens that are the target's best"
+    return [Measure.within(name, accepted / examined, wilson(accepted, examined))]
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

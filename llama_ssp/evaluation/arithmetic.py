@@ -11,7 +11,7 @@ from llama_ssp.config.schema import RunConfig
 from llama_ssp.config.tasks import EvaluateConfig, Suite
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import rate_difference, wilson
-from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
 
 NUM_EXAMPLES = 3
 FALSE_PASS_RATE = 0.05
@@ -56,27 +56,15 @@ def judge(evidence: Evidence) -> Evaluation:
         is_different = tested.low > 0 or tested.high < 0
         more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
         verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {task.margin:g}{more}"
-    return Evaluation(
-        suite=SUITE.name,
-        passed=is_equivalent,
-        reason=shown + verdict,
-        measures=[
-            _rate("right answers, plain", num_plain, num_pairs),
-            _rate("right answers, speculative", num_speculative, num_pairs),
-            _difference(*alone, num_pairs),
-        ],
+    difference = (alone[1] - alone[0]) / num_pairs
+    measures = [
+        Measure.within(f"right answers, {mode}", num_right / num_pairs, wilson(num_right, num_pairs))
+        for mode, num_right in ((PLAIN, num_plain), (SPECULATIVE, num_speculative))
+    ]
+    measures.append(
+        Measure.within("difference, speculative minus plain", difference, rate_difference(*alone, num_pairs))
     )
-
-
-def _rate(name: str, num_right: int, num_tried: int) -> Measure:
-    interval = wilson(num_right, num_tried)
-    return Measure(name=name, value=num_right / num_tried, low=interval.low, high=interval.high)
-
-
-def _difference(num_plain_alone: int, num_speculative_alone: int, num_pairs: int) -> Measure:
-    interval = rate_difference(num_plain_alone, num_speculative_alone, num_pairs)
-    value = (num_speculative_alone - num_plain_alone) / num_pairs
-    return Measure(name="difference, speculative minus plain", value=value, low=interval.low, high=interval.high)
+    return Evaluation(suite=SUITE.name, passed=is_equivalent, reason=shown + verdict, measures=measures)
 
 
 SUITE = Suite(

@@ -85,14 +85,8 @@ def judge(evidence: Evidence) -> Evaluation:
             *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in statistics),
             *(Measure(name=f"standard errors, {name}", value=each.z) for name, each in sums.items()),
             *(Measure(name=f"probability of finding {fault}", value=each) for fault, each in power.items()),
-            Measure(
-                name="log-likelihood in nats, speculative minus plain", value=sum(difference) / 2,
-                low=difference.low, high=difference.high,
-            ),
-            Measure(
-                name="total variation of next tokens", value=apart.value,
-                low=apart.interval.low, high=apart.interval.high,
-            ),
+            Measure.within("log-likelihood in nats, speculative minus plain", sum(difference) / 2, difference),
+            Measure.within("total variation of next tokens", apart.value, apart.interval),
             Measure(name="total variation that chance alone gives", value=apart.noise),
         ],
     )  # fmt: skip

@@ -249,6 +249,11 @@ class Measure:
     low: float | None = None
     high: float | None = None
 
+    @classmethod
+    def within(cls, name: str, value: float, interval: tuple[float, float]) -> "Measure":
+        """A figure with its interval."""
+        return cls(name=name, value=value, low=interval[0], high=interval[1])
+
     @property
     def cells(self) -> list[str]:
         """The figure as a row of a table: name, value, interval."""

@@ -11,7 +11,6 @@ from itertools import product
 import pytest
 from scipy import stats
 
-from llama_ssp.evaluation import statistics
 from llama_ssp.evaluation.statistics import (
     PairedGroup,
     count_statistic,
@@ -141,9 +140,9 @@ def test_the_interval_of_the_total_variation_holds_it_and_the_noise_is_what_chan
 
 
 def test_rare_symbols_are_merged_by_both_samples_together() -> None:
-    """So no swap changes which ones are."""
+    """So no swap changes which ones are: two of three pairs of rare symbols are swapped."""
     column = [*product([0], [0] * 10), (1, 2), (3, 4), (5, 0)]
-    cells = statistics._cells(column, least=5)
-    assert sorted(cell.num_draws for cell in cells) == [5, 21]
-    swapped = statistics._cells([(b, a) for a, b in column], least=5)
-    assert sorted(cell.num_draws for cell in swapped) == [5, 21]
+    pairs = PairedGroup(columns=[column], differences=[0.0] * 13)
+    swapped = PairedGroup(columns=[[*column[:10], (2, 1), (3, 4), (0, 5)]], differences=[0.0] * 13)
+    assert count_statistic([pairs])([0b1010000000000]) == count_statistic([swapped])([0])
+    assert count_statistic([pairs])([0]) == pytest.approx(1 / 21 + 1 / 5), "the rare ones count as one symbol"
