@@ -132,7 +132,7 @@ def test_completions_that_are_there_twice_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "changes"),
     [
-        (CONFIG, CONFIG.replace("seed: 0", "seed: 1") + "a: [1]\n", "(a was null and is now [1]; seed was 0 and is now 1)"),
+        (CONFIG, CONFIG.replace("seed: 0", "seed: 1") + "a: 1\n", "(a was null and is now 1; seed was 0 and is now 1)"),
         (CONFIG, CONFIG.replace("compare", "latency"), 'task.name was "compare" and is now "latency"'),
         (CONFIG, CONFIG + "timeouts2: 5\n", "timeouts2 was null and is now 5"),
         (CONFIG, CONFIG + "stop_strings: [a]\n", 'stop_strings was null and is now ["a"]'),
