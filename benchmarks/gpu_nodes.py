@@ -47,7 +47,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm, Mesh
-from llama_ssp.engine.executors.cuda_graph import CudaRecorder
+from llama_ssp.engine.executors import CudaRecorder
 from llama_ssp.engine.state import Request
 from llama_ssp.models.build import load_model
 from llama_ssp.models.quantization.precision import Precision

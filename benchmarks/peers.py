@@ -30,9 +30,9 @@ from llama_ssp.calibration.interleave import interleave
 from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.engine.executors.tracing import Traced
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.planning.spec import planned_model, step_bytes
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.peers import Peers, load_peer
@@ -83,7 +83,7 @@ def forwards_alone_s(
     score = Traced(scored, reads=reads)
 
     def draft() -> object:
-        return decoder.executor.draft(state, choice=choice, bucket=bucket)
+        return decoder.executor.run(round_.draft_stage(choice, bucket=bucket), state)
 
     def verify() -> object:
         if not round_.target.repeats_operators:

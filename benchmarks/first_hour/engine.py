@@ -21,7 +21,6 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.config.schema import Dtype
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.overlap import OverlappedExecutor
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 
 _T = TypeVar("_T")
@@ -161,9 +160,7 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
         texts(where, decoder, pair, number=2)
         executor = decoder.executor
-        assert not isinstance(executor, OverlappedExecutor)
-        executor.draft = watched(executor.draft)  # type: ignore[method-assign]
-        executor.verify = watched(executor.verify)  # type: ignore[method-assign]
+        executor.run = watched(executor.run)  # type: ignore[method-assign]
         decoder._admit = watched(decoder._admit)  # type: ignore[method-assign]
         try:
             texts(where, decoder, pair, number=2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.first_hour.step import Where, say
-from llama_ssp.engine.executors.cuda_graph import CudaRecorder
+from llama_ssp.engine.executors import CudaRecorder
 
 MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}
 """The largest error, of the largest value."""

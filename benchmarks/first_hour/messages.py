@@ -14,7 +14,7 @@ from benchmarks.first_hour.step import say
 from llama_ssp.config.schema import DeviceKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.executors.cuda_graph import CudaRecorder
+from llama_ssp.engine.executors import CudaRecorder
 
 SIZES_KIB = (8, 16, 64)
 NUM_SUMS, NUM_TURNS = 20, 10

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.first_hour.step import Where
 from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
-from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
+from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.models.cache import CacheView
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
@@ -27,7 +27,7 @@ def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
     other = "masks" if getattr(runner, "uses_masks", True) else "compiled"
     path = {"attention": "lengths" if by_length else other, "layers": "few kernels" if fused else "operators"}
     if decoder is not None:
-        graphs = decoder.executor if isinstance(decoder.executor, CudaGraphExecutor) else None
+        graphs = decoder.executor if isinstance(decoder.executor, GraphExecutor) else None
         path["rounds"] = "graphs" if graphs and not graphs.failed else "no graphs"
     return path
 

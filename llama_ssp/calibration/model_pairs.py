@@ -20,7 +20,7 @@ from llama_ssp.distributed.memory import available_bytes
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request

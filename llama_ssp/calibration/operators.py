@@ -24,7 +24,7 @@ from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.distributed.gpu.selecting import selected
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels.attention import find_attention
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization.precision import Precision

@@ -17,11 +17,11 @@ from llama_ssp.calibration.operators import seconds_per_call
 from llama_ssp.config.machines.profile import SizePoint
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.sampling.rules import Draft, Rule, make_rule

@@ -18,7 +18,7 @@ class Clock(ABC):
     """Times the parts of a round.
 
     Attributes:
-        waited_s: of these parts, what laps that only waited for the other model have taken (`overlap`).
+        waited_s: of these parts, the time that this rank only waited for the other model (`overlap`).
         draft_cpu_s: time that this thread ran while it drafted; 0 but where drafting overlaps verification.
     """
 
@@ -32,7 +32,7 @@ class Clock(ABC):
         """Begin a round."""
 
     @abstractmethod
-    def lap(self, part: str, *, waits: bool = False) -> None:
+    def add(self, part: str, *, waits: bool = False) -> None:
         """Add the time since the last call to `part`, and to `waited_s` if this rank only waited."""
 
     def forget(self) -> float:
@@ -57,7 +57,7 @@ class HostClock(Clock):
         """See `Clock`."""
         self._last = time.perf_counter()
 
-    def lap(self, part: str, *, waits: bool = False) -> None:
+    def add(self, part: str, *, waits: bool = False) -> None:
         """See `Clock`."""
         now = time.perf_counter()
         self._seconds[part] += now - self._last
@@ -78,7 +78,7 @@ class EventClock(Clock):
         self._last = torch.cuda.Event(enable_timing=True)
         self._last.record()
 
-    def lap(self, part: str, *, waits: bool = False) -> None:
+    def add(self, part: str, *, waits: bool = False) -> None:
         """See `Clock`."""
         begin = self._last
         self.start()

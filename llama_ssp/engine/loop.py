@@ -18,11 +18,9 @@ from llama_ssp.drafting.host_time import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
-from llama_ssp.engine.overlap import OverlappedExecutor
-from llama_ssp.engine.pending import PendingRound, fill_up
-from llama_ssp.engine.round import DraftChoice, Executor, Round
+from llama_ssp.engine.overlap import OverlappedRound
+from llama_ssp.engine.round import DraftChoice, EagerExecutor, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.engine.step import step
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
@@ -37,6 +35,21 @@ class Update(NamedTuple):
     completion: RowCompletion
     new_ids: list[int]
     num_drafted: int
+
+
+class _PendingRound(NamedTuple):
+    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
+
+    result: Tensor
+    owners: list[RowCompletion | None]
+    choice: DraftChoice
+    is_prefill: bool
+    passed: torch.cuda.Event | None
+
+    @property
+    def max_new(self) -> int:
+        """The most tokens that a row has grown by."""
+        return self.choice.num_tokens + 1
 
 
 class Decoder:
@@ -54,7 +67,7 @@ class Decoder:
         self,
         round_: Round,
         *,
-        executor: Executor | OverlappedExecutor | None = None,
+        executor: Executor | None = None,
         prefill: Callable[..., Tensor] | None = None,
         clock: Clock | None = None,
         batch_size: int,
@@ -64,7 +77,7 @@ class Decoder:
         stop_request: StopRequest | None = None,
     ) -> None:
         self.round = round_
-        self.executor = executor or round_
+        self.executor = executor or EagerExecutor()
         self.prefill = prefill or round_.prefill
         self.clock = clock or clock_for(round_.target.device)
         self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
@@ -81,7 +94,7 @@ class Decoder:
         self._is_cuda = self._device.type == "cuda"
         drafters: Sequence[object] = round_.drafters
         self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
-        self._overlaps = isinstance(self.executor, OverlappedExecutor)
+        self._overlaps = isinstance(round_, OverlappedRound)
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
@@ -101,9 +114,9 @@ class Decoder:
         self._to_length = to_length
         waiting = deque(requests)
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
-        self._pending: deque[PendingRound] = deque()
+        self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
-        block, lag = None, 0 if self.round.waits else self._lag
+        in_flight_BTV, lag = None, 0 if self.round.waits else self._lag
         with self.threads.in_use():
             while (waiting or any(self._rows)) and not self.stopped:
                 started = time.perf_counter()
@@ -115,11 +128,11 @@ class Decoder:
                     self._admit(admitted, free[: len(admitted)])
                 else:
                     choice = self._choose()
-                    refills = bool(self.round.waits) and fill_up(self._rows, self.round.num_ahead)
+                    refills = bool(self.round.waits) and _fill_up(self._rows, self.round.num_ahead)
                     bucket = self._bucket(choice)
                     with self.threads.timed((choice, bucket)):
-                        result, block = step(
-                            self.executor, self._state, block, choice=choice, bucket=bucket, clock=self.clock,
+                        result, in_flight_BTV = self.round.step(
+                            self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock,
                             refills=refills,
                         )  # fmt: skip
                     self._launch(result, list(self._rows), choice, is_prefill=False)
@@ -142,7 +155,7 @@ class Decoder:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
-        work of this rank in all of them. For `refills` see `overlapped_step`.
+        work of this rank in all of them. For `refills` see `Round.step`.
         """
         state, bucket = self._empty_state(), self._buckets.covering(num_slots)
         if self._is_cuda and self.round.reads_by_length:
@@ -150,7 +163,7 @@ class Decoder:
 
         def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
-            step(self.executor, state, None, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
+            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
             if self._is_cuda:
                 self._comm.finish()
             return time.perf_counter() - started
@@ -242,7 +255,7 @@ class Decoder:
             result = host.copy_(result, non_blocking=True)
             passed = torch.cuda.Event()
             passed.record()
-        self._pending.append(PendingRound(result, owners, choice, is_prefill, passed))
+        self._pending.append(_PendingRound(result, owners, choice, is_prefill, passed))
 
     def _collect(self) -> list[Update]:
         pending = self._pending.popleft()
@@ -310,3 +323,12 @@ class Decoder:
                 part_s["draft"] += draft_s * share
                 part_s["verify"] += verify_s * share
                 part_s["other"] += other_s * share
+
+
+def _fill_up(owners: Sequence[RowCompletion | None], num_ahead: int) -> bool:
+    """Whether a running row has no block in flight; afterwards all rows have one of `num_ahead` tokens."""
+    running = [owner for owner in owners if owner]
+    is_due = any(owner.num_ahead < num_ahead for owner in running)
+    for owner in running:
+        owner.num_ahead = num_ahead
+    return is_due

@@ -1,6 +1,6 @@
 """One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
 
-No step reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
+No stage reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
 which rows, and which bucket of the cache.
 
     speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
@@ -9,20 +9,23 @@ which rows, and which bucket of the cache.
       the target reads                             t     d1    d2    d3
       two accepted: the text gains                       d1    d2    x           x: chosen by the target
 
-The `executors` run the two pieces of a round, `draft` and `verify`, from Python, as CUDA graphs, or as traces. A round
-without a drafter is plain decoding: `verify` then draws one token.
+A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage: from
+Python, as a trace or as a CUDA graph (`executors`). A round without a drafter is plain decoding: `verify` then draws
+one token.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
 L is a row's length.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from llama_ssp.drafting.protocol import Drafter
+from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -46,29 +49,49 @@ class DraftChoice(NamedTuple):
     num_unread: int = 2
 
 
-class Block(NamedTuple):
-    """A drafted block: how it was drafted, the uniforms of its round, the ids, and their probabilities if any."""
+class Stage(NamedTuple):
+    """A stage of a round.
 
+    Attributes:
+        name: in a round, each stage has its own.
+        function: maps the batch and further tensors to one or more tensors; it may write to the batch.
+        choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
+        bucket: number of cache slots that it reads.
+        reads: objects whose tensors it reads in addition to its arguments.
+        repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
+        on_host: it reads values on the host.
+    """
+
+    name: str
+    function: Callable[..., Any]
     choice: DraftChoice
-    uniforms_BN: Tensor
-    ids_BK: Tensor
-    probs_BWV: Tensor | None = None
+    bucket: int
+    reads: Sequence[object] = ()
+    repeats: bool = True
+    on_host: bool = False
 
 
 class Executor(Protocol):
-    """Runs the two pieces of a round; a `Round` is its own eager executor.
+    """Runs the stages of a round.
 
     Attributes:
-        keeps_state: the executor depends on the addresses of the batch's tensors, so runs should share one batch.
+        keeps_state: it depends on the addresses of the tensors, so that runs should share one batch.
     """
 
     keeps_state: bool
 
-    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
-        """Extend every row by `choice.num_tokens` drafted tokens."""
+    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+        """Call the function of a stage, or do what it does; returns what it returns."""
 
-    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
-        """Score a block with the target, verify it and commit the decision; without a block, decode one token."""
+
+class EagerExecutor:
+    """Runs each stage from Python."""
+
+    keeps_state = False
+
+    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+        """See `Executor`."""
+        return stage.function(state, *tensors)
 
 
 class Round:
@@ -77,11 +100,11 @@ class Round:
     Attributes:
         max_tokens_per_round: the most tokens that a round adds to a row.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
-        waits: see `OverlappedRound`.
+        waits, drafts_here: see `OverlappedRound`.
     """
 
-    keeps_state = False
     waits: bool | None = False
+    drafts_here = False
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
         self.target = target
@@ -145,8 +168,57 @@ class Round:
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
-    def draft(self, state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
-        """See `Executor.draft`."""
+    def step(
+        self,
+        executor: Executor,
+        state: BatchState,
+        in_flight_BTV: Tensor | None = None,  # noqa: ARG002 - of rounds that overlap
+        *,
+        choice: DraftChoice,
+        bucket: int,
+        clock: Clock,
+        refills: bool = False,  # noqa: ARG002 - of rounds that overlap
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one round on a batch whose rows have at least two tokens.
+
+        Args:
+            executor: runs its stages.
+            state: the batch.
+            in_flight_BTV: what the round before has returned; None at first.
+            choice: how to draft.
+            bucket: number of cache slots to read, at least the longest row's length + K.
+            clock: times the stages.
+            refills: rows without a block in flight get one first; see `overlap`.
+
+        Returns:
+            The result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies,
+            if any.
+        """
+        clock.start()
+        drafted: tuple[Tensor, ...] = ()
+        if choice.num_tokens:
+            drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+            clock.add("draft")
+        result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
+        clock.add("verify")
+        return result, None
+
+    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Extend every row by `choice.num_tokens` drafted tokens; returns uniforms, ids, and probabilities if any."""
+        drafter = self.drafters[choice.source]
+        return Stage(
+            "draft", partial(self._draft, choice, bucket), choice, bucket,
+            reads=(self.drafters,), repeats=drafter.repeats_operators, on_host=drafter.on_host,
+        )  # fmt: skip
+
+    def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
+        return Stage(
+            "verify", partial(self._verify, choice, bucket), choice, bucket,
+            reads=(self.target, self.verifier, self.last_and_drafted_W), repeats=self.target.repeats_operators,
+        )  # fmt: skip
+
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
         uniforms_BN = state.uniforms()
         draft = self.drafters[choice.source].propose(
             state.rows,
@@ -154,19 +226,19 @@ class Round:
             num_unread=choice.num_unread,
             bucket=bucket,
         )
-        return Block(choice, uniforms_BN, *draft)
+        return uniforms_BN, *given(draft)
 
-    def verify(self, state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
-        """See `Executor.verify`."""
-        if block is None:
-            logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
+    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, *drafted: Tensor) -> Tensor:
+        scores = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
+        if not drafted:
+            logits_BWV, context = scores
             plain_BP = self.uniforms.split(state.uniforms()).plain_BP
             return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
-        num_drafted = block.choice.num_tokens
-        target_BWV = self.verifier.process(*self.score(state, num_drafted=num_drafted, bucket=bucket))
-        draft, draws = Draft(block.ids_BK, block.probs_BWV), self.uniforms.split(block.uniforms_BN, num_drafted)
-        decision = self.verifier.verify(draft, target_BWV, draws=draws)
-        return state.commit(decision, drafted_ids_BK=draft.ids_BK)
+        uniforms_BN, ids_BK, *probs = drafted
+        draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
+        draft = Draft(ids_BK, probs[0] if probs else None)
+        decision = self.verifier.verify(draft, self.verifier.process(*scores), draws=draws)
+        return state.commit(decision, drafted_ids_BK=ids_BK)
 
     def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
         """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
@@ -174,3 +246,9 @@ class Round:
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
+
+
+def given(draft: Draft) -> tuple[Tensor, ...]:
+    """The tensors of a draft: ids, and probabilities if it has any."""
+    ids_BK, probs_BTV = draft
+    return (ids_BK,) if probs_BTV is None else (ids_BK, probs_BTV)

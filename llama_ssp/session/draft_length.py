@@ -199,7 +199,7 @@ def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[st
     round_s, worked_s = median(seconds[False][timed]), median(worked[False][timed])
     pairs = zip(seconds[True][timed], seconds[False][timed], strict=True)
     refill_s = max(median(with_block - without for with_block, without in pairs), 0.0)
-    drafts = bool(getattr(decoder.executor, "drafts_here", False))
+    drafts = decoder.round.drafts_here
     each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, worked_s]))]
     found = {
         name: max(seconds for of_draft, seconds in each if of_draft is is_draft)

@@ -20,8 +20,7 @@ from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafters
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
-from llama_ssp.engine.executors.choice import make_executor
-from llama_ssp.engine.executors.traced_prefill import TracedPrefill
+from llama_ssp.engine.executors import TracedPrefill, make_executor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round

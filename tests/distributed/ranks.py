@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafters import NGRAM_DRAFT
@@ -35,8 +34,7 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.round import Block, DraftChoice, Executor
-from llama_ssp.engine.state import BatchState, Request
+from llama_ssp.engine.state import Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.draft_length import settle_length
@@ -127,22 +125,15 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
     models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
     decoder = build_decoder(models, config, speculative=True)
-    executor = cast("Executor", decoder.executor)
-    drafted_bytes, round_bytes, draft_piece, verify_piece = [0], set[int](), executor.draft, executor.verify
+    round_bytes, step = set[int](), decoder.round.step
 
-    def counted_draft(state: BatchState, *, choice: DraftChoice, bucket: int) -> Block:
+    def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
         before = counting.arrived[0]
-        block = draft_piece(state, choice=choice, bucket=bucket)
-        drafted_bytes[0] = counting.arrived[0] - before
-        return block
-
-    def counted_verify(state: BatchState, block: Block | None, *, bucket: int) -> Tensor:
-        before = counting.arrived[0]
-        result = verify_piece(state, block, bucket=bucket)
-        round_bytes.add(drafted_bytes[0] + counting.arrived[0] - before)
+        result = step(*arguments, **named)
+        round_bytes.add(counting.arrived[0] - before)
         return result
 
-    executor.draft, executor.verify = counted_draft, counted_verify  # type: ignore[method-assign]
+    decoder.round.step = counted  # type: ignore[method-assign, assignment]
     requests = [
         Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=num_tokens)
         for index, prompt in enumerate(prompts)

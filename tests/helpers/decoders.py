@@ -13,12 +13,10 @@ from llama_ssp.drafting.ngram import NgramDrafter
 from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
-from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor, Recorder
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import DraftChoice, Executor, Round
+from llama_ssp.engine.round import DraftChoice, EagerExecutor, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.engine.step import step
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule
@@ -54,9 +52,9 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
     round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
-    executor: Executor = round_
+    executor: Executor = EagerExecutor()
     if not isinstance(replay, bool):
-        executor = CudaGraphExecutor(round_, recorder=replay)
+        executor = GraphExecutor(round_, recorder=replay)
     elif replay:
         executor = TracedExecutor(round_)
     return Decoder(
@@ -92,7 +90,7 @@ class ScriptedLength:
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
     """One round of a decoder on a batch; the round's result."""
     [choice] = decoder.length.choices
-    result, ahead = step(decoder.executor, state, None, choice=choice, bucket=bucket, clock=decoder.clock)
+    result, ahead = decoder.round.step(decoder.executor, state, choice=choice, bucket=bucket, clock=decoder.clock)
     assert ahead is None
     return result
 

@@ -10,11 +10,10 @@ from llama_ssp.drafting.broadcast import ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
-from llama_ssp.engine.executors.cuda_graph import Recorder
-from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
-from llama_ssp.engine.executors.traced_overlap import TracedOverlap
+from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.overlap import OverlappedExecutor, OverlappedRound
+from llama_ssp.engine.overlap import OverlappedRound
+from llama_ssp.engine.round import EagerExecutor, Executor
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.null_runner import NullRunner
@@ -73,9 +72,9 @@ def overlapped_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
     round_.waits = waits
-    executor: OverlappedExecutor = TracedOverlap(round_) if traced else round_
+    executor: Executor = TracedExecutor(round_) if traced else EagerExecutor()
     if recorder:
-        executor = CudaOverlap(round_, recorder=recorder)
+        executor = GraphExecutor(round_, recorder=recorder)
     return Decoder(
         round_,
         executor=executor,

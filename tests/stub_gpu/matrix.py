@@ -30,7 +30,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
-from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
+from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.session.checkpoints import find_sources
@@ -125,7 +125,7 @@ def decode(pair: Pair, setting: Setting) -> Left:
             records.append(device.log())
     executor = decoder.executor
     return Left(
-        is_captured=isinstance(executor, CudaGraphExecutor) and not executor.failed,
+        is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
         faults=[fault for log in records for fault in device.faults(log)],
         finished=finished,
         between=between_rounds(records[-1], num_replays=1 if setting.drafter == PLAIN else 2),

@@ -14,7 +14,7 @@ from llama_ssp.drafting.intersection import IntersectionDrafter
 from llama_ssp.drafting.own_text import VocabularyMap
 from llama_ssp.drafting.vocabularies import Alignment
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
+from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
@@ -140,8 +140,9 @@ def test_replayed_rounds_give_the_same_text(batch_size: int, temperature: float,
         assert recorder.num_replayed > recorder.num_recorded > 0
     else:
         assert isinstance(made.executor, TracedExecutor)
-        assert not made.executor.traced_draft.failed
-        assert any(made.executor.traced_draft.replays.values())
+        drafts = made.executor.traced["draft"]
+        assert not drafts.failed
+        assert any(drafts.replays.values())
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, PENALIZED], ids=["temperature", "penalized"])

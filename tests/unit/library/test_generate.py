@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, TextStreamer
 from llama_ssp import Completion, Pair, load, speculative_generate
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.engine.executors.cuda_graph import CudaGraphExecutor
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.round import Round
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.session import loading
 from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
@@ -78,9 +78,9 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
     """As on a GPU, where another address or size of the cache would drop all graphs."""
     recorder = FakeRecorder()
 
-    def make_executor(round_: Round, *, cuda_graphs: bool) -> CudaGraphExecutor:
+    def make_executor(round_: Round, *, cuda_graphs: bool) -> GraphExecutor:
         assert cuda_graphs
-        return CudaGraphExecutor(round_, recorder=recorder)
+        return GraphExecutor(round_, recorder=recorder)
 
     monkeypatch.setattr(loading, "make_executor", make_executor)
     fresh = Pair(models=pair.models, config=pair.config)

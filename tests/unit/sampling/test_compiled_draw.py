@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.draw_cpu import FEATURES
 from llama_ssp.sampling import processors

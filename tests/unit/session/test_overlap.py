@@ -27,7 +27,7 @@ class TimedDecoder:
     """
 
     def __init__(self, drift: float = 0.0) -> None:
-        self.length, self.executor, self.worked_s = FixedLength(4), self, 0.0
+        self.length, self.round, self.worked_s = FixedLength(4), self, 0.0
         self.drafts_here = True
         self._drift = drift
         self._num_rounds = 0

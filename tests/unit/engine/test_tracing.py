@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm, is_recording
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.engine.executors.tracing import Traced, find_tensors
+from llama_ssp.engine.tracing import Traced, find_tensors
 from llama_ssp.kernels.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import Workspace

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from llama_ssp import Pair, load
-from llama_ssp.engine.executors import traced_prefill
-from llama_ssp.engine.executors.traced_prefill import TracedPrefill
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine import executors
+from llama_ssp.engine.executors import TracedPrefill
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import row_class
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE
-from tests.unit.engine.executors.test_tracing import KERNELS, runner
+from tests.unit.engine.test_tracing import KERNELS, runner
 
 pytestmark = pytest.mark.seconds
 
@@ -67,8 +67,8 @@ def pair() -> Pair:
 
 def texts(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, most_tokens: int, **settings: object) -> list[list[int]]:
     """Complete prompts of different lengths with a fresh pair, whose prefills are traced up to so many tokens."""
-    monkeypatch.setattr(traced_prefill, "_MOST_TOKENS", most_tokens)
-    monkeypatch.setattr(traced_prefill, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(executors, "_MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(executors, "_LONGEST_S", 60.0)
     fresh = Pair(models=pair.models, config=pair.config)
     prompts = ["import os\n" * number for number in (1, 3, 2, 9, 4, 3, 1, 5)]
     found = [fresh.generate(prompt, max_new_tokens=6, seed=7, **settings)[0].token_ids for prompt in prompts]  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_prefills_that_take_long_are_never_traced(
     pair: Pair, seconds: float, is_traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trace would read the prompts once more, and a large model gains nothing from it."""
-    monkeypatch.setattr(traced_prefill, "_LONGEST_S", seconds)
+    monkeypatch.setattr(executors, "_LONGEST_S", seconds)
     fresh = Pair(models=pair.models, config=pair.config)
     for seed in range(5):
         fresh.generate("import os\n", max_new_tokens=2, seed=seed)
@@ -107,7 +107,7 @@ def traces(pair: Pair) -> Sequence[bool]:
 
 def test_caches_that_were_made_anew_are_read_by_the_same_trace(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prefill into them runs from Python, which makes their buffers."""
-    monkeypatch.setattr(traced_prefill, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(executors, "_LONGEST_S", 60.0)
 
     def complete(pair: Pair, *, changes: bool) -> list[list[int]]:
         found = []

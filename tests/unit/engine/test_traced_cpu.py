@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.executors.traced_cpu import TracedExecutor
-from llama_ssp.engine.executors.tracing import Traced
+from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
+from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -49,9 +49,10 @@ def recordings(decoder: Decoder) -> tuple[Traced[Any], Traced[Any]]:
     """Those of the draft and of the verification; none of them has failed."""
     executor = decoder.executor
     assert isinstance(executor, TracedExecutor)
-    assert not executor.traced_draft.failed
-    assert not executor.traced_verify.failed
-    return executor.traced_draft, executor.traced_verify
+    drafts, verifications = executor.traced.get("draft", Traced(lambda: torch.empty(0))), executor.traced["verify"]
+    assert not drafts.failed
+    assert not verifications.failed
+    return drafts, verifications
 
 
 @grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3], rule_name=RULES)

@@ -13,7 +13,7 @@ import torch
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.executors.cuda_overlap import CudaOverlap
+from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.round import DraftChoice
 from tests.helpers.decoders import complete
@@ -93,7 +93,7 @@ def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(
     expected = outcome(complete(overlapped_decoder(*near_pair(1.0), **options), requests()))
     with caplog.at_level(logging.WARNING):
         assert outcome(complete(made, requests())) == expected
-    assert isinstance(made.executor, CudaOverlap)
+    assert isinstance(made.executor, GraphExecutor)
     assert made.executor.failed
     assert len(caplog.records) == 1
 
