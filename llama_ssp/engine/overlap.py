@@ -123,11 +123,10 @@ class OverlappedRound(Round):
 
     def _stage(self, name: str, choice: DraftChoice, bucket: int, *, keeps: bool | None = None) -> Stage:
         """A stage that reads no model."""
-        function: Callable[..., Any] = {"exchange": self._exchange, "fill": self._fill, "verify": self._verify_ahead}[
-            name
-        ]
-        if keeps is not None:
-            function = partial(function, keeps)
+        functions: dict[str, Callable[..., Any]] = {
+            "exchange": self._exchange, "fill": self._fill, "verify": self._verify_ahead,
+        }  # fmt: skip
+        function = functions[name] if keeps is None else partial(functions[name], keeps)
         reads = (self.verifier, self.in_flight_A)
         return Stage(name, function, choice, bucket, reads=reads, repeats=name == "verify")
 
