@@ -17,7 +17,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from docs.hooks.repository import ROOT, comment
-from llama_ssp.config import store
 from llama_ssp.config.drafters import drafters
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig
@@ -258,7 +257,7 @@ def page() -> str:
         if group == "draft":
             parts.append("`draft.model.FIELD` has the fields of [`model`](#model).")
         parts += [text for name, own in option_settings(group) for text in (f"### `{group}={name}`", table(own))]
-    for bundle in store.BUNDLES:
+    for bundle in ("experiment", "debug"):
         parts += [
             f"## `{bundle}=`",
             "Several settings at once. A setting that you give yourself wins.",

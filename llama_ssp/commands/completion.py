@@ -9,8 +9,13 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 
+import hydra
+
+from llama_ssp.config import folders
+from llama_ssp.config.compose import register
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -47,13 +52,15 @@ def check(words: Sequence[str]) -> None:
         raise ConfigError(f"-sc {words[0]} is called by the shell itself, which sets {LINE}; {_REMEDY}")
 
 
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Print what the block prints; nothing if it fails for any reason."""
+def answer(words: Sequence[str]) -> None:
+    """Let Hydra print a script, or candidates for the shell; raises ConfigError as `check`."""
+    check(words)
+    register()
     written = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
-            yield
-    except (Exception, SystemExit):  # noqa: BLE001 - see the module
-        return
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            sys.argv[1:] = ["--shell-completion", *words]
+            hydra.main(config_path=str(folders.conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
+        except (Exception, SystemExit):  # noqa: BLE001 - see the module
+            written.truncate(0)
     print(visible(written.getvalue()), end="")

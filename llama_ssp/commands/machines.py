@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from llama_ssp.commands.command_line import parsed_override
-from llama_ssp.config import folders
+from llama_ssp.config import folders, unknown
+from llama_ssp.config.compose import parser
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.options import choices
 from llama_ssp.errors import ConfigError, one_message
 
 ALL = "all"
@@ -24,7 +23,7 @@ def compared(settings: Sequence[str]) -> list[str] | None:
     if "," not in chosen or not names:
         return None
     known = hardware.names()
-    if problems := [problem for name in names for problem in choices.problems_of(_KEY, name, known)]:
+    if problems := [problem for name in names for problem in unknown.problems_of_option(_KEY, name, known)]:
         raise ConfigError(one_message(problems))
     return names
 
@@ -47,7 +46,7 @@ def check_placement(settings: Sequence[str]) -> None:
 def load(names: Sequence[str], settings: Sequence[str]) -> list[HardwareConfig]:
     """Read the machines, with the figures that the settings change in all of them; ConfigError with all problems."""
     changes = [setting.lstrip("+") for setting in settings if setting.lstrip("+").startswith(f"{_KEY}.")]
-    overrides = [override for override in map(parsed_override, changes) if override]
+    overrides = parser().parse_overrides(changes)
     machines, problems = [], []
     for name in names:
         file = folders.find(_KEY, name)

@@ -1,22 +1,17 @@
-"""The points of a sweep: composed by Hydra, and all checked before the first one starts.
+"""The points of a sweep: all are checked before the first one starts.
 
-Launchers differ in what they check: `slurm` plans for the machine of the jobs, `local_launcher` for this one.
+`slurm` plans for the machine of the jobs, `check_here` for this one.
 """
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-
-from llama_ssp.commands import command_line
 from llama_ssp.commands.ranks.number import launcher_of
-from llama_ssp.config import checks, store
+from llama_ssp.config import checks
+from llama_ssp.config.compose import Composed, to_run_config
 from llama_ssp.config.schema import DeviceKind, RunConfig
 from llama_ssp.config.tasks import task_of
 from llama_ssp.distributed.environment import Ranks
@@ -25,12 +20,11 @@ from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run
 
 _Result = TypeVar("_Result")
-_ranks: ContextVar[Ranks] = ContextVar("_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One job of a sweep: its number from 0, its overrides, the config they compose to, and the keys that they set."""
+    """One job of a sweep: its number from 0, its settings, their config, and the keys that they set."""
 
     number: int
     settings: tuple[str, ...]
@@ -53,33 +47,15 @@ class Point:
         return f"job {self.number} ({' '.join(self.settings)})"
 
 
-@contextmanager
-def launching(ranks: Ranks) -> Iterator[None]:
-    """Let Hydra's launchers, which Hydra itself makes, know this rank among those that will run the points."""
-    token = _ranks.set(ranks)
-    try:
-        yield
-    finally:
-        _ranks.reset(token)
-
-
-def launching_ranks() -> Ranks:
-    """What `launching` was given."""
-    return _ranks.get()
-
-
-def compose_point(context: HydraContext, sweep: DictConfig, *, number: int, overrides: Sequence[str]) -> Point:
-    """Compose one point of a sweep; raises as Hydra and `store.to_run_config` do."""
-    config = context.config_loader.load_sweep_config(sweep, list(overrides))
-    # Without filling in ${...}: the result would be parsed as a part of the setting.
-    given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    assert isinstance(given, list)
-    settings = [str(setting) for setting in given]
-    with read_write(config), open_dict(config):
-        del config["hydra"]
-    explicit = command_line.explicit_keys(settings)
-    run = store.to_run_config(config, explicit=explicit)
-    return Point(number=number, settings=tuple(settings), run=run, explicit=explicit)
+def points_of(composed: Sequence[Composed]) -> list[Point]:
+    """The points of a sweep; raises as `to_run_config`."""
+    return [
+        Point(
+            number=number, settings=each.settings, run=to_run_config(each.config, explicit=each.explicit),
+            explicit=each.explicit,
+        )
+        for number, each in enumerate(composed)
+    ]  # fmt: skip
 
 
 def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_Result]:

@@ -74,7 +74,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return _complete(words)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.commands.{command}").main(rest))
-    from llama_ssp.commands.unknown_settings import unknown_command  # noqa: PLC0415 - see main
+    from llama_ssp.config.unknown import unknown_command  # noqa: PLC0415 - see main
     from llama_ssp.console.unread import complain  # noqa: PLC0415 - see main
 
     complain(unknown_command(words, COMMANDS))

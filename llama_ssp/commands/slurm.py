@@ -1,6 +1,6 @@
 """Submits a sweep to a SLURM cluster: checks and plans every point before it queues the first job.
 
-Hydra composes the points (`hydra_plugins.slurm_launcher`). A job is launch/slurm.sbatch with the settings of its point
+A job is launch/slurm.sbatch with the settings of its point
 as arguments; no shell ever parses them. Points that ask for the same resources are the tasks of one job array, whose
 arguments are in files:
 

@@ -31,7 +31,7 @@ def check(
 ) -> Sequence[NoEffect]:
     """Refuse a config that cannot run with one ConfigError for all problems; every rank gets the same result.
 
-    The draft must be resolved (`store.to_run_config`). `explicit` has the dotted keys that the user gave; a group
+    The draft must be resolved (`compose.to_run_config`). `explicit` has the dotted keys that the user gave; a group
     choice counts as a key named after the group.
 
     A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it. It is

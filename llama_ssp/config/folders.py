@@ -2,7 +2,7 @@
 
 All folders are laid out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first
 folder that has a file wins, so a user's file replaces the package's one of the same name. Hydra searches the same
-folders (`search_path`).
+folders (`compose`).
 """
 
 import os

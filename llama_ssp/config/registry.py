@@ -85,7 +85,7 @@ def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever
 
 
 def load_plugins() -> None:
-    """Import the plugins, or raise ConfigError. Call before `store.register`; repeated calls are harmless."""
+    """Import the plugins, or raise ConfigError. Call before `compose`; repeated calls are harmless."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         try:
             importlib.import_module(name)

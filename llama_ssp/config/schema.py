@@ -1,6 +1,6 @@
 """Every setting of a run, as typed dataclasses without logic.
 
-`config.store` registers them with Hydra, and `config.checks` checks them. Below `commands` a config has only this form.
+`config.compose` makes them, and `config.checks` checks them. Below `commands` a config has only this form.
 Enum members are lower case because they are written that way on the command line.
 """
 

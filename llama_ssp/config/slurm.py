@@ -24,7 +24,6 @@ class SlurmConfig:
         sbatch: further arguments, each `--name=value` or `--name`.
     """
 
-    _target_: str = "hydra_plugins.slurm_launcher.SlurmLauncher"  # Hydra's own key, which no command line can set
     nodes: int = 1
     ranks_per_node: int | None = None
     partition: str | None = None

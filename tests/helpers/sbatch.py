@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from llama_ssp.commands import command_line, run
-from llama_ssp.config import checks, folders, store
+from llama_ssp.commands import run
+from llama_ssp.config import checks
 from llama_ssp.config.schema import RunConfig
+from tests.helpers.composed import compose_run
 
 SBATCH = """#!{python}
 import json, os, sys
@@ -90,12 +90,7 @@ def tasks(call: list[str]) -> list[list[str]]:
 
 def composed(job: list[str]) -> RunConfig:
     """What run.py makes of the settings in a job's command, checked."""
-    given = [command_line.take_literally(word) for word in job[job.index("--") + 1 :]]
-    command_line.check_overrides(given, multirun=False)
-    explicit = command_line.explicit_keys(given)
-    store.register()
-    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-        config = store.to_run_config(compose("config", given), explicit=explicit)
+    config, explicit = compose_run(*job[job.index("--") + 1 :])
     checks.check(config, explicit, world_size=1)
     return config
 

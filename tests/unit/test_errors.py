@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from llama_ssp.commands.command_line import groups_of
+from llama_ssp.config.compose import groups_of
 from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
 
 

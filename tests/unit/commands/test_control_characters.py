@@ -62,7 +62,6 @@ def test_json_lines_hold_none_and_are_exact_and_so_are_records(tmp_path: Path) -
     "settings",
     [
         ["--cfg", "job", "prompt=\u202e"],
-        ["--info", "defaults", f"seed='{HOSTILE}'"],
         heavy(["-m", "hydra/launcher=slurm", "hardware=p4d_24xlarge", "dry_run=true", f"prompt={HOSTILE}"]),
         [f"--{HOSTILE}"],
         [f"model={HOSTILE}"],

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp.config import store
+from llama_ssp.config import compose
 from llama_ssp.errors import ConfigError
 from tests.helpers.in_process import Ended, launch
 
@@ -25,7 +25,7 @@ def test_an_interrupt_that_a_library_replaces_ends_the_run_alike(
         finally:
             raise error
 
-    monkeypatch.setattr(store, "register", cleaned_up_too_early)
+    monkeypatch.setattr(compose, "register", cleaned_up_too_early)
     assert launch() == INTERRUPTED
 
 
@@ -35,6 +35,6 @@ def test_an_interrupt_that_a_library_loses_keeps_the_task_from_starting(monkeypa
             signal.raise_signal(signal.SIGINT)
         register()
 
-    register = store.register
-    monkeypatch.setattr(store, "register", deaf)
+    register = compose.register
+    monkeypatch.setattr(compose, "register", deaf)
     assert launch("dry_run=true") == INTERRUPTED

@@ -120,27 +120,7 @@ def test_a_plan_imports_nothing_that_only_sweeps_need() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     imported = set(ended.stderr.split())
-    assert "hydra_plugins.local_launcher" in imported
     assert not imported & {"llama_ssp.commands.slurm", "llama_ssp.commands.points", "importlib.metadata"}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["model=30B", "draft=7B"],
-        ["model=65B_8bit", "draft=ngram", "placement=sharded", "speculation.num_draft_tokens=auto"],
-        ["model=7B", "draft=none", "hardware=laptop_cpu", "hardware.num_gpus=2", "prices={1xl4:0.5}", "max_price=3"],
-        ["model=owner/name", "draft=none", "model.dtype=bf16", "search=true", "placement=auto"],
-    ],
-)
-def test_the_settings_are_those_that_hydra_composes(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = entry.read_settings(settings)
-
-    def without_short_cut(**_named: object) -> None:
-        raise TypeError
-
-    monkeypatch.setattr(entry, "create_defaults_list", without_short_cut)
-    assert entry.read_settings(settings) == found
 
 
 def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits(call: Call, plan: Plan) -> None:

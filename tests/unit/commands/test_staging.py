@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from llama_ssp.commands import staging
-from llama_ssp.config import catalogue, folders, store
+from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
+from tests.helpers.composed import compose_run
 from tests.helpers.hub import COMMIT, put
 from tests.helpers.sbatch import Sweep, composed
 
@@ -80,7 +80,5 @@ def test_synthetic_weights_are_not_staged(sweep: Sweep) -> None:
 
 
 def test_nothing_is_staged_without_a_folder_for_it() -> None:
-    store.register()
-    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-        config = store.to_run_config(compose("config", ["model=7B", "draft=none"]), explicit=frozenset())
+    config, _ = compose_run("model=7B", "draft=none")
     assert staging.stage(config, None) == []

@@ -178,9 +178,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), BAD)
-def test_a_bad_setting_gets_its_sentence(overrides: list[str], sentence: str, compose_once: Compose) -> None:
+def test_a_bad_setting_gets_its_sentence(overrides: list[str], sentence: str, compose_run: Compose) -> None:
     with pytest.raises(ConfigError) as caught:
-        checks.check(*compose_once(*overrides), world_size=2)
+        checks.check(*compose_run(*overrides), world_size=2)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value), "one mistake must give one problem"
 
@@ -224,24 +224,24 @@ GOOD = [
 
 
 @pytest.mark.parametrize("overrides", GOOD, ids=" ".join)
-def test_a_sound_config_passes(overrides: list[str], compose_once: Compose) -> None:
-    checks.check(*compose_once(*overrides), world_size=2)
+def test_a_sound_config_passes(overrides: list[str], compose_run: Compose) -> None:
+    checks.check(*compose_run(*overrides), world_size=2)
 
 
-def test_more_ranks_than_heads_are_refused(compose_once: Compose) -> None:
-    checks.check(*compose_once(), world_size=8)
+def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
+    checks.check(*compose_run(), world_size=8)
     with pytest.raises(ConfigError, match="9 ranks are more than the 8 attention heads of model=tiny: start at most 8"):
-        checks.check(*compose_once(), world_size=9)
-    checks.check(*compose_once("placement.draft.kind=sharded", "placement.draft.tp_size=4"), world_size=8)
+        checks.check(*compose_run(), world_size=9)
+    checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=4"), world_size=8)
     with pytest.raises(ConfigError, match=r"5 ranks are more than the 4 .* draft=tiny-draft: at most placement.dr"):
-        checks.check(*compose_once("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
-    checks.check(*compose_once("placement.draft.kind=replicated"), world_size=8)
+        checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
+    checks.check(*compose_run("placement.draft.kind=replicated"), world_size=8)
     whole = "placement.draft.whole=attention"
-    checks.check(*compose_once("placement.draft.kind=sharded", "placement.draft.tp_size=5", whole), world_size=8)
+    checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=5", whole), world_size=8)
 
 
-def test_heads_may_be_padded_to_different_widths(compose_once: Compose) -> None:
-    config, explicit = compose_once()
+def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
+    config, explicit = compose_run()
     assert config.draft.model is not None
     assert config.draft.model.shape is not None
     config.draft.model.shape.vocab_size = 4128
@@ -251,16 +251,16 @@ def test_heads_may_be_padded_to_different_widths(compose_once: Compose) -> None:
         checks.check(config, explicit, world_size=1)
 
 
-def test_a_prompt_file_that_exists_is_accepted(compose_once: Compose, tmp_path: Path) -> None:
+def test_a_prompt_file_that_exists_is_accepted(compose_run: Compose, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n")
-    checks.check(*compose_once(f"prompts={file}"), world_size=1)
+    checks.check(*compose_run(f"prompts={file}"), world_size=1)
 
 
-def test_all_problems_come_in_one_error(compose_once: Compose) -> None:
+def test_all_problems_come_in_one_error(compose_run: Compose) -> None:
     overrides = ["speculation.num_draft_tokens=0", "sampling.temperature=-1", "placement.draft.ranks=[5]", "draft=7B"]
     with pytest.raises(ConfigError) as caught:
-        checks.check(*compose_once(*overrides), world_size=1)
+        checks.check(*compose_run(*overrides), world_size=1)
     message = str(caught.value)
     assert message.startswith("4 problems in the configuration:\n  1. ")
     for key in ("num_draft_tokens=0", "temperature=-1.0", "placement.draft.ranks=[5]", "draft=7B"):

@@ -19,47 +19,47 @@ EVALUATE = "task=evaluate"
         ("agreement", (64, 1, [], 0.0)),
     ],
 )
-def test_a_suite_fills_in_what_was_left_out(suite: str, wanted: tuple[object, ...], compose_once: Compose) -> None:
-    config, explicit = compose_once(EVALUATE, f"task.suite={suite}")
+def test_a_suite_fills_in_what_was_left_out(suite: str, wanted: tuple[object, ...], compose_run: Compose) -> None:
+    config, explicit = compose_run(EVALUATE, f"task.suite={suite}")
     assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
     checks.check(config, explicit, world_size=1)
 
 
-def test_what_was_given_stays(compose_once: Compose) -> None:
-    config, _ = compose_once(EVALUATE, "num_samples=30", "max_new_tokens=64")
+def test_what_was_given_stays(compose_run: Compose) -> None:
+    config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
     assert (config.num_samples, config.max_new_tokens) == (30, 64)
-    config, _ = compose_once(EVALUATE, "task.suite=agreement", "sampling=nucleus")
+    config, _ = compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")
     assert config.sampling.temperature == 0.8
-    config, _ = compose_once(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")
+    config, _ = compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")
     assert config.sampling.temperature == 0.5
 
 
-def test_what_a_bundle_has_set_stays(compose_once: Compose) -> None:
-    config, explicit = compose_once()
+def test_what_a_bundle_has_set_stays(compose_run: Compose) -> None:
+    config, explicit = compose_run()
     config.num_samples = 7
     fill_in(config, {"num_samples": 250, "seed": 3, "stop_strings": ["x"], "speculation.num_draft_tokens": 2}, explicit)
     assert (config.num_samples, config.seed, config.stop_strings) == (7, 3, ["x"])
     assert config.speculation.num_draft_tokens == 2
 
 
-def test_other_tasks_keep_the_defaults_of_the_run(compose_once: Compose) -> None:
-    config, _ = compose_once()
+def test_other_tasks_keep_the_defaults_of_the_run(compose_run: Compose) -> None:
+    config, _ = compose_run()
     assert (config.max_new_tokens, config.num_samples) == (64, 1)
 
 
-def test_the_prompts_are_those_of_the_suite_or_the_users(compose_once: Compose) -> None:
-    config, _ = compose_once(EVALUATE, "task.suite=arithmetic", "task.num_prompts=5")
+def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -> None:
+    config, _ = compose_run(EVALUATE, "task.suite=arithmetic", "task.num_prompts=5")
     assert [prompt.text.count("\n") for prompt in read_prompts(config)] == [3] * 5
-    config, _ = compose_once(EVALUATE)
+    config, _ = compose_run(EVALUATE)
     assert "def factorial(n):\n    " in [prompt.text for prompt in read_prompts(config)]
-    config, _ = compose_once(EVALUATE, "prompt=import")
+    config, _ = compose_run(EVALUATE, "prompt=import")
     assert [prompt.text for prompt in read_prompts(config)] == ["import"]
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "coupled"])
 @pytest.mark.parametrize("suite", ["distribution", "arithmetic", "agreement"])
-def test_every_suite_takes_every_rule(suite: str, rule: str, compose_once: Compose) -> None:
-    checks.check(*compose_once(EVALUATE, f"task.suite={suite}", f"verification={rule}"), world_size=1)
+def test_every_suite_takes_every_rule(suite: str, rule: str, compose_run: Compose) -> None:
+    checks.check(*compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}"), world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_every_suite_takes_every_rule(suite: str, rule: str, compose_once: Compo
         (["prompts=-"], "prompts=- has no effect on task=evaluate"),
     ],
 )
-def test_what_a_suite_cannot_use_is_refused(overrides: list[str], sentence: str, compose_once: Compose) -> None:
-    config, explicit = compose_once(EVALUATE, *overrides)
+def test_what_a_suite_cannot_use_is_refused(overrides: list[str], sentence: str, compose_run: Compose) -> None:
+    config, explicit = compose_run(EVALUATE, *overrides)
     with pytest.raises(ConfigError) as caught:
         checks.check(config, explicit, world_size=1)
     assert sentence in str(caught.value)
@@ -101,9 +101,9 @@ SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie
     ],
 )
 def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
-    suite: str, unread: list[str], left: tuple[int, str | None], compose_once: Compose
+    suite: str, unread: list[str], left: tuple[int, str | None], compose_run: Compose
 ) -> None:
-    config, explicit = compose_once(EVALUATE, f"task.suite={suite}", *SWEPT)
+    config, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
     found = checks.check(config, explicit, world_size=1, of_sweep=True)
     assert {each.key for each in found} == set(unread)
     assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
@@ -111,7 +111,7 @@ def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
     assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])
 
 
-def test_a_plan_that_is_none_is_refused_in_a_sweep_too(compose_once: Compose) -> None:
-    config, explicit = compose_once("task=calibrate", "dry_run=true")
+def test_a_plan_that_is_none_is_refused_in_a_sweep_too(compose_run: Compose) -> None:
+    config, explicit = compose_run("task=calibrate", "dry_run=true")
     with pytest.raises(ConfigError, match="dry_run has no effect on task=calibrate"):
         checks.check(config, explicit, world_size=1, of_sweep=True)

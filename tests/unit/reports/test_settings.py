@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-from hydra import compose, initialize_config_dir
-
-from llama_ssp.config import folders, store
 from llama_ssp.config.schema import to_yaml
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import is_number, labels, varying, varying_settings
+from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary
 
 BASE = {"sampling.temperature": 0.8, "speculation.num_draft_tokens": 4, "seed": 0, "run_dir": "a"}
@@ -21,9 +19,7 @@ def run_of(settings: dict[str, object], *, model: str = "big", draft: str | None
 
 def composed(*overrides: str) -> dict[str, object]:
     """The settings of a run as its folder holds them."""
-    store.register()
-    with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-        config = store.to_run_config(compose("config", list(overrides)), explicit=frozenset())
+    config, _ = compose_run(*overrides)
     return read_settings(to_yaml(config))
 
 

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp.commands import command_line, plan
 from llama_ssp.commands.ranks.number import read_start
-from llama_ssp.commands.short_keys import ShortKeys
-from llama_ssp.config import folders, store
+from llama_ssp.config.compose import compose, to_run_config
 from llama_ssp.config.formats import BITSANDBYTES
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from tests.helpers.repository import ROOT, files
@@ -96,18 +94,13 @@ def test_every_command_is_known_to_a_test() -> None:
 
 @pytest.mark.heavy
 def test_every_run_on_a_page_composes() -> None:
-    store.register()
     assert launches() != []
     for words in launches():
         options = command_line.read_options(read_start(shlex.split(words), {}, default=None).words)
         if options.help:
             continue
-        short = ShortKeys(options.overrides)
-        overrides = [command_line.take_literally(short.complete(override)) for override in options.overrides]
-        command_line.check_overrides(overrides, multirun=options.multirun)
-        with initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
-            config = compose("config", [] if options.multirun else overrides)
-        run = store.to_run_config(config, explicit=command_line.explicit_keys(overrides))
+        first = compose(options.words, multirun=options.multirun)[0]
+        run = to_run_config(first.config, explicit=first.explicit)
         assert run.task.name != "generate" or run.prompt or run.prompts, f"no prompt in {words}"
 
 

@@ -1,10 +1,13 @@
-"""Sentences about settings and words that do not exist: similar ones, or what to type instead."""
+"""Sentences about settings, options and words that do not exist: similar ones, or what to type instead."""
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 
-from llama_ssp.config import catalogue
+from llama_ssp.config import catalogue, folders
+from llama_ssp.config.folders import GROUPS, is_hub_id
+from llama_ssp.config.machines import hardware
 from llama_ssp.config.tasks import task_specs
-from llama_ssp.errors import similar_name, unknown_name
+from llama_ssp.errors import ConfigError, similar_name, unknown_name
 
 _RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp plan takes hardware.num_gpus=N"
 _NODES = "several nodes are started by sbatch --nodes N launch/slurm.sbatch, or by torchrun --nnodes N launch/run.py"
@@ -88,3 +91,39 @@ def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
         others = [word for word in words if "=" in word]
         return f"{words[0]!r} is no command: write llama-ssp run {' '.join([settings, *others])}"
     return unknown_name("command", words[0], commands)
+
+
+def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
+    if name not in known:
+        problem = _of_name(group, name, known)
+        if problem:
+            yield problem
+        return
+    try:
+        if file := folders.find(group, name):
+            folders.read(file)
+        if group == "hardware":
+            hardware.load(name)
+        elif group in GROUPS and name in catalogue.names():
+            catalogue.load(name)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _of_name(group: str, name: str, known: Collection[str]) -> str | None:
+    if group not in GROUPS:
+        return unknown_name(group, name, known)
+    key = "model" if group == "model" else f"{group}.model"
+    if os.path.isfile(f"{name}/config.json"):  # noqa: PTH113 - a name can be no path at all
+        of_hub = f", or {group}=local {key}.hub_id={name} for the model of the hub" if is_hub_id(name) else ""
+        return f"{group}={name} is a folder here: give {group}=local {key}.path={name}{of_hub}"
+    if is_hub_id(name):
+        return None
+    if "/" in name:
+        return (
+            f"{group}={name} is neither a name of the catalogue nor an id of the hub, owner/name: for a folder give "
+            f"{group}=local {key}.path=DIR"
+        )
+    sentence = unknown_name(group, name, known)
+    return sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"

@@ -1,0 +1,10 @@
+"""Composes the settings of one run as `llama-ssp run` does."""
+
+from llama_ssp.config.compose import compose, to_run_config
+from llama_ssp.config.schema import RunConfig
+
+
+def compose_run(*words: str) -> tuple[RunConfig, frozenset[str]]:
+    """The config, and the keys that the words set."""
+    (composed,) = compose(words)
+    return to_run_config(composed.config, explicit=composed.explicit), composed.explicit
