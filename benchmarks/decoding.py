@@ -28,7 +28,7 @@ from llama_ssp.distributed.world import start
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance.rounds import implied_acceptance
+from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
 from llama_ssp.session.prompts import encode

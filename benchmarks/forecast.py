@@ -10,9 +10,9 @@ Of memory, measured is how much resident memory grew by loading, and the cache's
 
 On a shared machine a neighbour's work adds to the times of calibration and run alike, and to each at other moments. So
 both are means over turns that are spread over the whole program, without the slowest tenth. The random pairs that
-calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it stands ("plan",
-with its 80 % range), and with what those pairs take here ("plan now"; `calibration.model_pairs`). On a shared machine
-only the second one tells whether the planner is right: both of its sides are from the same minutes.
+calibration decodes take part in the turns, and each forecast is given twice: by the calibration as it stands ("plan"),
+and with what those pairs take here ("plan now"; `calibration.model_pairs`). On a shared machine only the second one
+tells whether the planner is right: both of its sides are from the same minutes.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.calibration.composition import composed
 from llama_ssp.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
     PLAIN,
@@ -42,6 +41,7 @@ from llama_ssp.calibration.model_pairs import (
     Pairs,
     seconds_per,
 )
+from llama_ssp.calibration.profiles import composed
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, TargetKind
@@ -52,12 +52,12 @@ from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.models.build import load_model
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.acceptance.rounds import implied_acceptance
+from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlannedModel, PlanSpec
 from llama_ssp.planning.timing import timing
-from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.records import Forecast
 from llama_ssp.tasks.dry_run import forecast
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
@@ -231,28 +231,21 @@ def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, no
     """Forecasts over what a run takes."""
     title = f"milliseconds per token, {counted(world.comm.size, 'rank')}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
-    for column in ("", "", "plan", "80 %", "plan\nnow", "run", "plan\n/ run", "inside", "now\n/ run"):
+    for column in ("", "", "plan", "plan\nnow", "run", "plan\n/ run", "now\n/ run"):
         table.add_column(column, justify="right" if column else "left", vertical="bottom", no_wrap=not column)
-    near, near_now, num_inside, num_rows = 0, 0, 0, 0
+    near, near_now, num_rows = 0, 0, 0
     for pair in pairs:
         then, today = (planned(pair, world, each) for each in (machine, now))
         took = pair.times()
         for mode in Times._fields:
-            run_ms, ends, shown = getattr(took, mode), then.ranges().get(mode), ""
+            run_ms = getattr(took, mode)
             plan_ms, now_ms = (getattr(each, f"{mode}_ms_per_token") for each in (then, today))
-            is_inside = ends is not None and ends[0] <= run_ms <= ends[1]
-            if ends:
-                shown = f"{ends[0]:.3g}-{ends[1]:.3g}"
-            times = f"{now_ms:.2f}", f"{run_ms:.2f}"
-            ratios = f"{plan_ms / run_ms:.2f}", "yes" if is_inside else "no", f"{now_ms / run_ms:.2f}"
-            table.add_row(pair.case.name, mode, f"{plan_ms:.2f}", shown, *times, *ratios)
-            num_rows, num_inside = num_rows + 1, num_inside + is_inside
-            near, near_now = near + is_near(plan_ms / run_ms), near_now + is_near(now_ms / run_ms)
+            figures = plan_ms, now_ms, run_ms, plan_ms / run_ms, now_ms / run_ms
+            table.add_row(pair.case.name, mode, *(f"{figure:.2f}" for figure in figures))
+            num_rows, near = num_rows + 1, near + is_near(plan_ms / run_ms)
+            near_now += is_near(now_ms / run_ms)
     Console().print(table)
-    print(
-        f"within 10 %: {near_now} of {num_rows} with the pairs of these turns, {near} by the calibration alone; "
-        f"{num_inside} inside their ranges"
-    )
+    print(f"within 10 %: {near_now} of {num_rows} with the pairs of these turns, {near} by the calibration alone")
 
 
 def is_near(ratio: float) -> bool:

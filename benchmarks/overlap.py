@@ -45,7 +45,7 @@ from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance.rounds import overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.overlap import OverlappedTime, alone_s
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.draft_length import settle_overlap

@@ -8,19 +8,16 @@ transformers. Everything else is of data sheets. All other rows are forecasts.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.points import points_by_row
-from benchmarks.published_rows import A100, PAIRS, PLAIN, TRANSFORMERS_13B_MS, Pair, PlainRow
 from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, TargetKind
-from llama_ssp.planning.acceptance.expected import expected
-from llama_ssp.planning.acceptance.rounds import implied_acceptance, tokens_per_round
+from llama_ssp.planning.acceptance import Point, expected, implied_acceptance, points, tokens_per_round
 from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
@@ -34,6 +31,86 @@ COST_RATIOS = (
     (8, "one_rank", 0.60),
 )
 OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
+A100 = "8xa100_80gb"
+TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
+
+
+@dataclass(frozen=True)
+class PlainRow:
+    """Published tokens per second of plain decoding; `by_library` in transformers, layers in a row."""
+
+    model: str
+    quantization: str
+    num_gpus: int
+    tokens_per_s: float
+    is_fitted: bool = False
+    by_library: bool = False
+
+    @property
+    def name(self) -> str:
+        """How tables name it."""
+        if self.by_library:
+            return f"{self.model} fp16, transformers, layers in a row"
+        return f"{self.model} {'bf16' if self.quantization == 'none' else 'int8 weight-only'}"
+
+
+PLAIN = (
+    *(
+        PlainRow("llama2_7B", "none", gpus, rate, True)
+        for gpus, rate in ((1, 104.9), (2, 168.8), (4, 254.0), (8, 328.4))
+    ),
+    PlainRow("llama2_70B", "none", 2, 21.3),
+    PlainRow("llama2_70B", "none", 4, 38.0),
+    PlainRow("llama2_70B", "none", 8, 62.5),
+    PlainRow("llama2_7B", "int8_weight_only", 1, 155.6),
+    PlainRow("llama2_70B", "int8_weight_only", 1, 19.1),
+    PlainRow("llama2_70B", "int8_weight_only", 8, 80.4),
+    PlainRow("llama2_70B", "none", 8, 1e3 / TRANSFORMERS_70B_MS, by_library=True),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published pair; `draft_ms` is the draft's published time per token, None where the planner must forecast it."""
+
+    name: str
+    target: str
+    draft: str
+    num_draft_tokens: int
+    plain_ms: float
+    speculative_ms: float
+    draft_ms: float | None
+    machine: str | None = None
+
+    @property
+    def row(self) -> str:
+        """Its name in conf/acceptance.yaml, without the mark of a footnote."""
+        return self.name.partition(" [^")[0]
+
+
+PAIRS = (
+    Pair("llama-ssp, 8xA100-40GB: 13B with 7B", "13B", "7B", 4, 125, 114, 70),
+    Pair("llama-ssp, 8xA100-40GB: 30B with 7B", "30B", "7B", 4, 330, 180, 70),
+    Pair("llama-ssp, 8xA100-40GB: 65B with 7B", "65B", "7B", 4, 610, 270, 70),
+    Pair("llama-ssp, 4xA10G, 8-bit: 13B with 7B", "13B", "7B", 4, 270, 330, 210),
+    Pair("llama-ssp, 4xA10G, 8-bit: 30B with 7B", "30B", "7B", 4, 405, 370, 210),
+    Pair("transformers, A100, fp16: 13B with 7B [^k]", "llama2_13B", "llama2_7B", 4, 31.9, 27.8, None, A100),
+    Pair("transformers, 8xA100, fp16: 70B with 7B [^k]", "llama2_70B", "llama2_7B", 4, 113.3, 40.1, None, "eager"),
+    Pair("transformers, 8xA100, fp16: 70B with 13B [^k]", "llama2_70B", "llama2_13B", 4, 113.3, 46.3, 31.9),
+    Pair(
+        "gpt-fast, A100-80GB, int4: 70B with 7B [^k]", "llama2_70B", "llama2_7B", 4, 1e3 / 25.3, 1e3 / 48.4, 1e3 / 196.8
+    ),
+    Pair("Chinchilla 70B with 4B, nucleus [^c]", "chinchilla", "4B", 4, 14.1, 7.52, 1.8),
+    Pair("Chinchilla 70B with 4B, greedy [^c]", "chinchilla", "4B", 4, 14.1, 7.00, 1.8),
+    Pair("Chinchilla 70B with 4B, code [^c]", "chinchilla", "4B", 4, 14.1, 5.73, 1.8),
+    Pair("SmolLM2 1.7B with 135M", "smollm2_1.7B", "smollm2_135M", 10, 35.8, 28.4, 10.7),
+    Pair("GPT-NeoX 20B with GPT-Neo 1.3B, AMD", "gpt_neox_20B", "gpt_neo_1.3B", 4, 77.2, 57.0, None, "mi250"),
+)
+
+
+def points_by_row() -> dict[str, Point]:
+    """The points of conf/acceptance.yaml that have a row in the page."""
+    return {point.row: point for point in points() if point.row}
 
 
 def job(
@@ -61,15 +138,12 @@ def job(
     )
 
 
-def fitted(machine: HardwareConfig, *, without_row: PlainRow | None = None) -> HardwareConfig:
-    """Fit kernel_s and link.latency_s to the 7B rows: least squares of the relative errors, linear in both.
-
-    `without_row` is left out of the fit.
-    """
+def fitted(machine: HardwareConfig) -> HardwareConfig:
+    """Fit kernel_s and link.latency_s to the 7B rows: least squares of the relative errors, linear in both."""
     without = replace(machine, kernel_s=0.0, link=replace(machine.link, latency_s=0.0))
     rows = []
     for row in PLAIN:
-        if not row.is_fitted or row == without_row:
+        if not row.is_fitted:
             continue
         planned, tokens_per_s = job(row.model, row.num_gpus), row.tokens_per_s
         base = timing(planned, without).plain_s
@@ -217,9 +291,8 @@ A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
 c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
 The forecast uses the acceptance that a plan uses, not the implied one: the pair's own figure in `conf/pairs.yaml`, else
-the median of the forecast by sizes, temperature and text. The figures of the Llama-1 pairs, of SmolLM2 and of GPT-NeoX
-with GPT-Neo, whose tokenizers differ, come from rows of this table, and the forecast is fitted to them and to those of
-Chinchilla, so these rows are not forecasts. [Ranges of forecasts](ranges.md) leaves each pair out in turn.
+that of the nearest other pair of `conf/acceptance.yaml`. The figures of the Llama-1 pairs, of SmolLM2 and of GPT-NeoX
+with GPT-Neo, whose tokenizers differ, come from rows of this table, so these rows are not forecasts.
 
 {pairs}
 

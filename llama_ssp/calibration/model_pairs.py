@@ -3,8 +3,6 @@
 Shapes: K drafted tokens.
 """
 
-import math
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +64,6 @@ class PairTime:
         prompt_s: a prompt of `PROMPT_TOKENS` through the target, and the first token.
         plain_s: a plain token.
         rounds: a round, by its K.
-        spread: of the logarithm of what its completions take from turn to turn, for one more turn.
     """
 
     target: RandomLlama
@@ -74,7 +71,6 @@ class PairTime:
     prompt_s: float
     plain_s: float
     rounds: Mapping[int, RoundTime]
-    spread: float = 0.0
 
 
 class DecodingPair:
@@ -151,24 +147,7 @@ def pair_time(stack: RandomLlama, turns: Mapping[int, Turns]) -> PairTime:
         prompt_s=seconds_per(lambda _: 1, lambda each: each.busy_s - sum(each.part_s.values()), plain),
         plain_s=seconds_per(lambda each: len(each.token_ids) - 1, lambda each: sum(each.part_s.values()), plain),
         rounds={number: _round_time(found) for number, found in turns.items() if number > PLAIN},
-        spread=spread([*turns.values()]),
     )
-
-
-def spread(modes: Sequence[Turns]) -> float:
-    """The standard deviation of the logarithm of a token's time from turn to turn, for one more turn, over all modes.
-
-    0 for fewer than two turns.
-    """
-    num_turns = min(map(len, modes))
-    if num_turns == 1:
-        return 0.0
-    logarithms = [[math.log(_token_s(turn)) for turn in turns] for turns in modes]
-    return math.sqrt(statistics.mean(map(statistics.variance, logarithms)) * (1 + 1 / num_turns))
-
-
-def _token_s(turn: Sequence[RowCompletion]) -> float:
-    return sum(each.busy_s for each in turn) / sum(len(each.token_ids) for each in turn)
 
 
 def _round_time(turns: Turns) -> RoundTime:

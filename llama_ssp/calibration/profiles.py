@@ -5,25 +5,30 @@ pairs decode last, and those of all profiles in the same turns: a shared machine
 another, and plans compare numbers of ranks.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from llama_ssp.calibration import operators, rounds
-from llama_ssp.calibration.composition import composed
-from llama_ssp.calibration.model_pairs import Pairs, PairTime
+from llama_ssp.calibration.model_pairs import NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT_TOKENS, Pairs, PairTime
 from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.machines.machine import machine_of_run
 from llama_ssp.config.machines.profile import Profile, SizePoint
-from llama_ssp.config.schema import Dtype
+from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.kernels.linear import COMPILED, can_halve, product_of
+from llama_ssp.planning.costs import CostModel
+from llama_ssp.planning.spec import PlanSpec
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 NUM_PARTS = 6 + len(COMPILED)
+LEAST_RATIO = 0.1
 NUM_TURNS = 9
 """How often each pair of a profile decodes."""
 
@@ -41,8 +46,56 @@ class Measured(NamedTuple):
     apart: list[PairTime]
 
     def composed(self, machine: HardwareConfig) -> Profile:
-        """The whole profile, for a machine whose profiles are parts alone."""
+        """The whole profile of a machine, with the ratios of its pairs to the planner's sum of their parts."""
         return composed(self.parts, machine, self.together, self.apart)
+
+
+def composed(
+    profile: Profile, machine: HardwareConfig, together: Sequence[PairTime], apart: Sequence[PairTime] = ()
+) -> Profile:
+    """Complete the profile of a machine by pairs that its ranks held together, and apart.
+
+    Operators, linear layers and messages timed one by one do not add up to a forward: there each one finds colder
+    caches, or ranks that are already waiting. The first draft forward of a round takes longer than the others, since
+    the target has taken the draft's weights and code out of the processor's caches.
+    """
+    bare = replace(profile, forward_ratio=1.0, forward_ratio_apart=1.0, first_draft_s=0.0)
+    machine = machine_of_run(replace(machine, profiles=[bare]), profile.num_ranks)
+    ratio = forward_ratio(together, machine, num_ranks=profile.num_ranks)
+    apart_ratio = forward_ratio(apart, machine, num_ranks=profile.num_ranks, apart=True) if apart else ratio
+    whole = replace(bare, forward_ratio=ratio, forward_ratio_apart=apart_ratio)
+    machine, more_s = replace(machine, profiles=[whole]), list[float]()
+    for time in together:
+        costs = CostModel(_job(time, profile.num_ranks), machine)
+        more_s += [found.draft_s - costs.drafting_s(number) for number, found in time.rounds.items()]
+    return replace(whole, first_draft_s=max(statistics.mean(more_s), 0.0))
+
+
+def forward_ratio(times: Sequence[PairTime], machine: HardwareConfig, *, num_ranks: int, apart: bool = False) -> float:
+    """The median ratio of measured forwards, of one token and of a round, to their forecast by parts.
+
+    Everything else that a pair does takes as long as forecast. `num_ranks` shared the targets, or had one each.
+    """
+    ratios = []
+    for time in times:
+        costs = CostModel(_job(time, num_ranks, apart=apart), machine)
+        plain_s = costs.forward(costs.target, 1).total_s
+        ratios.append((time.plain_s - costs.plain_s() + plain_s) / plain_s)
+        for number, found in time.rounds.items():
+            verify_s = costs.forward(costs.target, number + 1).total_s
+            ratios.append((found.rest_s - costs.verdict_s(number) - costs.host_s) / verify_s)
+    return max(statistics.median(ratios), LEAST_RATIO)
+
+
+def _job(time: PairTime, num_ranks: int, *, apart: bool = False) -> PlanSpec:
+    num_replicas = num_ranks if apart else 1
+    return PlanSpec(
+        target=time.target.planned, target_kind=TargetKind.tensor, target_ranks=tuple(range(num_ranks // num_replicas)),
+        num_replicas=num_replicas,
+        draft=time.draft.planned, draft_kind=DraftLayout.one_rank, draft_ranks=(0,),
+        num_draft_tokens=NUM_DRAFT_TOKENS, acceptance=None, batch_size=1, prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS, cuda_graphs=False, device="cpu",
+    )  # fmt: skip
 
 
 def measure(world: World, parts: Parts, show: Show) -> list[Measured]:

@@ -10,13 +10,13 @@ from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
-from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.records import (
     MEASURE_COLUMNS,
     PLAIN,
     SPECULATIVE,
     BenchmarkRow,
     Evaluation,
+    Forecast,
     OverlapSummary,
     RankMemory,
     SpeculativeSummary,
@@ -70,9 +70,6 @@ def summary_table(summary: Summary) -> RenderableType:
         rows.append(_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
     table = _Figures(headings=headings, rows=rows, padding=(0, 0, 0, 1))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
-    if ranges := summary.forecast.ranges():
-        ends = ", ".join(f"{mode} {low:.2f}-{high:.2f}" for mode, (low, high) in ranges.items())
-        parts += [Text(f"forecast, 80 %: {ends} ms/token", style="bright_black")]
     if summary.speculative and summary.speculative.verify_s:
         parts += [Text(), _round_line(summary.speculative)]
     if summary.overlap:

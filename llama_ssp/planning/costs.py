@@ -24,10 +24,8 @@ from llama_ssp.planning.roofline import (
     forward_time,
     least_bytes,
     message_s,
-    working_set_bytes,
 )
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.time_error import time_error
 
 RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
@@ -61,7 +59,6 @@ class CostModel:
         if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
             self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
         self._profile = hardware.profile_of(num_active)
-        self.time_error = time_error(hardware, num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -154,8 +151,7 @@ class CostModel:
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        points = self._profile.first_draft if self._profile else []
-        more_s = by_size(points, working_set_bytes(self.target, self.hardware))
+        more_s = self._profile.first_draft_s if self._profile else 0.0
         return self.draft_step_s(self.job.first_draft_rows) + more_s, self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from llama_ssp.config.formats import NO_QUANTIZATION
-from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint, Profile, RowsPoint, SizePoint
+from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 
 _X = itemgetter(0)
@@ -122,13 +122,3 @@ def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
     return line(
         [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
     )
-
-
-def composition_ratio(points: list[CompositionPoint], *, rows: int, working_set_bytes: int) -> float:
-    """Interpolate measured forwards over the logarithms of both, constant beyond the ends; 1 without points."""
-    sets = sorted({point.working_set_bytes for point in points})
-
-    def at(set_bytes: int) -> float:
-        return between(sorted((p.rows, p.ratio) for p in points if p.working_set_bytes == set_bytes), rows)
-
-    return between([(set_bytes, at(set_bytes)) for set_bytes in sets], working_set_bytes) if points else 1.0

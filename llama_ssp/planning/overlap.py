@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tokens_per_round
 
 WORTH_WAITING = 1.1
 """Times faster that tokens must come for rows to wait: where both ways are about equal, the target idles less if none

@@ -10,7 +10,7 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
-from llama_ssp.planning.acceptance.expected import remarks
+from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.choices import advice
 from llama_ssp.planning.choices.changes import Change, changes_that_fit
 from llama_ssp.planning.choices.fewer import faster_on_fewer
@@ -23,7 +23,7 @@ from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.words import rounded
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 GIB = 2**30
 
 
@@ -90,7 +90,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *advice.notes(job, hardware, heads, fullest),
-            *(remarks(job, timed.acceptance, timed.ranges) if timed.acceptance else ()),
+            *remarks(job, timed.acceptance, timed.ranges.best_num_draft_tokens if timed.ranges else None),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
@@ -220,9 +220,6 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     def ms(seconds: float | None) -> float | None:
         return None if seconds is None else 1e3 * seconds
 
-    def ends_ms(seconds: tuple[float, float] | None) -> list[float] | None:
-        return None if seconds is None else [1e3 * end_s for end_s in seconds]
-
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
         seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
         return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
@@ -233,9 +230,8 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     acceptance, found = timed.acceptance, timed.ranges
     return {
         "plain_ms_per_token": ms(timed.plain_s),
-        "plain_ms_per_token_range": ends_ms(timed.plain_range_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
-        "speculative_ms_per_token_range": ends_ms(timed.speculative_range_s),
+        "speculative_ms_per_token_range": [1e3 * end_s for end_s in found.speculative_s] if found else None,
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),
@@ -252,7 +248,7 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,
         "acceptance": acceptance and acceptance.probability,
-        "acceptance_range": list(acceptance.ends) if acceptance and found else None,
+        "acceptance_range": list(acceptance.ends) if acceptance and acceptance.ends else None,
         "acceptance_source": acceptance and acceptance.source,
         "acceptance_is_forecast": acceptance.is_forecast if acceptance else None,
         "num_draft_tokens": timed.num_draft_tokens,

@@ -23,7 +23,7 @@ from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Ke
 from llama_ssp.config.formats import format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import Dtype, TargetKind, WholeParts
-from llama_ssp.planning.measured import LinearTable, by_rows_and_width, by_size, composition_ratio, tables_of
+from llama_ssp.planning.measured import LinearTable, by_rows_and_width, by_size, tables_of
 from llama_ssp.planning.parts import rank_shares
 from llama_ssp.planning.spec import PlannedModel, step_bytes
 from llama_ssp.planning.weights import DTYPE_BYTES
@@ -130,13 +130,7 @@ def forward_time(
         return parts
     # A draft on one of the ranks that share the target has the machine to itself: the others wait.
     is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
-    points = (profile.composition_apart if is_apart else []) or profile.composition
-    return parts.scaled(composition_ratio(points, rows=rows, working_set_bytes=working_set_bytes(placement, hardware)))
-
-
-def working_set_bytes(placement: ModelPlacement, hardware: HardwareConfig) -> int:
-    """Bytes of the matrices that a forward reads, maximum over the ranks."""
-    return max(_read_bytes(held, placement.model, hardware) for held in placement.shares)
+    return parts.scaled(profile.forward_ratio_apart if is_apart else profile.forward_ratio)
 
 
 def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:

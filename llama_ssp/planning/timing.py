@@ -9,27 +9,34 @@
 Shapes: K drafted tokens.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS
-from llama_ssp.planning.acceptance.expected import (
-    RoundRanges,
-    expected_of_job,
-    fastest,
-    knows_best_k,
-    ranges,
-    token_range,
-    token_times,
-)
-from llama_ssp.planning.acceptance.pair import Acceptance
-from llama_ssp.planning.acceptance.rounds import tokens_per_round
+from llama_ssp.planning.acceptance import Acceptance, Gain, expected_of_job, fastest, token_times, tokens_per_round
 from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.overlap import OverlapForecast, OverlappedRounds
 from llama_ssp.planning.roofline import ForwardTime, bandwidth
 from llama_ssp.planning.spec import PlanSpec
 
 MOST_DRAFT_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """The figures that follow from the low and from the high acceptance, the smaller one first.
+
+    Attributes:
+        tokens_per_round: at the K that is priced.
+        speculative_s: per token, at the same K.
+        best_num_draft_tokens: the fastest K.
+    """
+
+    tokens_per_round: tuple[float, float]
+    speculative_s: tuple[float, float]
+    best_num_draft_tokens: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +56,8 @@ class Timing:
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K.
-        plain_range_s, speculative_range_s: 80 % ranges of `plain_s` and `speculative_s`; None where none is known.
         overlap: of a job whose drafting overlaps verification.
-        ranges: of what follows from the acceptance; None for a given one.
+        ranges: by the acceptance; None for a single figure of it.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -78,14 +84,12 @@ class Timing:
     by_num_draft_tokens: tuple[float, ...] = ()
     best_num_draft_tokens: int | None = None
     overlap: OverlapForecast | None = None
-    plain_range_s: tuple[float, float] | None = None
-    speculative_range_s: tuple[float, float] | None = None
-    ranges: RoundRanges | None = None
+    ranges: Ranges | None = None
 
     @property
     def knows_best_k(self) -> bool:
         """Whether a plan may recommend `best_num_draft_tokens`."""
-        return self.acceptance is not None and knows_best_k(self.acceptance, self.ranges)
+        return self.acceptance is not None and not self.acceptance.is_forecast
 
     @property
     def best_s(self) -> float:
@@ -99,16 +103,14 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
     tokens = job.max_new_tokens
-    read_bytes, error = costs.least_bytes, costs.time_error
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
         plain_prefill_s=prefill_s,
         plain_s=plain_s,
-        plain_range_s=error.ends(plain_s) if error else None,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
-        copy_share=read_bytes / bandwidth(hardware) / plain_s,
-        limit_share=read_bytes / hardware.bandwidth_bytes_per_s / plain_s,
+        copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
+        limit_share=costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s,
     )
     return _speculative(costs, plain) if job.drafts else plain
 
@@ -132,13 +134,12 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     expected = gain(acceptance.probability, chosen)
     speculative_s, rounds_of = by_number[chosen - 1], all_rounds_s[chosen - 1]
-    range_s = token_range(acceptance, rounds_of, costs.time_error, chosen=chosen, gain=gain)
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
     rounds_s = num_rounds * rounds_of
     if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
-        speculative_s, range_s, rounds_s = plain.plain_s, plain.plain_range_s, (job.max_new_tokens - 1) * plain.plain_s
+        speculative_s, rounds_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
     return replace(
         plain,
         verify_forward=costs.forward(costs.target, chosen + 1),
@@ -151,12 +152,26 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         verify_s=costs.verify_s(chosen),
         other_s=costs.host_s,
         speculative_s=speculative_s,
-        speculative_range_s=range_s,
         speculative_run_s=(prefill_s + rounds_s) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=fastest(by_number),
         overlap=rounds.forecast(chosen) if job.overlaps else None,
-        ranges=ranges(acceptance, all_rounds_s, chosen=chosen, gain=gain),
+        ranges=_ranges(acceptance, all_rounds_s, chosen, gain, most_s=plain.plain_s if job.adapts else math.inf),
+    )
+
+
+def _ranges(
+    acceptance: Acceptance, rounds_s: Sequence[float], chosen: int, gain: Gain, *, most_s: float
+) -> Ranges | None:
+    """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ... and no token more than `most_s`."""
+    if acceptance.ends is None:
+        return None
+    low, high = acceptance.ends
+    slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
+    return Ranges(
+        tokens_per_round=(gain(low, chosen), gain(high, chosen)),
+        speculative_s=(min(fast[chosen - 1], most_s), min(slow[chosen - 1], most_s)),
+        best_num_draft_tokens=(fastest(slow), fastest(fast)),
     )

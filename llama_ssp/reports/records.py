@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from llama_ssp.config.schema import ADAPTIVE
-from llama_ssp.reports.forecast import Forecast
 from llama_ssp.reports.reading import read_json, restore
 
 SCHEMA_VERSION = 1
@@ -329,6 +328,15 @@ class OverlapSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The plan's forecast of a run, of whole completions, prompts included; null without a plan."""
+
+    plain_ms_per_token: float | None = None
+    speculative_ms_per_token: float | None = None
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """The part of a summary that does not follow from a run's lines; `weights` is "checkpoint" or "synthetic"."""
 
@@ -373,6 +381,9 @@ class Summary(RunFacts):
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
+        forecast = content.get("forecast")
+        if isinstance(forecast, dict):  # earlier versions wrote ranges
+            content["forecast"] = {key: value for key, value in forecast.items() if not key.endswith(("_low", "_high"))}
         summary = restore(cls, content)
         fast = summary.speculative
         if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:

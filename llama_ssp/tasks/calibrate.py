@@ -5,16 +5,13 @@ the cores. A GPU behaves the same in both, so it gets bandwidth, FLOP/s, launche
 the measurements.
 
 A shared machine is faster at one hour than at another. `task.refresh` measures whole pairs alone, in a third of the
-time: the profiles keep their parts, and get new ratios to them. By how much these have changed widens the ranges of
-plans, beside what has changed from turn to turn.
+time: the profiles keep their parts, and get new ratios to them.
 """
 
-import math
 import os
 import platform
-import statistics
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -28,7 +25,7 @@ from llama_ssp.calibration.profiles import DTYPES, Show, all_cores, all_parts, m
 from llama_ssp.config import folders
 from llama_ssp.config.machines.hardware import build, problems_of
 from llama_ssp.config.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
-from llama_ssp.config.machines.profile import Profile, SizePoint
+from llama_ssp.config.machines.profile import SizePoint
 from llama_ssp.config.machines.tables import text_of
 from llama_ssp.config.schema import Dtype, RunConfig
 from llama_ssp.config.tasks import CalibrateConfig
@@ -95,10 +92,7 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
     if world.comm.rank > 0:
         return None
     again = {each.parts.num_ranks: each.composed(machine) for each in measured}
-    changes = {num_ranks: _change(profiles[num_ranks], each) for num_ranks, each in again.items()}
-    for num_ranks, change in changes.items():
-        spread = math.hypot(again[num_ranks].spread, math.log(change))
-        again[num_ranks] = replace(again[num_ranks], spread=spread)
+    changes = {number: each.forward_ratio / profiles[number].forward_ratio for number, each in again.items()}
     figures["profiles"] = [asdict(each) for each in (profiles | again).values()]
     figures["sources"] = figures.get("sources", {}) | {"profiles": f"whole forwards measured again on {date.today()}"}
     _write(file, _rounded(figures))
@@ -124,13 +118,6 @@ def _calibrated(file: Path, world: World) -> dict[str, Any]:
         raise ConfigError(f"{file} has profiles of these numbers of ranks: {known}; for {ranks}, {calibrate_first}")
     _check_writable(file)
     return figures
-
-
-def _change(before: Profile, after: Profile) -> float:
-    """How much longer forwards take: the median over their sizes."""
-    old = {(point.rows, point.working_set_bytes): point.ratio for point in before.composition}
-    changes = [point.ratio / old.get((point.rows, point.working_set_bytes), 1.0) for point in after.composition]
-    return statistics.median(changes)
 
 
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:

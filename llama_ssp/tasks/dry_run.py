@@ -26,7 +26,7 @@ from llama_ssp.planning.config_file import check_family, read_config
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
-from llama_ssp.reports.forecast import Forecast
+from llama_ssp.reports.records import Forecast
 from llama_ssp.session.prompt_files import STANDARD_INPUT
 from llama_ssp.session.prompt_records import Prompt
 from llama_ssp.session.prompts import read_prompts
@@ -222,30 +222,13 @@ def planned_bytes(plan: Plan) -> list[int]:
 
 
 def forecast(timed: Timing) -> Forecast:
-    """The forecasts in `summary.json`: per token of whole completions, including prompts.
-
-    Their ranges are those of decoding, to which prompts add as uncertain a time. Where the times of a machine have no
-    range, that of the acceptance alone would be too narrow, and there is none.
-    """
+    """The forecasts in `summary.json`: per token of whole completions, including prompts."""
     speculative_s = timed.speculative_run_s
-    plain = _ends("plain", timed.plain_range_s, timed.plain_run_s / timed.plain_s)
-    speculative = {}
-    if plain and speculative_s is not None and timed.speculative_s:
-        speculative = _ends("speculative", timed.speculative_range_s, speculative_s / timed.speculative_s)
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,
         speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
         speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
-        **plain,
-        **speculative,
     )
-
-
-def _ends(mode: str, range_s: tuple[float, float] | None, share: float) -> dict[str, float]:
-    if range_s is None:
-        return {}
-    low_ms, high_ms = (1e3 * share * end_s for end_s in range_s)
-    return {f"{mode}_ms_per_token_low": low_ms, f"{mode}_ms_per_token_high": high_ms}
 
 
 def job_of_run(

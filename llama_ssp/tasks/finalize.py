@@ -8,8 +8,7 @@ from typing import Any
 from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, FailedEvaluation
-from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.records import RankActivity, RankMemory, RunFacts
+from llama_ssp.reports.records import Forecast, RankActivity, RankMemory, RunFacts
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.session.excerpts import excerpts
 from llama_ssp.session.session import Session
@@ -59,7 +58,7 @@ def finalize(session: Session) -> None:
     late = changed = None
     if plan := session.plan:
         late = late_draft(summary, plan.timing, around)
-        changed = changed_machine(summary, plan.hardware, plan.timing, around)
+        changed = changed_machine(summary, plan.hardware, around)
     if sentence := late or slowness(summary, around) or changed:
         session.terminal.say(sentence)
     conclude_task(session)

@@ -6,8 +6,7 @@ from datetime import date
 from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.tasks import LatencyConfig
 from llama_ssp.errors import SspError
-from llama_ssp.planning.acceptance.known import store
-from llama_ssp.planning.acceptance.measured import accepted_share
+from llama_ssp.planning.acceptance import store
 from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
 from llama_ssp.session.jobs import PromptTask
@@ -34,25 +33,23 @@ def store_pair(session: Session) -> None:
     assert isinstance(task, LatencyConfig)
     if not task.store or folder is None:
         return
-    prompts: dict[int, list[tuple[int, int]]] = {}
-    for line in folder.lines:
-        if line.mode == SPECULATIVE:
-            prompts.setdefault(line.index, []).extend(counted_rounds([line]))
-    found = accepted_share([*prompts.values()])
-    if found is None:
+    lines = [line for line in folder.lines if line.mode == SPECULATIVE]
+    rounds = counted_rounds(lines)
+    num_examined = sum(examined for _, examined in rounds)
+    if not num_examined:
         session.terminal.say("no acceptance is stored: no round of this run examined all K drafted tokens")
         return
+    acceptance = sum(accepted for accepted, _ in rounds) / num_examined
+    num_prompts = len({line.index for line in lines if counted_rounds([line])})
     temperature, rule = config.sampling.temperature, config.verification.rule
     entry = {
         "target": config.model.name,
         "draft": str(draft_name(config.draft)),
-        "acceptance": round(found.probability, 3),
-        "low": round(found.low, 3),
-        "high": round(found.high, 3),
+        "acceptance": round(acceptance, 3),
         "temperature": temperature,
         "source": (
-            f"measured by task=latency on {platform.node()}, {date.today()}: {found.num_examined} drafted tokens of "
-            f"{found.num_prompts} prompts, K={config.speculation.num_draft_tokens}, temperature {temperature:g}, {rule}"
+            f"measured by task=latency on {platform.node()}, {date.today()}: {num_examined} drafted tokens of "
+            f"{num_prompts} prompts, K={config.speculation.num_draft_tokens}, temperature {temperature:g}, {rule}"
         ),
     }
     try:
@@ -60,4 +57,4 @@ def store_pair(session: Session) -> None:
     except SspError as error:  # the run itself is complete
         session.terminal.say(str(error))
         return
-    session.terminal.say(f"stored an acceptance of {found.probability:.2f} in {file}: plans of this pair now take it")
+    session.terminal.say(f"stored an acceptance of {acceptance:.2f} in {file}: plans of this pair now take it")

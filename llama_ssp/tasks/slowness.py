@@ -77,7 +77,7 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
     return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(measured_ms, expected_ms)}): {_reason(around)}"
 
 
-def changed_machine(summary: Summary, hardware: HardwareConfig, timed: Timing, around: Surroundings) -> str | None:
+def changed_machine(summary: Summary, hardware: HardwareConfig, around: Surroundings) -> str | None:
     """A sentence on a run that a calibrated machine did in another time than forecast; None for other machines.
 
     Plain decoding tells: its forecast assumes no acceptance.
@@ -87,8 +87,7 @@ def changed_machine(summary: Summary, hardware: HardwareConfig, timed: Timing, a
     if not (hardware.profiles and expected_ms and took_ms) or summary.num_new_tokens < _LEAST_TOKENS:
         return None
     ratio = took_ms / expected_ms
-    usual = max(CHANGED, timed.plain_range_s[1] / timed.plain_s if timed.plain_range_s else 1.0)
-    if 1 / usual <= ratio <= usual:
+    if 1 / CHANGED <= ratio <= CHANGED:
         return None
     reason = _known_reason(around) if ratio > 1 else ""
     if not reason:

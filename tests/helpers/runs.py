@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.records import BenchmarkRow, CompletionLine, RankMemory, RunFacts, StartUp, Summary
+from llama_ssp.reports.records import BenchmarkRow, CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 

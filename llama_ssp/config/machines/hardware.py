@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from llama_ssp.config import folders
-from llama_ssp.config.machines.profile import Profile
+from llama_ssp.config.machines.profile import RETIRED, Profile
 from llama_ssp.config.machines.tables import points_of
 from llama_ssp.config.schema import Dtype
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -126,7 +126,7 @@ _MAY_BE_ZERO = {
     "launch_s",
     "latency_s",
     "round_s",
-    "spread",
+    "first_draft_s",
 }
 _BY_NUMBER_FORMAT = ("flops_per_s", "slowdown")
 
@@ -170,7 +170,7 @@ def build(figures: Mapping[str, Any]) -> HardwareConfig:
 
 
 def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 - an instance of `kind`
-    values = dict(figures)
+    values = {name: value for name, value in figures.items() if not _is_retired(kind, name)}
     for entry in fields(kind):
         value, part = _points(entry.type, values.get(entry.name)), _part_of(entry.type)
         if part and isinstance(value, list):
@@ -180,6 +180,10 @@ def _build(kind: type[Any], figures: Mapping[str, Any]) -> Any:  # noqa: ANN401 
         elif entry.type is int and value is not None:
             values[entry.name] = int(value)
     return kind(**values)
+
+
+def _is_retired(kind: type[Any], name: str) -> bool:
+    return kind is Profile and name in RETIRED
 
 
 def _points(kind: object, value: Any) -> Any:  # noqa: ANN401 - a figure as YAML has it
@@ -198,7 +202,8 @@ def _problems(kind: type[Any], figures: object, path: str) -> Iterator[str]:
         return
     known = {entry.name: entry for entry in fields(kind)}
     for key in figures.keys() - known.keys():
-        yield unknown_name(f"figure of {path}", str(key), known)
+        if not _is_retired(kind, key):
+            yield unknown_name(f"figure of {path}", str(key), known)
     for key, entry in known.items():
         value = figures.get(key)
         if value is None:

@@ -41,16 +41,8 @@ class SizePoint:
     s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompositionPoint:
-    """Measured time of a whole forward, divided by the sum of the profile's parts.
-
-    `rows` is the number of inputs of the forward, `working_set_bytes` the size of its matrices on one rank.
-    """
-
-    rows: int
-    working_set_bytes: int
-    ratio: float
+RETIRED = frozenset({"composition", "composition_apart", "first_draft", "spread"})
+"""Figures of profiles that earlier versions wrote; they are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +57,9 @@ class Profile:
         draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
         all_reduce: by bytes; empty for one rank.
         round_s: host time of the loop per round.
-        composition: whole forwards compared with the sum of the parts; empty applies no correction.
-        composition_apart: the same where each rank holds a model of its own; empty takes `composition`.
-        first_draft: how much longer the first draft forward of a round takes, by the bytes of the target's matrices.
-        spread: standard deviation of the logarithm of what whole forwards take from time to time; 0 if not known.
+        forward_ratio: time of whole forwards over the sum of their parts.
+        forward_ratio_apart: the same where each rank holds a model of its own.
+        first_draft_s: how much longer the first draft forward of a round takes.
     """
 
     num_ranks: int
@@ -81,11 +72,10 @@ class Profile:
     verify: list[SizePoint]
     all_reduce: list[SizePoint] = field(default_factory=list)
     round_s: float = 0.0
-    composition: list[CompositionPoint] = field(default_factory=list)
-    composition_apart: list[CompositionPoint] = field(default_factory=list)
-    first_draft: list[SizePoint] = field(default_factory=list)
-    spread: float = 0.0
+    forward_ratio: float = 1.0
+    forward_ratio_apart: float = 1.0
+    first_draft_s: float = 0.0
 
     def __hash__(self) -> int:
         """Equal profiles have equal hashes; the points are left out."""
-        return hash((self.num_ranks, self.round_s, self.spread, len(self.linear)))
+        return hash((self.num_ranks, self.round_s, self.forward_ratio, len(self.linear)))

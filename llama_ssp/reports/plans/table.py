@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from llama_ssp.config.schema import DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
-from llama_ssp.words import rounded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,10 +141,9 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
 
     time = plan["time"]
     table = Table(title=f"Time: {_meaning(plan['job'])}", title_justify="left", title_style="")
-    for name in ("", "ms/token", "80 %", "first token", "tokens/s", "speed-up"):
+    for name in ("", "ms/token", "first token", "tokens/s", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
-    ends = _ends(time["plain_ms_per_token_range"])
-    plain = [f"{time['plain_ms_per_token']:.2f}", ends, f"{time['plain_first_token_ms']:.0f} ms"]
+    plain = [f"{time['plain_ms_per_token']:.2f}", f"{time['plain_first_token_ms']:.0f} ms"]
     table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "")
     if time["speculative_ms_per_token"] is not None:
         speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
@@ -153,7 +151,6 @@ def _time_table(plan: Mapping[str, Any]) -> "Table":
         table.add_row(
             "speculative",
             f"{speculative:.2f}",
-            _ends(time["speculative_ms_per_token_range"]),
             f"{time['first_token_ms']:.0f} ms",
             f"{time['speculative_tokens_per_s']:.1f}",
             f"[{colour}]{speedup:.2f}x[/{colour}]",
@@ -195,9 +192,10 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
         }
         best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
+        low_to_high = f"; {_in_brackets(time['speculative_ms_per_token_range'])} ms/token" if ends else ""
         lines.append(
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
-            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}; in brackets 80 % ranges"
+            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}{low_to_high}"
         )
         if overlap := time["overlap"]:
             idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
@@ -205,11 +203,6 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
             lines.append(f"drafting overlaps verification: {', '.join(idle)}, {dropped}")
         lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
-
-
-def _ends(found: Sequence[float] | None) -> str:
-    """The ends of a range; empty without one."""
-    return "-".join(map(rounded, found)) if found else ""
 
 
 def _in_brackets(found: Sequence[float] | None) -> str:

@@ -1,13 +1,12 @@
 """Whole runs of random models, and what is timed of them."""
 
-import math
 from threading import Lock
 
 import pytest
 import torch
 
 from llama_ssp.calibration import model_pairs
-from llama_ssp.calibration.model_pairs import DecodingPair, Pairs, PairTime, RoundTime, pair_time, spread
+from llama_ssp.calibration.model_pairs import DecodingPair, Pairs, PairTime, RoundTime, pair_time
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
@@ -52,7 +51,6 @@ def test_ranks_decode_all_pairs_together(num_ranks: int, apart: bool) -> None:
         assert [time.target for time in times] == [SMALL, LARGE]
         assert {(*time.rounds,) for time in times} == {LENGTHS[1:]}
         assert all(min(time.prompt_s, time.plain_s, *map(min, time.rounds.values())) > 0 for time in times)
-        assert all(time.spread > 0 for time in times)
 
 
 @pytest.mark.usefixtures("few")
@@ -113,20 +111,6 @@ def test_means_of_turns_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_ro
     assert time.prompt_s == pytest.approx((3.0 + 5.0) / 2)
     assert time.plain_s == pytest.approx((12.0 / 5 + 3.6) / 2), "a turn's tokens count alike, in whichever completion"
     assert time.rounds == {4: pytest.approx(RoundTime((1.0 + 3.0) / 2, 3.0))}
-
-
-def test_the_spread_is_that_of_one_more_turn_over_all_modes_however_long_their_tokens_take() -> None:
-    def turn(token_s: float) -> list[RowCompletion]:
-        return [_completion(busy_s=number * token_s, part_s={}, num_tokens=number, num_rounds=0) for number in (2, 6)]
-
-    steady = [turn(7.0)] * 3
-    varying = [turn(math.exp(place)) for place in (-1.0, 0.0, 1.0)]
-    assert spread([varying, [turn(99 * math.exp(place)) for place in (1.0, 0.0, -1.0)]]) == pytest.approx(
-        (4 / 3) ** 0.5
-    )
-    assert spread([varying, steady]) == pytest.approx((2 / 3) ** 0.5)
-    assert spread([steady, steady]) == pytest.approx(0.0)
-    assert spread([steady[:1], varying[:1]]) == 0.0
 
 
 @pytest.mark.usefixtures("few")

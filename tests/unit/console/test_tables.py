@@ -8,8 +8,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from llama_ssp.console.tables import benchmark_table, closing_line, summary_table
-from llama_ssp.reports.forecast import Forecast
-from llama_ssp.reports.records import PlainSummary, SpeculativeSummary
+from llama_ssp.reports.records import Forecast, PlainSummary, SpeculativeSummary
 from tests.helpers import runs
 from tests.helpers.runs import CELL, FAST, PLAIN
 
@@ -63,16 +62,6 @@ def test_a_mode_or_a_forecast_that_does_not_exist_has_no_line_or_a_dash() -> Non
 def test_a_benchmarks_table_has_forecasts_next_to_measurements() -> None:
     cells = shown(TABLES["benchmark"]).splitlines()[-1].split()
     assert " ".join(cells) == "8 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
-
-
-def test_ranges_of_forecasts_stand_below_the_table() -> None:
-    ends = {"plain_ms_per_token_low": 200.5, "plain_ms_per_token_high": 314.25}
-    both = Forecast(**ends, speculative_ms_per_token_low=8, speculative_ms_per_token_high=9)
-    for forecast, sentence in (
-        (both, "plain 200.50-314.25, speculative 8.00-9.00"),
-        (Forecast(**ends), "plain 200.50-314.25"),
-    ):
-        assert f"\nforecast, 80 %: {sentence} ms/token\n" in shown(summary_table(replace(BOTH, forecast=forecast)))
 
 
 def test_the_time_to_the_first_token_names_its_mode() -> None:

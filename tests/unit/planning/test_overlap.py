@@ -7,7 +7,7 @@ import pytest
 
 from llama_ssp.config.machines.hardware import load
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.planning.acceptance.rounds import overlapped_corrections, overlapped_tokens, tokens_per_round
+from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.choices.search import search
 from llama_ssp.planning.memory import replica_memory
 from llama_ssp.planning.overlap import WORTH_WAITING, OverlappedRounds, OverlappedTime

@@ -1,6 +1,5 @@
 """Calibration writes a file that the planner reads, and a refresh writes it again."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,10 +15,9 @@ from llama_ssp.calibration import model_pairs, operators, profiles, rounds
 from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.profile import CompositionPoint, LinearPoint
+from llama_ssp.config.machines.profile import LinearPoint
 from llama_ssp.config.tasks import CalibrateConfig
 from llama_ssp.console.terminal import Terminal
-from llama_ssp.distributed.world import World
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.planning.timing import timing
 from llama_ssp.tasks import calibrate as task
@@ -71,10 +69,9 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert profile.num_ranks == 1
     tables = {name: value for name, value in figures["profiles"][0].items() if not isinstance(value, int | float)}
     assert {name for name, value in tables.items() if value and not isinstance(value, str)} == set()
-    sizes = [4 * (layers * 15 * width**2 + 64 * width) for width, layers in ((64, 1), (128, 3), (256, 3))]
-    wholes = [(point.working_set_bytes, point.rows) for point in profile.composition]
-    assert wholes == [(sizes[0], 1), *[(size, rows) for size in sizes[1:] for rows in (1, 2, 5, 32)]]
-    assert [point.size for point in profile.first_draft] == sizes[1:]
+    assert profile.forward_ratio != 1.0
+    assert profile.forward_ratio_apart == profile.forward_ratio
+    assert profile.first_draft_s >= 0
     assert machine.device == "cpu"
     timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert timed.speculative_s
@@ -91,9 +88,8 @@ def machine_file(folder: Path, *, num_ranks: int = 1, **others: object) -> Path:
         "layer": [{"rows": 1, "width": 64, "s": 1e-5}], "frame": [{"rows": 1, "width": 64, "s": 1e-5}],
         "attention": [size], "draw": [size], "verify": [size],
     }  # fmt: skip
-    wholes = [{"rows": 1, "working_set_bytes": size_bytes, "ratio": 2.0} for size_bytes in (77824, 2965504)]
     figures = yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text())
-    figures |= {"profiles": [{"num_ranks": num_ranks, "composition": wholes, **parts}], **others}
+    figures |= {"profiles": [{"num_ranks": num_ranks, "forward_ratio": 2.0, **parts}], **others}
     file = folder / "machine.yaml"
     file.write_text(yaml.safe_dump(figures))
     return file
@@ -110,38 +106,13 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
     (old,), (new,) = (hardware.build(figures).profiles for figures in (before, after))
-    assert replace(new, composition=[], first_draft=[], spread=0) == replace(old, composition=[])
-    assert new.spread > 0
-    assert len(new.composition) == 9
-    assert len(new.first_draft) == 2
+    kept = {"forward_ratio": 1.0, "forward_ratio_apart": 1.0, "first_draft_s": 0.0}
+    assert replace(new, **kept) == replace(old, **kept)
+    assert new.forward_ratio != old.forward_ratio
     assert "whole forwards measured again on 20" in after["sources"].pop("profiles")
     assert {**after, "profiles": []} == {**before, "profiles": []}
     assert message is not None
     assert re.fullmatch(rf"wrote {re.escape(str(file))}: forwards now take [0-9.]+ times as long on one rank", message)
-
-
-def test_the_change_is_the_median_over_sizes_that_both_have() -> None:
-    def profile(**ratios: float) -> Any:  # noqa: ANN401 - stands for a Profile
-        points = [CompositionPoint(rows=1, working_set_bytes=ord(size), ratio=ratio) for size, ratio in ratios.items()]
-        return SimpleNamespace(composition=points)
-
-    assert task._change(profile(a=2.0, b=1.0, c=4.0), profile(a=1.0, b=0.6, c=0.4, d=0.7)) == pytest.approx(0.55)
-
-
-@pytest.mark.parametrize(("change", "spread"), [(1.0, 0.3), (math.exp(0.4), 0.5), (math.exp(-0.4), 0.5)])
-def test_what_a_refresh_changes_widens_the_ranges(
-    change: float, spread: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measured(_world: World, parts: profiles.Parts, _show: object) -> list[profiles.Measured]:
-        return [profiles.Measured(parts(1, "one"), [], [])]
-
-    monkeypatch.setattr(task, "measure", measured)
-    monkeypatch.setattr(profiles, "composed", lambda parts, *_: replace(parts, spread=0.3))
-    monkeypatch.setattr(task, "_change", lambda *_: change)
-    file = machine_file(tmp_path)
-    refresh(ONE_CORE, file, Shown())
-    (profile,) = hardware.build(yaml.safe_load(file.read_text())).profiles
-    assert profile.spread == pytest.approx(spread, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -149,18 +149,6 @@ def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
 
 
-def test_the_range_of_a_forecast_is_that_of_decoding_for_whole_completions() -> None:
-    timed = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), lengths=[40]).timing
-    assert timed.speculative_s
-    assert timed.speculative_run_s
-    wide = replace(timed, plain_range_s=(0.5 * timed.plain_s, 2 * timed.plain_s), speculative_range_s=(0.1, 0.2))
-    plain, fast = task.forecast(wide).ranges().values()
-    assert plain == pytest.approx((500 * timed.plain_run_s, 2000 * timed.plain_run_s))
-    times = 1e3 * timed.speculative_run_s / timed.speculative_s
-    assert fast == pytest.approx((0.1 * times, 0.2 * times))
-    assert task.forecast(replace(wide, plain_range_s=None)).ranges() == {}
-
-
 def test_planned_bytes_are_what_the_run_can_measure() -> None:
     gpu = hardware.load("8xa100_80gb")
     on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, lengths=[40])

@@ -105,16 +105,16 @@ def test_whole_numbers_written_with_an_exponent_are_whole_numbers() -> None:
 def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
     parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
     profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
-    faulty = [{"rows": 1.5, "working_set_bytes": 0, "ratio": -1}, {"rows": 1, "ratio": "fast", "speed": 2}]
-    figures = _figures() | {"profiles": [profile | {"composition": faulty}]}
+    faulty = [{"rows": 1.5, "width": 0, "s": -1}, {"rows": 1, "s": "fast", "speed": 2}]
+    figures = _figures() | {"profiles": [profile | {"layer": faulty}]}
     assert sorted(hardware.problems_of(figures)) == [
-        "hardware.profiles[0].composition[0].ratio=-1 must be above 0",
-        "hardware.profiles[0].composition[0].rows=1.5 must be a whole number, above 0",
-        "hardware.profiles[0].composition[0].working_set_bytes=0 must be above 0",
-        "hardware.profiles[0].composition[1].ratio=fast must be a number, above 0",
-        "hardware.profiles[0].composition[1].working_set_bytes is missing",
-        "unknown figure of hardware.profiles[0].composition[1] 'speed': there are ratio, rows, working_set_bytes",
+        "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0",
+        "hardware.profiles[0].layer[0].s=-1 must be above 0",
+        "hardware.profiles[0].layer[0].width=0 must be above 0",
+        "hardware.profiles[0].layer[1].s=fast must be a number, above 0",
+        "hardware.profiles[0].layer[1].width is missing",
+        "unknown figure of hardware.profiles[0].layer[1] 'speed': there are rows, s, width",
     ]
-    del figures["profiles"][0]["composition"]
-    assert hardware.problems_of(figures) == []
-    assert hardware.build(figures).profiles[0].composition == []
+    figures["profiles"][0] |= {"layer": [], "composition": [{"rows": 1, "working_set_bytes": 8, "ratio": 2.0}]}
+    assert hardware.problems_of(figures) == [], "what earlier versions wrote is ignored"
+    assert hardware.build(figures).profiles[0].forward_ratio == 1.0

@@ -44,20 +44,18 @@ def test_points_of_a_machine_may_be_lists_or_tables() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("1 8", "hardware.profiles[0].composition[0].ratio is missing"),
-        ("1 8 fast", "hardware.profiles[0].composition[0].ratio=fast must be a number, above 0"),
-        ("1 8 1.5 9", "unknown figure of hardware.profiles[0].composition[0] 'column 4': there are"),
-        ("1.5 8 1.5", "hardware.profiles[0].composition[0].rows=1.5 must be a whole number, above 0"),
+        ("1 8", "hardware.profiles[0].layer[0].s is missing"),
+        ("1 8 fast", "hardware.profiles[0].layer[0].s=fast must be a number, above 0"),
+        ("1 8 1.5 9", "unknown figure of hardware.profiles[0].layer[0] 'column 4': there are"),
+        ("1.5 8 1.5", "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0"),
     ],
 )
 def test_a_faulty_line_is_named_by_its_place(line: str, problem: str) -> None:
-    (found,) = hardware.problems_of(_figures(composition=f"rows working_set_bytes ratio\n{line}\n"))
+    (found,) = hardware.problems_of(_figures(layer=f"rows width s\n{line}\n"))
     assert found.startswith(problem)
 
 
-@pytest.mark.parametrize("table", ["", "a word", "rows working_set_bytes ratio\n"])
+@pytest.mark.parametrize("table", ["", "a word", "rows width s\n"])
 def test_a_text_without_points_is_no_table(table: str) -> None:
-    (found,) = hardware.problems_of(_figures(composition=table))
-    assert found == (
-        f"hardware.profiles[0].composition must be a list, or a table with a heading and lines, not {table!r}"
-    )
+    (found,) = hardware.problems_of(_figures(layer=table))
+    assert found == (f"hardware.profiles[0].layer must be a list, or a table with a heading and lines, not {table!r}")

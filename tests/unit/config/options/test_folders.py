@@ -7,8 +7,7 @@ import pytest
 from llama_ssp.config import folders
 from llama_ssp.config.machines import hardware, machine
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning.acceptance.known import known
-from llama_ssp.planning.acceptance.pair import Acceptance, DraftedPair
+from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
 

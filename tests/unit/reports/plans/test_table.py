@@ -15,7 +15,6 @@ from llama_ssp.reports.charts import Kind
 from llama_ssp.reports.plans import figure
 from llama_ssp.reports.plans.figure import draw_plan
 from llama_ssp.reports.plans.table import GIB, ITEMS, print_plan
-from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
 
@@ -136,8 +135,6 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     print_plan(plan, console)
     text = console.export_text()
     assert "…" not in text
-    low, high = plan["time"]["plain_ms_per_token_range"]
-    assert width < 80 or f"{rounded(low)}-{rounded(high)}" in text
     parts = plan["time"]["target_forward"]
     assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
     assert f"4 x {plan['time']['draft_step_ms']:.2f} draft" in " ".join(text.split())
