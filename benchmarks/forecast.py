@@ -49,8 +49,8 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.models.build import load_model
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.planning.config_file import read_config

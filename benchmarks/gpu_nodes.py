@@ -49,7 +49,7 @@ from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm, Mesh
 from llama_ssp.engine.executors import CudaRecorder
 from llama_ssp.engine.state import Request
-from llama_ssp.models.build import load_model
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import make_rule

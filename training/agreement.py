@@ -21,7 +21,7 @@ from llama_ssp.config import folders
 from llama_ssp.config.model_files import AGREEMENT_FILE
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.build import load_modules
+from llama_ssp.models.loading import load_modules
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
 

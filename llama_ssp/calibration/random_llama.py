@@ -17,7 +17,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.config.formats import NO_QUANTIZATION
 from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.build import load_model
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.spec import PlannedModel, model_bytes
 from llama_ssp.weights.source import TensorFacts, Wanted

@@ -23,7 +23,7 @@ from llama_ssp.engine.round import Round
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.tracing import Traced
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.models.null_runner import NullRunner
+from llama_ssp.models.runner import NullRunner
 from llama_ssp.sampling.rules import Draft, Rule, make_rule
 from llama_ssp.sampling.uniforms import Draws, UniformTable
 

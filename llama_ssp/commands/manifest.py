@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from llama_ssp.commands import options
-from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
+from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
 
 
 def main(arguments: list[str]) -> int:

@@ -3,10 +3,13 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from llama_ssp.shapes import static_shape
 
 _FEW_ROWS = 8
 
@@ -91,3 +94,28 @@ class Runner(Protocol):
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
         """
+
+
+@dataclass(kw_only=True, eq=False)
+class NullRunner:
+    """A `Runner` on ranks that hold nothing of the model, and run the same loop: no cache, no computation."""
+
+    device: torch.device
+    vocab_size: int
+    max_position_embeddings: int
+    num_allocations: int = 0
+    repeats_operators: bool = True
+    repeats_at_any_length: bool = True
+    is_thread_invariant: bool = True
+    reads_by_length: bool = True
+    packs_prompts: bool = False
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """Do nothing."""
+
+    def forward(
+        self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
+    ) -> Tensor:
+        """Return empty logits (B, R, 0)."""
+        num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
+        return torch.empty(num_rows, num_wanted, 0, device=self.device)

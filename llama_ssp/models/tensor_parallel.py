@@ -1,7 +1,7 @@
 """Tensor parallelism with plain tensors: replaces each module in the model's `tp_plan` by a sharded one.
 
 A sharded module holds this rank's slice and calls one collective. `architectures.sharding` decides which slice that is;
-`loader` fills it, using the module's `slices`.
+`loading` fills it, using the module's `slices`.
 
     column:  every rank computes some of the outputs from the whole input, and keeps them or gathers all
     row:     every rank computes all outputs from some of the inputs; the sum over the ranks is the result

@@ -26,8 +26,8 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import check_shape, inspect
+from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
-from llama_ssp.weights.manifest import verify
 from llama_ssp.weights.source import WeightSource
 
 if TYPE_CHECKING:  # the library's models take seconds to import
@@ -171,7 +171,7 @@ def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
 def _check(
     entry: ModelConfig, origin: WeightSource, of_user: Held, *, num_ranks: int, whole: WholeParts, device: str
 ) -> Source:
-    from llama_ssp.models.build import check_model  # noqa: PLC0415 - slow import
+    from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     compiles = device == "cpu" and not entry.int8_threshold
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)

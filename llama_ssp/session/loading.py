@@ -27,8 +27,7 @@ from llama_ssp.engine.round import Round
 from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.models.null_runner import NullRunner
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
 from llama_ssp.session.ranklog import describe_part
@@ -83,7 +82,7 @@ def load_models(
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     _log.info("this rank %s", describe_part(mesh))
-    from llama_ssp.models.build import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
     with raise_on_all_ranks(world.comm):
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context

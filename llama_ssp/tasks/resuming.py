@@ -17,8 +17,7 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.session.checkpoints import Source
 from llama_ssp.session.prompt_records import Message, Prompt
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.fingerprint import fingerprint
-from llama_ssp.weights.manifest import MANIFEST_FILE
+from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint
 
 _EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
@@ -27,7 +26,7 @@ _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of bo
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """The files of a model: their `weights.fingerprint`, and the hashes of a manifest that they were compared with."""
+    """The files of a model: their `hashes.fingerprint`, and the hashes of a manifest that they were compared with."""
 
     files: dict[str, str]
     manifest: dict[str, str]

@@ -1,7 +1,7 @@
 """A folder of safetensors weights: checked as a whole before loading, then read slice by slice.
 
 Every fault of a folder raises `CheckpointError`: missing, truncated or corrupt files, pickle weights, unknown models or
-models with custom code. Module `loader` matches tensors with a model; `hub` finds the folder.
+models with custom code. Module `models.loading` matches tensors with a model; `hub` finds the folder.
 """
 
 from collections import Counter
@@ -19,8 +19,7 @@ from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder,
 from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.packed import PackedLayout, PackedTensor, combine, layout_of
-from llama_ssp.weights.source import Wanted
-from llama_ssp.weights.stored import StoredTensor, read_header
+from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

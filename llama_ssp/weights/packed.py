@@ -23,8 +23,7 @@ from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.config.model_files import shown
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import int4_rows
-from llama_ssp.weights.source import TensorFacts, Wanted
-from llama_ssp.weights.stored import StoredTensor
+from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD = 8
 _ZERO = 8

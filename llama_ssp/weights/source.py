@@ -1,4 +1,7 @@
-"""The interface of a weight source: files (`checkpoint.Checkpoint`) or a recipe (`synthetic.Synthetic`)."""
+"""The interface of a weight source: files (`checkpoint.Checkpoint`), a recipe (`synthetic.Synthetic`), a loaded model.
+
+Also a tensor in a safetensors file, and the error for a file that cannot be read.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +9,14 @@ from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from llama_ssp.config.schema import ModelShape
+from llama_ssp.errors import CheckpointError
+
+_FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +79,53 @@ class WeightSource(Protocol):
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor(TensorFacts):
+    """A tensor and its safetensors file.
+
+    Attributes:
+        name: in the file.
+        kind: the file's word for its dtype, such as F16 or I32.
+    """
+
+    file: Path
+    name: str
+    kind: str
+
+    def read(self, *parts: range) -> Tensor:
+        """Read the tensor, or parts of its first dimensions; the result may be a view of the mapped file.
+
+        CheckpointError if the file has changed since it was inspected.
+        """
+        index = tuple(slice(part.start, part.stop) for part in parts)
+        try:
+            with safe_open(self.file, framework="pt") as stored:
+                piece: Tensor = stored.get_slice(self.name)[index or slice(None)]
+                return piece
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self.file, error) from error
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """List a file's tensors; on opening, safetensors checks the header against the size of the file."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                name: StoredTensor(
+                    file=file,
+                    name=name,
+                    kind=piece.get_dtype(),
+                    dtype=_FLOAT_DTYPES.get(piece.get_dtype()),
+                    shape=tuple(piece.get_shape()),
+                )
+                for name, piece in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} is truncated or corrupt ({error}): copy or download it again")

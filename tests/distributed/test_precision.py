@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.config.formats import formats
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.build import load_model
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.weights.checkpoint import inspect
 from tests.distributed.ranks import QUANTIZED, QUANTIZED_RANKS

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import varlen
-from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama import kernels, split_kernels
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, RmsNorm
+from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.varlen import Heads, VarlenAttention, window_size

@@ -16,8 +16,7 @@ from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import EagerExecutor, Executor
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import Verifier
-from llama_ssp.models.null_runner import NullRunner
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.sampling.rules import make_rule
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms

@@ -19,9 +19,8 @@ from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.config.schema import Offload
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.build import Loading, build_empty, fill_modules, weights_for
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loader import Weights, find_sources
+from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources, weights_for
 from llama_ssp.planning.layerwise import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.weights.source import WeightSource
 
@@ -54,7 +53,7 @@ class _Names(NamedTuple):
 
 
 def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype | None, quantization: str) -> None:
-    """Check what `load_device_map` requires in addition to `build.check_model`, without loading weights.
+    """Check what `load_device_map` requires in addition to `loading.check_model`, without loading weights.
 
     PlacementError if the offload is not supported, or a device has no room for modules that are never offloaded.
     """
@@ -73,7 +72,7 @@ def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype |
 def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loading]) -> ModuleRunner:
     """Load a whole model onto the devices of this rank.
 
-    For arguments and errors see `Place`, `build.load_model` and `check_device_map`.
+    For arguments and errors see `Place`, `loading.load_model` and `check_device_map`.
     """
     model = build_empty(origin)
     sources = find_sources(model, origin)

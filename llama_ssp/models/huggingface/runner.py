@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.models.cache import LibraryCache
-from llama_ssp.models.cached_runner import CachedRunner
+from llama_ssp.models.cache import CachedRunner, LibraryCache
 from llama_ssp.models.huggingface.families import check_servable, mask_argument
 from llama_ssp.models.runner import Pieces
 

@@ -19,7 +19,7 @@ from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
-from llama_ssp.models.cached_runner import CachedRunner
+from llama_ssp.models.cache import CachedRunner
 from llama_ssp.models.llama.attention import (
     Attend,
     CompiledAttention,

@@ -37,18 +37,12 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         is_packed = weight_OI.dtype is torch.uint8
         codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
         num_inputs = 2 * codes_OI.shape[1]
-        self.native = None
         if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
             self.native = NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
             return
         # The kernel reads the words of neighbouring outputs together.
         operands = codes_OI, words_OG.t().contiguous()
         super().__init__(operands, num_inputs, bias_O, _product_of_few_rows(weight_OI.device.type))
-
-    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
-        if self.native is None:
-            return super()._sum(x_MI, residual_MO)
-        return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.kernels.linear import Linear, native_linear
+from llama_ssp.kernels.linear import Linear, NativeLinear, native_linear
 from llama_ssp.models.triton_tools import attempt
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
@@ -32,7 +32,13 @@ ProductOfFewRows = Callable[..., Tensor]
 
 
 class QuantizedForm(Linear):
-    """Base class of quantized layers, which add the residual after the product."""
+    """Base class of quantized layers.
+
+    Attributes:
+        native: the compiled product of the same weights, where this CPU has one that fits them.
+    """
+
+    native: NativeLinear | None = None
 
 
 class WeightOnlyLinear(QuantizedForm):
@@ -71,6 +77,8 @@ class WeightOnlyLinear(QuantizedForm):
 
     def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
         """The product with bias and residual, which a GPU's kernel adds itself."""
+        if self.native:
+            return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
         if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:
             y_MO = self._unpacked(x_MI)
         elif x_MI.is_cuda:
@@ -111,11 +119,6 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
         num_inputs = weight_OI.shape[1]
         kernel = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, num_inputs % _CPU_VECTOR == 0)
         super().__init__(quantize(), num_inputs, bias_O, kernel)
-
-    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
-        if self.native is None:
-            return super()._sum(x_MI, residual_MO)
-        return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """See `WeightOnlyLinear`."""

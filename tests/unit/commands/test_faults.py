@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.weights.manifest import write_manifest
+from llama_ssp.weights.hashes import write_manifest
 from tests.helpers.faults import damage
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint

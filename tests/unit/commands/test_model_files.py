@@ -26,7 +26,7 @@ from llama_ssp.session.startup import StartClock
 from llama_ssp.tasks import run as task
 from llama_ssp.tasks.dry_run import dry_run
 from llama_ssp.weights.checkpoint import INDEX_FILE
-from llama_ssp.weights.manifest import MANIFEST_FILE, write_manifest
+from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint

@@ -20,7 +20,7 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.world import start
 from llama_ssp.engine.state import Request
-from llama_ssp.models.build import check_model
+from llama_ssp.models.loading import check_model
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
 

@@ -21,7 +21,7 @@ from llama_ssp.distributed.comms import Comm, Mesh
 from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import NOT_A_NUMBER, Verifier
-from llama_ssp.models.null_runner import NullRunner
+from llama_ssp.models.runner import NullRunner
 from llama_ssp.sampling.rules import Draft, make_rule
 from llama_ssp.sampling.uniforms import UniformTable
 from llama_ssp.session.loading import Models, build_decoder

@@ -13,7 +13,7 @@ from llama_ssp.config.schema import SamplingConfig, VerificationConfig, WholePar
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.models.build import load_model
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows

@@ -25,7 +25,7 @@ from llama_ssp.distributed.comms import Comm, Mesh
 from llama_ssp.drafting.translation import TokenizerPair
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.null_runner import NullRunner
+from llama_ssp.models.runner import NullRunner
 from llama_ssp.session.loading import Models, build_decoder
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms

@@ -10,9 +10,8 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.engine import scoring
 from llama_ssp.engine.scoring import ScoredText, TokenScores, log_likelihoods
 from llama_ssp.errors import NumericError
-from llama_ssp.models.build import load_model
-from llama_ssp.models.null_runner import NullRunner
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint

@@ -12,9 +12,9 @@ from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels.linear import PlainLinear
-from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms

@@ -18,9 +18,9 @@ from llama_ssp.distributed.comms import Comm, is_recording
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.engine.tracing import Traced, find_tensors
 from llama_ssp.kernels.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
-from llama_ssp.models.build import load_modules
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import Nf4Linear
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear

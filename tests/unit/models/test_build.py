@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import save_file
 
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
-from llama_ssp.models.build import build_empty, check_model
+from llama_ssp.models.loading import build_empty, check_model
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ssp.config.formats import formats
-from llama_ssp.models.build import build_empty
+from llama_ssp.models.loading import build_empty
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
@@ -32,7 +32,7 @@ from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.models.build import check_model, load_model
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision, bitsandbytes
 from llama_ssp.planning.weights import shares, weight_bytes

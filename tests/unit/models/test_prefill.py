@@ -11,8 +11,8 @@ from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
 from llama_ssp.engine.state import Request
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.null_runner import NullRunner
 from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
+from llama_ssp.models.runner import NullRunner
 from llama_ssp.session.loading import settle_packing
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import thread_comms

@@ -19,10 +19,9 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import start as start_world
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
-from llama_ssp.models.build import check_model, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.quantization.modules import QuantizedLinear
+from llama_ssp.models.loading import QuantizedLinear, check_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.weights import shares, weight_bytes
@@ -235,7 +234,7 @@ def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> Non
 def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
     saved: Saved, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.loading.find_spec", lambda _name: None)
     checkpoint = inspect(saved("llama"))
     with pytest.raises(
         ConfigError, match=rf"{form} needs the package bitsandbytes: .* -m pip install -e '\.\[.*int8_weight_only"
@@ -248,8 +247,8 @@ def test_without_bitsandbytes_its_forms_are_refused_with_the_command(
 def test_int8_needs_its_package_only_where_no_compiled_product_serves(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, *, num_ranks: int, compiles: bool, has_product: bool
 ) -> None:
-    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
-    monkeypatch.setattr("llama_ssp.models.quantization.modules.product_of", lambda _kind: has_product or None)
+    monkeypatch.setattr("llama_ssp.models.loading.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.loading.product_of", lambda _kind: has_product or None)
     checkpoint = inspect(saved("llama"))
     if compiles and has_product:
         check_model(checkpoint, num_ranks=num_ranks, quantization="int8", compiles=compiles)
@@ -263,8 +262,8 @@ def test_int8_needs_its_package_only_where_no_compiled_product_serves(
 def test_layers_that_compiled_products_do_not_fit_are_named_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_ssp.models.quantization.modules.find_spec", lambda _name: None)
-    monkeypatch.setattr("llama_ssp.models.quantization.modules.product_of", lambda _kind: True)
+    monkeypatch.setattr("llama_ssp.models.loading.find_spec", lambda _name: None)
+    monkeypatch.setattr("llama_ssp.models.loading.product_of", lambda _kind: True)
     build_checkpoint(tmp_path, "llama", head_dim=8, num_key_value_heads=8)
     check_model(inspect(tmp_path), num_ranks=2, quantization="int8", compiles=True)
     sentence = r"needs the package bitsandbytes for .*0.self_attn.q_proj.* no multiples of 16: .* -m pip install"

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from llama_ssp.config.schema import WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.build import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import load_modules
 from llama_ssp.models.tensor_parallel import RowLinear, shard
 from llama_ssp.weights.checkpoint import inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.seconds
 # What a run does not need before it looks at checkpoints; the first seven take seconds.
 BEFORE_CHECKPOINTS = (
     "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",
-    "accelerate", "llama_ssp.models.build", "llama_ssp.models.llama.decoder",
+    "accelerate", "llama_ssp.models.loading", "llama_ssp.models.llama.decoder",
 )  # fmt: skip
 # What the report at the end needs, after everything else has been shown.
 AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")

@@ -5,8 +5,7 @@ import torch
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import ModelShape
-from llama_ssp.weights.expansion import cancelling, obstacle, shares
-from llama_ssp.weights.gather import SPARE, Gather
+from llama_ssp.weights.expansion import SPARE, Gather, cancelling, obstacle, shares
 from tests.helpers.shapes import llama_shape
 
 COUNTS = range(1, 40)

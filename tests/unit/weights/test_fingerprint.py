@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llama_ssp.weights.fingerprint import fingerprint
+from llama_ssp.weights.hashes import fingerprint
 
 SHARDS = {"model-1.safetensors": ["embed", "norm"], "model-2.safetensors": ["head"]}
 SIZES = {"embed": (700, 40), "norm": (3,), "head": (0, 4)}

@@ -7,7 +7,7 @@ import pytest
 
 from llama_ssp.commands import manifest as command
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.manifest import MANIFEST_FILE, verify, write_manifest
+from llama_ssp.weights.hashes import MANIFEST_FILE, verify, write_manifest
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from llama_ssp.config.schema import ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
-from llama_ssp.models.build import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import Checkpoint
 from llama_ssp.weights.synthetic import Synthetic, choose_small, noise_for, synthesize
@@ -198,7 +198,7 @@ import json, os, threading, time
 import torch
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.models.build import build_empty, load_modules
+from llama_ssp.models.loading import build_empty, load_modules
 from llama_ssp.weights.synthetic import synthesize
 from tests.helpers.shapes import llama_shape
 

@@ -9,11 +9,10 @@ import torch
 
 from llama_ssp.config.schema import Dtype, Offload, TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.build import build_empty
 from llama_ssp.models.huggingface import device_map
 from llama_ssp.models.huggingface.device_map import Place, check_device_map, load_device_map
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loader import find_sources
+from llama_ssp.models.loading import build_empty, find_sources
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.layerwise import RowBytes, row_bytes
 from llama_ssp.planning.spec import PlannedModel

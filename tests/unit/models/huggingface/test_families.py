@@ -16,10 +16,10 @@ from llama_ssp.engine.state import Request
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
-from llama_ssp.models.build import build_empty, load_model, load_modules
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import build_empty, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.weights.checkpoint import inspect

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.models.build import check_model, load_model
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner

@@ -14,8 +14,8 @@ from llama_ssp.config.formats import FORMATS, format_of, formats, problem_of
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.build import check_model, load_model, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import check_model, load_model, load_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.weights import weight_bytes

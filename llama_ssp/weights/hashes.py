@@ -1,22 +1,38 @@
-"""The hashes of a checkpoint's files: written once from files known to be good, compared before a run.
+"""The hashes of a checkpoint's files: a manifest of all, and a fingerprint that is read in milliseconds.
 
-A manifest is a JSON object from each file's path below the folder to its SHA-256, in `MANIFEST_FILE` in the same folder
-or anywhere else. Hidden files are ignored.
+A manifest is written once from files known to be good, and compared before a run. It is a JSON object from each file's
+path below the folder to its SHA-256, in `MANIFEST_FILE` in the same folder or anywhere else. Hidden files are ignored.
+
+A fingerprint says which model a folder holds, by content: a run is not resumed with another one. Configuration and
+tokenizer are hashed whole. Of weights, the header and a block from the middle of each tensor are: another training, a
+merged adapter or another precision changes these. Times and paths do not count, so a copy is the same model.
 """
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llama_ssp.config.model_files import read_json
+from llama_ssp.config.model_files import (
+    AGREEMENT_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    TOKENIZER_FILES,
+    read_json,
+)
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, summary
 
 MANIFEST_FILE = "sha256.json"
 _NUM_THREADS = 4
+_SMALL_FILES = (
+    CONFIG_FILE, GENERATION_CONFIG_FILE, AGREEMENT_FILE, *TOKENIZER_FILES, "chat_template.jinja", "merges.txt",
+    "vocab.txt", "tokenizer.model",
+)  # fmt: skip
+_BLOCK_BYTES, _MOST_BLOCKS = 4096, 2048
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -85,3 +101,38 @@ def _hash(file: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}): copy or download it again") from error
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """The hash of each file of a checkpoint that decides its text, by name; `checkpoint.inspect` has checked the files.
+
+    CheckpointError if one cannot be read.
+    """
+    small = [name for name in _SMALL_FILES if (folder / name).is_file()]
+    if (folder / SINGLE_FILE).is_file():
+        weights = [SINGLE_FILE]
+    else:
+        small.append(INDEX_FILE)
+        weights = sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values()))
+    try:
+        hashes = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in small}
+        return hashes | {name: _sampled(folder / name, most_blocks=_MOST_BLOCKS // len(weights)) for name in weights}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}): copy or download it again") from error
+
+
+def _sampled(file: Path, *, most_blocks: int) -> str:
+    """Hash the size and the header of a safetensors file, and a block of each tensor; of very many, spread evenly."""
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        number = stream.fileno()
+        first = os.pread(number, 8, 0)
+        header = os.pread(number, int.from_bytes(first, "little"), 8)
+        digest.update(os.fstat(number).st_size.to_bytes(8, "little") + first + header)
+        ranges = sorted(tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__")
+        num_blocks = min(len(ranges), max(most_blocks, 1))
+        for place in range(num_blocks):
+            begin, end = ranges[place * len(ranges) // num_blocks]
+            middle = begin + max(0, end - begin - _BLOCK_BYTES) // 2
+            digest.update(os.pread(number, min(_BLOCK_BYTES, end - begin), 8 + len(header) + middle))
+    return digest.hexdigest()
