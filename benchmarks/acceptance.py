@@ -20,12 +20,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp import load
+from llama_ssp import Pair, load
 from llama_ssp.config import folders
 from llama_ssp.config.drafters import NgramConfig
 from llama_ssp.config.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.engine.state import Request
-from llama_ssp.library import Pair
 from llama_ssp.sampling.processors import processor
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import encode

@@ -27,11 +27,10 @@ from llama_ssp.config.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.config.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.state import Request
 from llama_ssp.reports.provenance import processor, versions
-from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.peers import Peers, load_peer
 from llama_ssp.session.prompts import encode
-from llama_ssp.tasks.benchmark import Ours
+from llama_ssp.session.tuning import tune
+from llama_ssp.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.weights import hub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
@@ -93,7 +92,7 @@ def ours(pair: Pair, config: RunConfig, prompts: list[tuple[int, ...]], *, specu
     with torch.inference_mode():
         decoder.make_room(requests)
         longest = max(map(len, prompts)) + NUM_NEW_TOKENS // 2
-        settle_length(decoder, config, comm=pair.models.mesh.world, num_slots=longest)
+        tune(decoder, config, comm=pair.models.mesh.world, num_slots=longest)
     return Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
 
 

@@ -48,9 +48,9 @@ from llama_ssp.engine.state import Request
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.overlap import OverlappedTime, alone_s
 from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.draft_length import settle_overlap
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
+from llama_ssp.session.tuning import tune
 from llama_ssp.tasks.benchmark import cut
 
 PROMPT_TOKENS, NEW_TOKENS = 24, 64
@@ -146,7 +146,7 @@ def make_candidate(
         num_draft_tokens=num_draft_tokens,
     )  # fmt: skip
     found.decoder.make_room([found.request(0)])
-    settle_overlap(found.decoder, own, comm=world.comm, num_slots=PROMPT_TOKENS + NEW_TOKENS // 2)
+    tune(found.decoder, own, comm=world.comm, num_slots=PROMPT_TOKENS + NEW_TOKENS // 2)
     return found
 
 

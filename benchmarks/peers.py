@@ -35,9 +35,8 @@ from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.tracing import Traced
 from llama_ssp.planning.spec import planned_model, step_bytes
 from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.peers import Peers, load_peer
 from llama_ssp.session.prompts import encode
-from llama_ssp.tasks.benchmark import Ours
+from llama_ssp.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.weights import hub
 
 PROMPTS = (

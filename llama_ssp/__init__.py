@@ -4,21 +4,26 @@
 imported on first use, so that planning works without torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.library import Completion, Pair, compare_machines, load, plan, speculative_generate
+    from llama_ssp.library.loading import load
+    from llama_ssp.library.pair import Completion, Pair, speculative_generate
+    from llama_ssp.library.planning import compare_machines, plan
 
 __all__ = ["Completion", "Pair", "compare_machines", "load", "plan", "speculative_generate"]
+_MODULES = {
+    "Completion": "pair", "Pair": "pair", "compare_machines": "planning", "load": "loading", "plan": "planning",
+    "speculative_generate": "pair",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULES:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    from llama_ssp import library  # noqa: PLC0415 - torch must not be imported with the package
-
-    return getattr(library, name)
+    return getattr(import_module(f"llama_ssp.library.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

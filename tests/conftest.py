@@ -6,6 +6,7 @@ A fourth, with --gpu-stub, needs a CUDA build of torch.
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -51,6 +52,17 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
         if nodeid.startswith(STUBS):
             return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_heed_hangups() -> Iterator[None]:
+    """Under `nohup` tests go on ignoring SIGHUP, but the programs that they start do not: these inherit no function."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @pytest.fixture

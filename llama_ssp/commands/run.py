@@ -77,7 +77,7 @@ def main(
 
 
 class _Interrupt:
-    """Handles a signal as Ctrl-C is handled, outside of `session.stopping`; a second signal changes nothing.
+    """Handles a signal as Ctrl-C is handled, outside of `session.interruption`; a second signal changes nothing.
 
     Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
 

@@ -14,6 +14,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
+from llama_ssp import load
 from llama_ssp.config.checks import check_values
 from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.gpu.selecting import selected
@@ -21,10 +22,8 @@ from llama_ssp.engine.scoring import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import GenerationArguments, ModelArguments
-from llama_ssp.library import load
 from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompt_records import Message
-from llama_ssp.session.prompts import check_ids, in_template
+from llama_ssp.session.prompts import Message, check_ids, in_template
 
 NAME = "llama_ssp"
 """The value of `--model`."""

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from llama_ssp.config import catalogue
 from llama_ssp.config.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
@@ -23,49 +23,34 @@ LOCAL = "local"
 """The entry of the catalogue that needs a folder, and the name of a model from a folder."""
 
 
-class _Argument(NamedTuple):
-    """What an argument must be, for the error, and how it is read; `read` raises TypeError for any other type."""
-
-    wanted: str
-    read: Callable[[Any], object]
+_Reader = Callable[[Any], object]
+"""Reads an argument; raises TypeError for one of another type."""
 
 
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError
-    return int(value)
+def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
+    """Read values of a kind, of which booleans are none but for `bool`."""
+
+    def reader(value: object) -> object:
+        if or_none and value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError
+        return read(value)
+
+    return reader
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    return float(value)
+_whole, _number, _text = _of(Integral, int), _of(Real, float), _of(str, str)
+_whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
+_flag = _of(bool, bool)
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _prices(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError
+def _prices(value: Mapping[Any, Any]) -> dict[object, object]:
     return {_text(name): _number(price) for name, price in value.items()}
 
 
-def _texts(value: object) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
-        raise TypeError
-    return [*value]
+def _texts(value: object) -> list[object]:
+    return [value] if isinstance(value, str) else [_text(text) for text in _of(Sequence, list)(value)]  # type: ignore[attr-defined]
 
 
 def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
@@ -74,42 +59,37 @@ def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
     return value
 
 
-def _or_none(read: Callable[[Any], object]) -> Callable[[Any], object]:
-    return lambda value: None if value is None else read(value)
-
-
-_WHOLE, _ENOUGH = _Argument("a whole number", _whole), "a number, for example"
-_ARGUMENTS = {
-    "max_new_tokens": _Argument("a whole number of tokens, for example 64", _whole),
-    "num_draft_tokens": _Argument(
-        f"a whole number, for example 4, or {ADAPTIVE!r}", lambda value: value if value == ADAPTIVE else _whole(value)
+_ENOUGH = "a number, for example"
+_ARGUMENTS: dict[str, tuple[_Reader, str]] = {
+    "max_new_tokens": (_whole, "a whole number of tokens, for example 64"),
+    "num_draft_tokens": (
+        lambda value: value if value == ADAPTIVE else _whole(value), f"a whole number, for example 4, or {ADAPTIVE!r}"
     ),
-    "temperature": _Argument(f"{_ENOUGH} 0.8; 0 is greedy", _number),
-    "top_k": _Argument("a whole number, for example 50, or None for the whole vocabulary", _or_none(_whole)),
-    "top_p": _Argument(f"{_ENOUGH} 0.9, or None to switch it off", _or_none(_number)),
-    "min_p": _Argument(f"{_ENOUGH} 0.05, or None to switch it off", _or_none(_number)),
-    "repetition_penalty": _Argument(f"{_ENOUGH} 1.1; 1 switches it off", _number),
-    "frequency_penalty": _Argument(f"{_ENOUGH} 0.5; 0 switches it off", _number),
-    "presence_penalty": _Argument(f"{_ENOUGH} 0.5; 0 switches it off", _number),
-    "seed": _WHOLE,
-    "num_samples": _Argument("a whole number of completions of each prompt", _whole),
-    "batch_size": _Argument("a whole number of rows, for example 8", _whole),
-    "stop": _Argument("a text or a list of texts", _texts),
-    "chat": _Argument("True or False", _flag),
-    "plain": _Argument("True or False", _flag),
-    "rule": _Argument("the name of a rule", _text),
-    "streamer": _Argument("a streamer of transformers, such as TextStreamer(pair.tokenizer)", _streamer),
-    "prompt_tokens": _Argument("a whole number of tokens, for example 128", _whole),
-    "acceptance": _Argument(f"{_ENOUGH} 0.8, or None for that of the pair", _or_none(_number)),
-    "max_ms_per_token": _Argument(f"{_ENOUGH} 30, or None", _or_none(_number)),
-    "max_price": _Argument(f"{_ENOUGH} 10, or None", _or_none(_number)),
-    "prices": _Argument("US dollars per hour by machine, for example {'8xh100': 20}", _prices),
-    "search": _Argument("True or False", _flag),
-    "num_gpus": _Argument("a whole number, or None", _or_none(_whole)),
-    "num_nodes": _Argument("a whole number, or None", _or_none(_whole)),
-}
-
-
+    "temperature": (_number, f"{_ENOUGH} 0.8; 0 is greedy"),
+    "top_k": (_whole_or_none, "a whole number, for example 50, or None for the whole vocabulary"),
+    "top_p": (_number_or_none, f"{_ENOUGH} 0.9, or None to switch it off"),
+    "min_p": (_number_or_none, f"{_ENOUGH} 0.05, or None to switch it off"),
+    "repetition_penalty": (_number, f"{_ENOUGH} 1.1; 1 switches it off"),
+    "frequency_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "presence_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "seed": (_whole, "a whole number"),
+    "num_samples": (_whole, "a whole number of completions of each prompt"),
+    "batch_size": (_whole, "a whole number of rows, for example 8"),
+    "stop": (_texts, "a text or a list of texts"),
+    "chat": (_flag, "True or False"),
+    "plain": (_flag, "True or False"),
+    "rule": (_text, "the name of a rule"),
+    "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
+    "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
+    "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
+    "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
+    "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
+    "prices": (_of(Mapping, _prices), "US dollars per hour by machine, for example {'8xh100': 20}"),
+    "search": (_flag, "True or False"),
+    "num_gpus": (_whole_or_none, "a whole number, or None"),
+    "num_nodes": (_whole_or_none, "a whole number, or None"),
+}  # fmt: skip
+"""How each argument is read, and what it must be, for the error."""
 _MEANT = {
     **dict.fromkeys(("max_tokens", "max_length", "n_predict", "num_tokens"), "max_new_tokens"),
     **dict.fromkeys(("k", "gamma", "num_speculative_tokens", "num_assistant_tokens"), "num_draft_tokens"),
@@ -150,10 +130,11 @@ def check_types(given: Mapping[str, object]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     problems = []
     for name, value in given.items():
+        read, wanted = _ARGUMENTS[name]
         try:
-            values[name] = _ARGUMENTS[name].read(value)
+            values[name] = read(value)
         except TypeError:
-            problems.append(f"{name}={reprlib.repr(value)} must be {_ARGUMENTS[name].wanted}")
+            problems.append(f"{name}={reprlib.repr(value)} must be {wanted}")
     if problems:
         raise ConfigError(one_message(problems))
     return values

@@ -1,9 +1,16 @@
 """A target and its draft in memory, which complete prompts in one process."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+import reprlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import chain
+from numbers import Integral
+from typing import Any, TypeAlias, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -11,19 +18,122 @@ from llama_ssp.config.checks import check_values
 from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.gpu.selecting import selected
-from llama_ssp.engine.state import Request, count_equal_before
+from llama_ssp.engine.completion import FinishReason, RowCompletion
+from llama_ssp.engine.loop import Decoder
+from llama_ssp.engine.state import Request
+from llama_ssp.engine.stops import StopStrings
 from llama_ssp.engine.stream import StreamerAdapter
 from llama_ssp.errors import ConfigError
 from llama_ssp.library.arguments import check_types, known_arguments
-from llama_ssp.library.completion import Completion, of_row
-from llama_ssp.library.decoders import Decoders
-from llama_ssp.library.prompts import AnyPrompt, as_list, encode_any
 from llama_ssp.library.words import in_library_words
-from llama_ssp.session.loading import Models
-from llama_ssp.session.prompts import check_ids
+from llama_ssp.session.loading import Models, build_decoder
+from llama_ssp.session.prompts import Message, Prompt, encode_messages
+from llama_ssp.session.tuning import make_ready
+
+Chat: TypeAlias = Sequence[Message]
+"""A conversation up to where the assistant speaks, or whose last message, the assistant's, it continues."""
+TokenIds: TypeAlias = Sequence[int] | Tensor
+AnyPrompt: TypeAlias = str | Chat | TokenIds
+"""A text, a chat, or token ids in a list, a tensor or an array."""
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)}
+_SHOWN = 40
+"""Characters of a text in a `repr`."""
+_MOST_KEPT = 4
+"""Decoders that a pair keeps, each with CUDA graphs or traces of its own."""
+_ROOM_STEP, _NEW_STEP = 256, 64
+"""Rows have room for a multiple of so many tokens and new tokens: larger caches would drop all graphs."""
+_WANTED = (
+    "a text, a chat such as [{'role': 'user', 'content': 'Hello'}], or token ids such as "
+    "pair.tokenizer('Hello').input_ids, or a list of these"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionTimes:
+    """Seconds of one completion; those of its batch's rounds are shared equally among the rows.
+
+    Attributes:
+        total_s: from the start of its prefill to its end.
+        first_token_s: to its first token.
+        draft_s, verify_s, other_s: its share of the rounds' parts; prefill is no part of them.
+    """
+
+    total_s: float
+    first_token_s: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Completion:
+    """A completion by `Pair.generate`, without its prompt.
+
+    Attributes:
+        index: the place of its prompt in the list.
+        sample: which of the samples of its prompt.
+        prompt_ids: what the model read.
+        text: continues the prompt exactly; special tokens are left out.
+        finish_reason: "length", "eos" or "stop".
+        accepted_lengths: for each round, the accepted drafted tokens.
+        draft_lengths: for each round, the drafted tokens.
+        is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
+        acceptance: share of the examined drafted tokens that were accepted; None without any.
+        num_target_forwards: forwards of the target, including the prefill.
+    """
+
+    index: int
+    sample: int
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    accepted_lengths: list[int]
+    draft_lengths: list[int]
+    is_drafted: list[bool]
+    acceptance: float | None
+    num_target_forwards: int
+    times: CompletionTimes
+
+    @property
+    def accepted_ids(self) -> list[int]:
+        """The new tokens that were drafted and accepted, in order."""
+        return [token for token, drafted in zip(self.token_ids, self.is_drafted, strict=True) if drafted]
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per new token, prefill included."""
+        return 1e3 * self.times.total_s / len(self.token_ids)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        accepted = "" if self.acceptance is None else f", acceptance {self.acceptance:.2f}"
+        speed = f"{self.ms_per_token:.1f} ms/token"
+        return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
+
+
+def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    request, part_s = row.request, row.part_s
+    examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
+    num_examined = sum(of for _, of in examined)
+    # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
+    drafted = chain([False], *([True] * number + [False] for number in row.accepted_lengths))
+    return Completion(
+        index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
+        text=decode_after(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
+        finish_reason=cast("FinishReason", row.finish_reason),
+        accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
+        is_drafted=[next(drafted, False) for _ in row.token_ids],
+        acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
+        num_target_forwards=row.num_target_forwards,
+        times=CompletionTimes(
+            total_s=row.busy_s, first_token_s=row.first_token_s,
+            draft_s=part_s["draft"], verify_s=part_s["verify"], other_s=part_s["other"],
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -39,7 +149,7 @@ class Pair:
 
     models: Models
     config: RunConfig
-    _decoders: Decoders = field(default_factory=Decoders, init=False)
+    _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -112,35 +222,23 @@ class Pair:
         with in_library_words():
             read = check_types(given)
             sampling = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
             config = replace(
                 self.config, sampling=sampling, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"]), stop_strings=read["stop"],
-                **{name: read[name] for name in ("max_new_tokens", "num_samples", "batch_size", "seed")},
+                **{name: read[name] for name in same},
             )  # fmt: skip
             check_values(config)
-            requests = self._requests(prompts, config, chat=chat)
+            read_prompts = [
+                _as_prompt(number, prompt, self.tokenizer) for number, prompt in enumerate(_as_list(prompts), start=1)
+            ]
+            requests = [job.request for job in self.models.job_maker.jobs(read_prompts, config)]
             if streamer and len(requests) != 1:
                 raise ConfigError(
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
                 )
             config.batch_size = min(config.batch_size, len(requests))
             return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
-
-    def _requests(self, prompts: object, config: RunConfig, *, chat: bool) -> list[Request]:
-        """Encode and check the prompts; one request for each sample of each."""
-        models, num_new = self.models, config.max_new_tokens
-        given = as_list(prompts)
-        encoded = [encode_any(number, prompt, models.tokenizer, chat=chat) for number, prompt in enumerate(given, 1)]
-        for prompt, ids in zip(given, encoded, strict=True):
-            check_ids(
-                ids, max_new_tokens=num_new, context=models.context, vocab_size=models.target.vocab_size,
-                prompt=str(prompt),
-            )  # fmt: skip
-        return [
-            Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number)
-            for index, (ids, number) in enumerate(zip(encoded, count_equal_before(encoded), strict=True))
-            for sample in range(config.num_samples)
-        ]
 
     def _complete(
         self, requests: Sequence[Request], config: RunConfig, *, speculative: bool, streamer: BaseStreamer | None
@@ -150,7 +248,7 @@ class Pair:
         with (
             torch.inference_mode(),
             selected(self.device),
-            self._decoders.ready(self.models, config, requests, speculative=speculative) as decoder,
+            self._decoder(config, requests, speculative=speculative) as decoder,
         ):
             for updates in decoder.run(requests):
                 for update in updates:
@@ -160,7 +258,84 @@ class Pair:
                         adapter.put(update.new_ids)
         if adapter:
             adapter.end()
-        return [of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+        return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+
+    @contextmanager
+    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, speculative: bool) -> Iterator[Decoder]:
+        """Yield the decoder of a config, with room for the requests; forget it if the block fails.
+
+        All decoders share the models' caches, which have room for one number of rows: a call with another number
+        allocates them, and then every decoder captures its graphs again. An interruption may leave a decoder in the
+        middle of a capture.
+        """
+        models, kept = self.models, self._decoders
+        key = (
+            speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
+            torch.get_num_threads(), astuple(config.sampling),
+        )  # fmt: skip
+        decoder = kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
+        kept[key] = decoder
+        kept.move_to_end(key)
+        if len(kept) > _MOST_KEPT:
+            kept.popitem(last=False)
+        decoder.seed = config.seed
+        decoder.stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
+        try:
+            decoder.make_room([_room(requests, context=models.context)])
+            make_ready(decoder, requests, config, comm=models.mesh.world)
+            yield decoder
+        except BaseException:
+            kept.pop(key, None)
+            raise
+
+
+def _room(requests: Sequence[Request], *, context: int) -> Request:
+    """A request with room for all of these, and for slightly longer ones in later calls."""
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    num_new = max(request.max_new_tokens for request in requests)
+    longest = min(-(-longest // _ROOM_STEP) * _ROOM_STEP, context)
+    num_new = min(-(-num_new // _NEW_STEP) * _NEW_STEP, longest - 1)
+    return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
+
+
+def _as_list(prompts: object) -> list[Any]:
+    """The prompts of a call, which has one or several; raises ConfigError if it has none."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts={reprlib.repr(prompts)} must be {_WANTED}")
+    if not prompts:
+        raise ConfigError("at least one prompt is required")
+    is_one = isinstance(prompts[0], Integral | Mapping)
+    return [prompts] if is_one else [_plain(prompt) for prompt in prompts]
+
+
+def _plain(prompt: object) -> object:
+    """Lists for tensors and arrays."""
+    to_list = getattr(prompt, "tolist", None)
+    return to_list() if callable(to_list) else prompt
+
+
+def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    ids: tuple[int, ...] = ()
+    if isinstance(prompt, Sequence):
+        if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            ids = tuple(int(token) for token in prompt)
+        elif all(_is_message(message) for message in prompt):
+            ids = encode_messages([dict(message) for message in prompt], tokenizer)
+    if not ids:
+        raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
+    if min(ids) < 0:
+        raise ConfigError(f"prompt {number} has token id {min(ids)}: ids begin at 0")
+    return Prompt(text=str(prompt), ids=ids)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 @known_arguments

@@ -1,4 +1,4 @@
-"""Loads models onto this rank and builds decoders from them; `session` runs the decoders."""
+"""From checked sources to the models on this rank, and from models and settings to a decoder."""
 
 import logging
 import time
@@ -30,6 +30,7 @@ from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.session.checkpoints import Source, device_map_place
+from llama_ssp.session.jobs import JobMaker
 from llama_ssp.session.ranklog import describe_part
 
 LoadProgress = Callable[[str, int, int], None]
@@ -61,6 +62,11 @@ class Models:
     context: int
     sources: tuple[Source, ...] = ()
     tokenizers: TokenizerPair | None = None
+
+    @property
+    def job_maker(self) -> JobMaker:
+        """Encodes prompts for the target."""
+        return JobMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
 
 
 def load_models(
@@ -104,9 +110,9 @@ def load_models(
             load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole, fuses=fuses)
             draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
     if world.device.type == "cuda":
-        settle_packing(target, mesh.replica)
+        agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:
-            settle_packing(draft, mesh.draft)
+            agree_on_packing(draft, mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.peers = mesh.replica_ranks
     tokenizers = None
@@ -121,7 +127,7 @@ def load_models(
     )  # fmt: skip
 
 
-def settle_packing(runner: Runner, comm: Comm) -> None:
+def agree_on_packing(runner: Runner, comm: Comm) -> None:
     """Pack prompts only if all ranks of a model can, since their messages need one shape.
 
     All ranks of `comm` must call this together, also those without a part of the model.
@@ -170,11 +176,10 @@ def build_decoder(
             split=split, tokenizers=models.tokenizers,
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
-    match drafters:
-        case [AheadDrafter() as ahead]:
-            round_: Round = OverlappedRound(models.target, ahead, verifier=verifier)
-        case _:
-            round_ = Round(models.target, *drafters, verifier=verifier)
+    if drafters and isinstance(drafters[0], AheadDrafter):
+        round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
+    else:
+        round_ = Round(models.target, *drafters, verifier=verifier)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,

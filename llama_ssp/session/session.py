@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import product
-from typing import Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.console.progress import Pace, RunProgress
 from llama_ssp.console.terminal import Terminal
+from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.memory import MemoryWatch
 from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
@@ -24,30 +25,27 @@ from llama_ssp.engine.stream import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.folder import RunFolder
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey, RankActivity
-from llama_ssp.session.draft_length import settle_length, settle_overlap
-from llama_ssp.session.jobs import PromptTask, waves, with_answers
-from llama_ssp.session.lines import to_line
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
+from llama_ssp.session.jobs import PromptTask, in_turns
 from llama_ssp.session.loading import Models, build_decoder
+from llama_ssp.session.prompts import Prompt
 from llama_ssp.session.startup import StartClock
+from llama_ssp.session.tuning import make_ready
 
 _WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16
 
 
-class Viewer(Protocol):
-    """Shows completions as they come; each task has its own, which inherits methods that show nothing."""
+class Viewer:
+    """Shows completions as they come; this one shows nothing."""
 
-    def begin(self, job: PromptTask, mode: str) -> None:  # noqa: ARG002
+    def begin(self, job: PromptTask, mode: str) -> None:
         """Begin a completion; only called when streaming."""
-        return
 
-    def show(self, pieces: list[Piece]) -> None:  # noqa: ARG002
+    def show(self, pieces: list[Piece]) -> None:
         """Show new text of the open completion; only called when streaming."""
-        return
 
-    def end(self, line: CompletionLine) -> None:  # noqa: ARG002
+    def end(self, line: CompletionLine) -> None:
         """End a completion."""
-        return
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +79,7 @@ class Session:
         self.stop_request = StopRequest()
         self.memory = MemoryWatch(self.world.device)
         self.memory.sample()
-        self._decoders: dict[str, Decoder] = {}
+        self.decoders: dict[str, Decoder] = {}
         self._warm: set[str] = set()
         self._progress: RunProgress | None = None
 
@@ -95,30 +93,13 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
-    @property
-    def activity(self) -> RankActivity:
-        """What this rank did in speculative rounds that overlap."""
-        rank, made = self.world.comm.rank, self._decoders.get(SPECULATIVE)
-        if made is None:
-            return RankActivity(rank=rank, rounds_s=0.0, waited_s=0.0)
-        return RankActivity(
-            rank=rank, rounds_s=made.rounds_s, waited_s=made.clock.waited_s, num_rounds=made.num_rounds,
-            draft_cpu_s=made.clock.draft_cpu_s, waits=bool(made.round.waits),
-        )  # fmt: skip
-
-    @property
-    def thread_slowness(self) -> dict[int, float]:
-        """See `ThreadChoice.slowness`; empty where the run had no choice."""
-        made = self._decoders.get(self.best_mode)
-        return made.threads.slowness if made else {}
-
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
-        if mode not in self._decoders:
-            self._decoders[mode] = build_decoder(
+        if mode not in self.decoders:
+            self.decoders[mode] = build_decoder(
                 self.models, self.config, speculative=mode == SPECULATIVE, stop_request=self.stop_request
             )
-        return self._decoders[mode]
+        return self.decoders[mode]
 
     @torch.inference_mode()
     def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
@@ -138,13 +119,11 @@ class Session:
                 pass
 
     def ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
-        """The decoder of a mode, with caches for all jobs; a run that chooses K for each round measures their costs."""
+        """The decoder of a mode, with caches for all jobs; see `make_ready`."""
         decoder = self.decoder(mode)
-        decoder.make_room([job.request for job in jobs])
-        if mode == SPECULATIVE:
-            longest = max(len(job.request.prompt_ids) + job.request.max_new_tokens // 2 for job in jobs)
-            settle_length(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
-            settle_overlap(decoder, self.config, comm=self.world.comm, num_slots=longest, folder=self.folder)
+        make_ready(
+            decoder, [job.request for job in jobs], self.config, comm=self.world.comm, folder=self.folder
+        )  # fmt: skip
         return decoder
 
     @contextmanager
@@ -154,7 +133,7 @@ class Session:
         """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
         paces = {}
         for mode in modes:
-            num_done = sum((job.request.index, mode, job.request.sample) in self.finished for job in jobs)
+            num_done = sum(_key(job, mode) in self.finished for job in jobs)
             paces[mode] = Pace(num_wanted=len(jobs), num_done=num_done)
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
@@ -180,17 +159,17 @@ class Session:
         if the records cannot be written.
         """
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
-        todo = [job for job in jobs if (job.request.index, mode, job.request.sample) not in self.finished]
-        for wave in waves(todo, keeps_order=self.streams):
-            whole = self._with_answers(wave, mode)
+        todo = [job for job in jobs if _key(job, mode) not in self.finished]
+        for group in in_turns(todo, keeps_order=self.streams):
+            whole = self._with_answers(group, mode)
             decoder = self.ready_decoder(mode, whole)
             self._warm_once(decoder, mode, whole)
-            ledger = _Ledger(self, viewer, whole, mode)
+            recorder = _Recorder(self, viewer, whole, mode)
             share = [job.request for job in whole][mesh.number :: num_replicas]
             for updates in decoder.run(share) if share else ():
                 for update in updates:
-                    ledger.take(update)
-            if ledger.close(stopped=decoder.stopped):
+                    recorder.take(update)
+            if recorder.close(stopped=decoder.stopped):
                 raise InterruptedRun.in_folder(self.config.run_dir)
 
     def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
@@ -207,22 +186,21 @@ class Session:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
         if not any(job.source.earlier for job in jobs):
             return [*jobs]
-        models, answers = self.models, list[list[str]]()
+        answers = list[list[str]]()
         if self.folder:
             recorded = {line.key: line.text for line in self.folder.lines}
             answers = [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
         answers = json.loads(self.world.comm.broadcast_text(json.dumps(answers), src=0))
-        return [
-            with_answers(
-                job, texts, chat=self.config.chat, tokenizer=models.tokenizer, context=models.context,
-                vocab_size=models.target.vocab_size,
-            )
-            for job, texts in zip(jobs, answers, strict=True)
-        ]  # fmt: skip
+        maker, chat = self.models.job_maker, self.config.chat
+        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, answers, strict=True)]
 
 
-class _Ledger:
-    """Shows the jobs of a wave as they are decoded, and records them: this replica's, and on rank 0 those of all."""
+def _key(job: PromptTask, mode: str) -> LineKey:
+    return job.request.index, mode, job.request.sample
+
+
+class _Recorder:
+    """Shows jobs as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
 
     def __init__(self, session: Session, viewer: Viewer, jobs: Sequence[PromptTask], mode: str) -> None:
         self._session = session
@@ -230,12 +208,12 @@ class _Ledger:
         self._mode = mode
         self._jobs = {(job.request.index, job.request.sample): job for job in jobs}
         self._texts: dict[tuple[int, int], IncrementalText] = {}
-        num_replicas = session.config.placement.num_replicas
+        self._num_replicas = session.config.placement.num_replicas
         self._exchange = None
-        if num_replicas > 1:
+        if self._num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
             self._exchange = ResultQueue.begin(
-                session.models.mesh, num_copies=num_replicas, watch=watch, patience_s=patience_s
+                session.models.mesh, num_copies=self._num_replicas, watch=watch, patience_s=patience_s
             )
 
     def take(self, update: Update) -> None:
@@ -260,9 +238,8 @@ class _Ledger:
         session, exchange, mode = self._session, self._exchange, self._mode
         session.memory.sample()
         if session.folder or exchange:
-            num_replicas = session.config.placement.num_replicas
             line = to_line(
-                job.source, completion, mode, session.models.tokenizer, num_copies=num_replicas,
+                job.source, completion, mode, session.models.tokenizer, num_copies=self._num_replicas,
                 adapts=session.config.speculation.adapts and mode == SPECULATIVE,
             )  # fmt: skip
             if session.folder:
@@ -286,3 +263,29 @@ class _Ledger:
         self._session.folder.append(line)
         self._viewer.end(line)
         self._session.count(line.mode, num_tokens=num_uncounted, ended=line)
+
+
+def to_line(
+    prompt: Prompt, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_copies: int, adapts: bool = False,
+) -> CompletionLine:  # fmt: skip
+    """Convert a finished completion to a line of `run.jsonl`.
+
+    `num_copies` replicas share the wall time; if the run `adapts`, each round has a K of its own.
+    """
+    parts_s = completion.part_s
+    return CompletionLine(
+        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
+        text=decode_after(tokenizer, completion.request.prompt_ids, completion.token_ids),
+        token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
+        finish_reason=str(completion.finish_reason),
+        num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,
+        accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
+        ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
+        draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+        draft_lengths=completion.draft_lengths if adapts else None,
+        turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
+        messages=None if prompt.messages is None else [*prompt.messages], fields=dict(prompt.fields),
+        first_token_ms=completion.first_token_s * 1e3,
+    )  # fmt: skip

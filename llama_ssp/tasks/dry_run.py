@@ -27,9 +27,7 @@ from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
-from llama_ssp.session.prompt_files import STANDARD_INPUT
-from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import read_prompts
+from llama_ssp.session.prompts import STANDARD_INPUT, Prompt, read_prompts
 
 CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128

@@ -8,14 +8,10 @@ from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.evaluation.martingales import Role, roles_of
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.session.jobs import PromptTask
-from llama_ssp.session.scoring import SampledText, TextScore, score
 from llama_ssp.session.session import Session, Viewer
+from llama_ssp.tasks.probabilities import SampledText, TextScore, score
 
 _SEED_STEP = 1 << 62
-
-
-class _Silent(Viewer):
-    """Shows no text: the verdict comes at the end."""
 
 
 def speculative_seed(seed: int) -> int:
@@ -32,7 +28,7 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
     session.warm_up(jobs, modes, num_jobs=1)
     with session.showing_progress(jobs, modes, shows_texts=False):
         for mode in modes:
-            session.complete(jobs, mode, _Silent())
+            session.complete(jobs, mode, Viewer())
     pairs = pairs_of(session.folder.lines) if session.folder else []
     scores = _score(session, jobs, pairs)
     if session.folder:

@@ -15,12 +15,10 @@ from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.session.checkpoints import Source
-from llama_ssp.session.prompt_records import Message, Prompt
+from llama_ssp.session.prompts import EXCERPT, Message, Prompt
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint
 
-_EXCERPT = 40
-"""Longest excerpt of a prompt in an error."""
 _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
 
 
@@ -123,11 +121,11 @@ def _check_prompts(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], c
         if prompt and (new, len(prompt.earlier)) == (old, line.turn):
             continue
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))
-        begin = max(0, len(list(same)) - _EXCERPT // 2)
-        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + _EXCERPT])
+        begin = max(0, len(list(same)) - EXCERPT // 2)
+        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + EXCERPT])
         source = "" if config.prompts is None else f" of prompts={config.prompts}"
         raise ConfigError(
-            f"prompt {line.index + 1}{source} was {old[begin : begin + _EXCERPT]!r} when "
+            f"prompt {line.index + 1}{source} was {old[begin : begin + EXCERPT]!r} when "
             f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
             "run (more may follow them), or name another run_dir"
         )

@@ -1,6 +1,6 @@
 """A run from its checked config to its last record: the same program on every rank.
 
-    check checkpoints -> read prompts -> open the run folder -> load -> do the task -> summary and table
+    open the run folder -> check checkpoints -> read prompts -> forecast -> load -> do the task -> summary and table
 
 Ranks agree after each step that can fail, so that no rank waits for one that has failed.
 """
@@ -8,14 +8,15 @@ Ranks agree after each step that can fail, so that no rank waits for one that ha
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import transformers
 
+from llama_ssp.config.registry import imported
 from llama_ssp.config.schema import (
     DraftLayout,
     DraftPlacement,
@@ -36,21 +37,27 @@ from llama_ssp.planning.choices.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, versions
-from llama_ssp.session.checkpoints import Source, find_sources, offload_folder, with_number_formats
-from llama_ssp.session.jobs import PromptTask, make_prompt_tasks
+from llama_ssp.session.checkpoints import find_sources, offload_folder, with_number_formats
+from llama_ssp.session.interruption import interruptible, stopping_on_signals
+from llama_ssp.session.jobs import JobMaker, PromptTask
 from llama_ssp.session.loading import load_models
-from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import is_interactive, read_prompts
+from llama_ssp.session.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.session.ranklog import close_logs, describe_rank, open_logs
 from llama_ssp.session.session import Session
 from llama_ssp.session.startup import StartClock
-from llama_ssp.session.stopping import stopping_on_signals
 from llama_ssp.tasks import dry_run
-from llama_ssp.tasks.dispatch import check_task, machine_task_code, task_code
 from llama_ssp.tasks.finalize import finalize, pass_gate
-from llama_ssp.tasks.interactive import converse
 from llama_ssp.tasks.resuming import check_lines, check_models
 
+Task: TypeAlias = Callable[[Session, list[PromptTask]], None]
+"""A task with loaded models, the same on every rank, for all jobs or for those of one typed prompt.
+
+It raises InterruptedRun on every rank if stopped.
+"""
+MachineTask: TypeAlias = Callable[[RunConfig, World, Terminal], str | None]
+"""A task without models, the same on every rank; returns the closing message for the user."""
+
+_TYPING_PATIENCE_S = 24 * 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -64,11 +71,13 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with _joined(config, clock) as (world, terminal, folder, phase):
-        if not task_of(config).needs_models:
-            if message := machine_task_code(config)(config, world, terminal):
+        task, setting = task_of(config), f"task={config.task.name}"
+        if not task.needs_models:
+            do_alone: MachineTask = imported(task.run, setting=setting)
+            if message := do_alone(config, world, terminal):
                 terminal.say(message)
             return False
-        do_task = task_code(config)
+        do_task: Task = imported(task.run, setting=setting)
         session, jobs = _load(config, world, terminal, folder, phase=phase, clock=clock)
 
         def agree(stops: bool) -> bool:
@@ -79,7 +88,7 @@ def run(config: RunConfig, clock: StartClock) -> bool:
             heeding = stopping_on_signals(session.stop_request, tell=world.watch.ask_to_stop, agree=agree)
             with heeding as stop, terminal.while_read(stop):
                 if jobs is None:
-                    converse(session, do_task)
+                    _converse(session, do_task)
                 else:
                     do_task(session, jobs)
         except InterruptedRun as error:
@@ -175,18 +184,25 @@ def _load(
 ) -> tuple[Session, list[PromptTask] | None]:
     """Read the prompts, forecast the run and load its models; jobs are None if prompts are typed one by one."""
     if config.placement.auto:
-        _settle_placement(config, world, terminal)
+        _choose_placement(config, world, terminal)
     sources = find_sources(config, world)
     config = with_number_formats(config, sources)
     with raise_on_all_ranks(world.comm):
         if folder:
             check_models(folder, sources, config)
-    check_task(config, [source.origin.folder for source in sources if source], world_size=world.comm.size)
+    task, folders = task_of(config), [source.origin.folder for source in sources if source]
+    if task.check_files:
+        check_files = imported(task.check_files, setting=f"task={task.name}")
+        check_files(config, folders, world_size=world.comm.size)
     known = json.dumps(sorted(folder.finished)) if folder else ""
     keys = json.loads(world.comm.broadcast_text(known, src=0))
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
-    context = min(source.origin.context for source in sources if source)
-    jobs = _read_jobs(config, world, folder, sources[0], context=context)
+    target = sources[0]
+    maker = JobMaker(
+        tokenizer=target.tokenizer, context=min(source.origin.context for source in sources if source),
+        vocab_size=target.origin.shape.vocab_size,
+    )  # fmt: skip
+    jobs = _read_jobs(config, world, folder, maker)
     config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
@@ -202,7 +218,7 @@ def _load(
     return session, jobs
 
 
-def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
+def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> None:
     """Let rank 0 choose for all ranks: nodes may differ in what they know of the machine."""
     choice = ""
     with raise_on_all_ranks(world.comm):
@@ -219,9 +235,7 @@ def _settle_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     )
 
 
-def _read_jobs(
-    config: RunConfig, world: World, folder: RunFolder | None, source: Source, *, context: int
-) -> list[PromptTask] | None:
+def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker: JobMaker) -> list[PromptTask] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
     records: list[dict[str, Any]] | None = None
     with raise_on_all_ranks(world.comm):
@@ -232,10 +246,8 @@ def _read_jobs(
     records = json.loads(world.comm.broadcast_text(json.dumps(records), src=0))
     if records is None:
         return None
-    prompts = [Prompt.from_dict(record) for record in records]
     with raise_on_all_ranks(world.comm):
-        vocab_size = source.origin.shape.vocab_size
-        return make_prompt_tasks(prompts, config, tokenizer=source.tokenizer, context=context, vocab_size=vocab_size)
+        return maker.jobs([Prompt.from_dict(record) for record in records], config)
 
 
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:
@@ -261,3 +273,36 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
         for warning in slower_overlapped(plan.job, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")
     return plan
+
+
+def _converse(session: Session, complete: Task) -> None:
+    """Ask for a prompt and `complete` it until Ctrl-D or Ctrl-C; a resumed folder continues its numbering."""
+    comm, config, maker = session.world.comm, session.config, session.models.job_maker
+    index = 1 + max((index for index, _, _ in session.finished), default=-1)
+    asked = _recorded_prompts(session)
+    typed = session.terminal.ask() if comm.rank == 0 else iter(())
+    while True:
+        comm.set_timeout(_TYPING_PATIENCE_S)
+        text = None
+        with interruptible(), suppress(KeyboardInterrupt):
+            text = next(typed, None)
+        text = json.loads(comm.broadcast_text(json.dumps(text), src=0))
+        comm.set_timeout(config.timeouts.decode_s)
+        if text is None:
+            return
+        whole = [*asked, Prompt(text=text)]
+        try:
+            jobs = maker.jobs(whole, config, first_index=index - len(asked))
+        except ConfigError as error:
+            session.terminal.say(str(error))
+            continue
+        asked = whole
+        complete(session, [job for job in jobs if job.request.index == index])
+        index += 1
+
+
+def _recorded_prompts(session: Session) -> list[Prompt]:
+    """The prompts of the folder, the same on every rank, since equal ones are counted."""
+    by_index = {line.index: line.prompt for line in session.folder.lines} if session.folder else {}
+    texts = [by_index[index] for index in sorted(by_index)]
+    return [Prompt(text=text) for text in json.loads(session.world.comm.broadcast_text(json.dumps(texts), src=0))]

@@ -6,18 +6,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.distributed.world import World
+from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
 
 MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
 CHANGED = 1.25
-"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh.
-
-Where the forecast's own range is wider, that range.
-"""
+"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
 _RUNNING_SHARE = 0.6
@@ -48,18 +45,31 @@ class Surroundings:
     slowness: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, world: World, slowness: Mapping[int, float] | None = None) -> "Surroundings":
+    def of(cls, world: World, slowness: Mapping[int, float]) -> "Surroundings":
         """Those of this process and the ranks that share its cores."""
         num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
             device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
-            num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None,
-            slowness=slowness or {},
+            num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None, slowness=slowness,
         )  # fmt: skip
 
 
-def slowness(summary: Summary, around: Surroundings) -> str | None:
-    """A sentence on a run that took more than three times its forecast, with the likely reason; None otherwise."""
+def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> str | None:
+    """The first that holds, as a sentence with the likely reason; None for a run in time, or a short one.
+
+    The draft of an overlapped run kept its target waiting, decoding took more than three times its forecast, or a
+    calibrated machine is no longer as fast as it was.
+    """
+    if summary.num_new_tokens < _LEAST_TOKENS or plan is None:
+        return None
+    return (
+        _late_draft(summary, plan.timing, around)
+        or _slow_mode(summary, around)
+        or (_changed_machine(summary, around) if plan.hardware.profiles else None)
+    )
+
+
+def _slow_mode(summary: Summary, around: Surroundings) -> str | None:
     modes = (
         (PLAIN, summary.plain, summary.forecast.plain_ms_per_token),
         (SPECULATIVE, summary.speculative, summary.forecast.speculative_ms_per_token),
@@ -69,41 +79,33 @@ def slowness(summary: Summary, around: Surroundings) -> str | None:
         for mode, measured, expected in modes
         if measured and measured.ms_per_token and expected
     ]
-    if not found or summary.num_new_tokens < _LEAST_TOKENS:
-        return None
-    ratio, mode, measured_ms, expected_ms = max(found)
+    ratio, mode, took_ms, expected_ms = max(found, default=(0.0, "", 0.0, 0.0))
     if ratio <= MUCH_SLOWER:
         return None
-    return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(measured_ms, expected_ms)}): {_reason(around)}"
+    return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(took_ms, expected_ms)}): {_reason(around)}"
 
 
-def changed_machine(summary: Summary, hardware: HardwareConfig, around: Surroundings) -> str | None:
-    """A sentence on a run that a calibrated machine did in another time than forecast; None for other machines.
-
-    Plain decoding tells: its forecast assumes no acceptance.
-    """
+def _changed_machine(summary: Summary, around: Surroundings) -> str | None:
+    """Plain decoding tells: its forecast assumes no acceptance."""
     expected_ms = summary.forecast.plain_ms_per_token
     took_ms = summary.plain.ms_per_token if summary.plain else None
-    if not (hardware.profiles and expected_ms and took_ms) or summary.num_new_tokens < _LEAST_TOKENS:
+    if not (expected_ms and took_ms):
         return None
     ratio = took_ms / expected_ms
     if 1 / CHANGED <= ratio <= CHANGED:
         return None
-    reason = _known_reason(around) if ratio > 1 else ""
-    if not reason:
-        speed = "slower" if ratio > 1 else "faster"
-        reason = (
-            f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
-        )
+    speed = "slower" if ratio > 1 else "faster"
+    reason = (_known_reason(around) if ratio > 1 else "") or (
+        f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
+    )
     return f"{PLAIN} decoding took {ratio:.2f} times its forecast ({_both(took_ms, expected_ms)}): {reason}"
 
 
-def late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
-    """A sentence on a draft that kept an overlapped run's target waiting, with the likely reason; None otherwise."""
-    if summary.overlap is None or timed.overlap is None or timed.num_draft_tokens is None:
+def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
+    if summary.overlap is None or timed.overlap is None:
         return None
     drafting = [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds]
-    if not drafting or summary.num_new_tokens < _LEAST_TOKENS:
+    if not drafting:
         return None
     slowest = max(drafting, key=lambda each: each.worked_s)
     expected_ms, took_ms = 1e3 * timed.overlap.draft_s, 1e3 * slowest.worked_s / slowest.num_rounds
@@ -141,7 +143,7 @@ def _known_reason(around: Surroundings) -> str:
             f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS: "
             "the run then tries numbers of threads and keeps the fastest)"
         )
-    if around.slowness and (fastest := min(around.slowness, key=lambda number: around.slowness[number])) < cores:
+    if around.slowness and (fastest := min(around.slowness, key=around.slowness.__getitem__)) < cores:
         most = max(around.slowness)
         times = around.slowness[most] / around.slowness[fastest]
         reasons.append(f"{fastest} of {cores} cores computed, since rounds on {most} took {times:.1f} times as long")

@@ -37,9 +37,9 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode
+from llama_ssp.session.tuning import tune
 from tests.distributed.cells import (
     DEEPSPEED_CELLS,
     MOST_DEFAULT_RANKS,
@@ -142,7 +142,7 @@ def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens:
     with torch.inference_mode():
         if config.speculation.adapts:
             decoder.make_room(requests)
-            settle_length(decoder, config, comm=world.comm, num_slots=128)
+            tune(decoder, config, comm=world.comm, num_slots=128)
         for updates in decoder.run(requests):
             done |= {update.completion.request.index: update.completion.token_ids for update in updates}
     return Placed(texts=[done[index] for index in range(len(requests))], round_bytes=sorted(round_bytes))

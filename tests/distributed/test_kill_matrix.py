@@ -31,7 +31,7 @@ from tests.helpers.disturbed import (
     wait_for,
 )
 from tests.helpers.repository import ROOT
-from tests.helpers.terminals import HEEDING_HANGUPS, OnTerminal
+from tests.helpers.terminals import OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
@@ -79,10 +79,10 @@ def started(
 ) -> list[Popen]:
     """The processes that somebody waits for: torchrun's, or the ranks themselves; `before` stands before a command."""
     overrides = [*settings(cell, run_dir), *more]
-    commands = [[*HEEDING_HANGUPS, *before, *command(overrides, num_ranks=2)]]
+    commands = [[*before, *command(overrides, num_ranks=2)]]
     environments: list[dict[str, str]] = [{}]
     if launcher == "srun":
-        commands = [[*HEEDING_HANGUPS, *before, *command(overrides)]] * 2
+        commands = [[*before, *command(overrides)]] * 2
         step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
         step["SLURM_JOB_ID"] = str(os.getpid() * 18 + CELLS.index(cell))  # the port follows from it
         environments = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]

@@ -27,10 +27,11 @@ PRICE = "it costs $5, $$ and ${more}"
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[Path, Popen]]:
-    """A run on two ranks that has recorded its first completions and has many to go."""
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Popen]]:
+    """A run on two ranks that has recorded its first completions and has many to go; a parameter begins its command."""
     process = subprocess.Popen(
-        [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(),
+        [*getattr(request, "param", []), *PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"],
+        cwd=ROOT, env=environment(),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(lambda: len(lines(tmp_path / "run")) > 1 or process.poll() is not None, at_most_s=90)
@@ -120,6 +121,20 @@ def test_a_signal_to_the_program_is_one_to_its_ranks(number: signal.Signals, run
     done = run_program("run", *LONG, f"run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     assert lines(run_dir)[: len(before)] == before
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("running", [["env", "--ignore-signal=HUP"]], indirect=True, ids=["as by nohup"])
+def test_a_run_that_ignores_hangups_goes_on(running: tuple[Path, Popen]) -> None:
+    run_dir, process = running
+    before = len(lines(run_dir))
+    for pid in (process.pid, *(pid_of_rank(run_dir, rank) for rank in (0, 1))):
+        os.kill(pid, signal.SIGHUP)
+    wait_for(lambda: len(lines(run_dir)) > before + 2 or process.poll() is not None, at_most_s=60)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 4, stderr
 
 
 @pytest.mark.slow

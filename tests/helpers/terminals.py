@@ -12,9 +12,6 @@ from typing import Self
 from tests.helpers.disturbed import wait_for
 from tests.helpers.repository import ROOT
 
-HEEDING_HANGUPS = ("env", "--default-signal=HUP")
-"""Stands before a command that must not ignore SIGHUP, as it would where nohup has started the tests."""
-
 
 class OnTerminal:
     """A command that leads the session of a terminal, as a shell does; a context manager that kills it at the end.
@@ -37,7 +34,7 @@ class OnTerminal:
         if num_columns:
             termios.tcsetwinsize(theirs, (40, num_columns))
         self.process = subprocess.Popen(
-            [*HEEDING_HANGUPS, "setsid", "--ctty", *words],
+            ["setsid", "--ctty", *words],
             cwd=ROOT, env=more, stdin=theirs, stdout=theirs, stderr=theirs,
         )  # fmt: skip
         os.close(theirs)

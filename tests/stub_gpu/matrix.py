@@ -34,8 +34,8 @@ from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.draft_length import settle_length
 from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.session.tuning import tune
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
@@ -118,7 +118,7 @@ def decode(pair: Pair, setting: Setting) -> Left:
     records, finished = [], 0
     with torch.inference_mode():
         decoder.make_room(requests)
-        settle_length(decoder, config, comm=pair.models.mesh.world, num_slots=256)
+        tune(decoder, config, comm=pair.models.mesh.world, num_slots=256)
         for _ in range(2):
             device.reset()
             finished = _run(decoder, requests)

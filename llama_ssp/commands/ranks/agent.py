@@ -29,6 +29,8 @@ def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> 
     logging.disable(logging.CRITICAL)  # the agent's own words
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun: each rank sets its number of threads itself
     os.environ[AGENT] = str(os.getpid())
+    # The relay takes the others, and a SIGHUP that nohup ignores stays ignored.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     agent = _make_agent(command, num_ranks)
     relay.lead_to(lambda: [worker.id for worker in agent.get_worker_group().workers])
     try:

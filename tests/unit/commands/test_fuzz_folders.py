@@ -28,7 +28,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import RunFacts
 from llama_ssp.reports.summary import summarise
-from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import Prompt
 from llama_ssp.tasks.resuming import check_lines
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 from tests.unit.commands.test_fuzz import UNHURRIED, in_process

@@ -102,14 +102,23 @@ def test_it_is_a_module_too() -> None:
     assert ended.stdout.startswith("llama-ssp ")
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_while_modules_are_imported_is_one_word(number: signal.Signals) -> None:
+def signalled_in_an_import(number: signal.Signals, *before: str) -> tuple[int, str, str]:
     """The command's module is replaced by one that signals its own process, as Ctrl-C in an import."""
     words = "import sys, types, signal; module = types.ModuleType('llama_ssp.commands.plan'); "
     words += f"module.main = lambda words: signal.raise_signal({int(number)}) or 7; "
     words += "sys.modules[module.__name__] = module; from llama_ssp.commands.program import main; main(['plan'])"
-    ended = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (4, "", "interrupted\n")
+    command = [*before, sys.executable, "-c", words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_while_modules_are_imported_is_one_word(number: signal.Signals) -> None:
+    assert signalled_in_an_import(number) == (4, "", "interrupted\n")
+
+
+def test_a_hangup_that_nohup_ignores_is_ignored_while_modules_are_imported() -> None:
+    assert signalled_in_an_import(signal.SIGHUP, "env", "--ignore-signal=HUP") == (7, "", "")
 
 
 def test_an_interrupt_that_passed_through_exec_ends_with_code_4_too(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_decoders_used_last_are_kept(pair: Pair) -> None:
     fresh = Pair(models=pair.models, config=pair.config)
     for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.5):
         fresh.generate("a", max_new_tokens=2, temperature=temperature)
-    kept: list[Any] = list(fresh._decoders._kept)
+    kept: list[Any] = list(fresh._decoders)
     assert [sampling[0] for *_, sampling in kept] == [0.7, 0.8, 0.9, 0.5]
 
 

@@ -13,7 +13,7 @@ from llama_ssp.engine.state import Request
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
 from llama_ssp.models.runner import NullRunner
-from llama_ssp.session.loading import settle_packing
+from llama_ssp.session.loading import agree_on_packing
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import thread_comms
 from tests.unit.models.llama.test_attention import GROUPED, pair
@@ -109,10 +109,10 @@ def test_a_rank_that_drafts_some_rows_reads_their_prompts_only() -> None:
 def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -> None:
     """Otherwise their all-reduces would have other shapes, and wait for each other for ever."""
     runner, _ = pair("llama", batch_size=1)
-    settle_packing(runner, Mock(gather_text=lambda text: [text, *others]))
+    agree_on_packing(runner, Mock(gather_text=lambda text: [text, *others]))
     assert runner.packs_prompts is packs
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64)
-    settle_packing(absent, Mock(gather_text=lambda text: [text, *others]))
+    agree_on_packing(absent, Mock(gather_text=lambda text: [text, *others]))
     assert absent.packs_prompts is packs
 
 

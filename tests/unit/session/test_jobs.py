@@ -1,7 +1,6 @@
 """The turns of a conversation come after one another, and those of different conversations together."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,11 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.jobs import PromptTask, make_prompt_tasks, waves, with_answers
-from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import encode
+from llama_ssp.session.jobs import JobMaker, PromptTask, in_turns
+from llama_ssp.session.prompts import Prompt, encode
 from tests.helpers.tokenizers import byte_level
 
-LIMITS: dict[str, Any] = {"tokenizer": byte_level(), "context": 60, "vocab_size": 300}
+MAKER = JobMaker(tokenizer=byte_level(), context=60, vocab_size=300)
 PROMPTS = (
     Prompt(text="a"),
     Prompt(text="b"),
@@ -37,33 +35,33 @@ def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> 
         sampling=SamplingConfig(), verification=VerificationConfig(), num_samples=num_samples,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
-    return make_prompt_tasks(prompts, config, **LIMITS)
+    return MAKER.jobs(prompts, config)
 
 
 def texts(jobs: list[PromptTask], *, keeps_order: bool) -> list[str]:
-    return ["".join(job.prompt for job in wave) for wave in waves(jobs, keeps_order=keeps_order)]
+    return ["".join(job.prompt for job in group) for group in in_turns(jobs, keeps_order=keeps_order)]
 
 
-def test_waves_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
+def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
     jobs = jobs_of(*PROMPTS)
     assert texts(jobs, keeps_order=False) == ["abe", "cf", "d"]
     assert texts(jobs, keeps_order=True) == ["ab", "c", "de", "f"]
-    assert texts(jobs[3:], keeps_order=True) == ["de", "f"], "what is finished needs no wave"
+    assert texts(jobs[3:], keeps_order=True) == ["de", "f"], "what is finished needs no group"
     assert texts(jobs_of(*PROMPTS, num_samples=2), keeps_order=True) == ["aabb", "cc", "ddee", "ff"]
 
 
 @pytest.mark.parametrize("keeps_order", [False, True])
-def test_prompts_without_conversations_are_one_wave(keeps_order: bool) -> None:
+def test_prompts_without_conversations_are_one_group(keeps_order: bool) -> None:
     jobs = jobs_of(Prompt(text="a"), Prompt(text="b"), num_samples=2)
-    assert [*waves(jobs, keeps_order=keeps_order)] == [jobs]
-    assert [*waves([], keeps_order=keeps_order)] == []
+    assert [*in_turns(jobs, keeps_order=keeps_order)] == [jobs]
+    assert [*in_turns([], keeps_order=keeps_order)] == []
 
 
 def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
     job = jobs_of(*PROMPTS)[3]
     assert [*job.earlier_indices] == [1, 2]
-    whole = with_answers(job, ["one", "two"], chat=False, **LIMITS)
-    assert whole.request.prompt_ids == encode("bone\nctwo\nd", LIMITS["tokenizer"], chat=False)
+    whole = MAKER.with_answers(job, ["one", "two"], chat=False)
+    assert whole.request.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
     assert replace(whole, request=job.request) == job
 
 
@@ -71,12 +69,12 @@ def test_equal_prompts_are_counted_turn_by_turn() -> None:
     talk = Prompt(text="b"), Prompt(text="c", earlier=("b",))
     jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
     assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
-    answered = [with_answers(job, ["x"], chat=False, **LIMITS).request for job in (jobs[4], jobs[10])]
+    answered = [MAKER.with_answers(job, ["x"], chat=False).request for job in (jobs[4], jobs[10])]
     assert answered[0].prompt_ids == answered[1].prompt_ids
     assert len({request.key(7) for request in answered}) == 2
-    alone = with_answers(jobs_of(*talk)[1], ["x"], chat=False, **LIMITS)
+    alone = MAKER.with_answers(jobs_of(*talk)[1], ["x"], chat=False)
     assert answered[0].key(7) == alone.request.key(7)
-    assert answered[0].key(7) != with_answers(jobs[4], ["y"], chat=False, **LIMITS).request.key(7)
+    assert answered[0].key(7) != MAKER.with_answers(jobs[4], ["y"], chat=False).request.key(7)
 
 
 def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
@@ -86,4 +84,4 @@ def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
     with pytest.raises(ConfigError, match="max_new_tokens=29 for each of 2 answers"):
         jobs_of(PROMPTS[2], max_new_tokens=29)
     with pytest.raises(ConfigError, match="more than the context of 60"):
-        with_answers(last, ["x" * 60], chat=False, **LIMITS)
+        MAKER.with_answers(last, ["x" * 60], chat=False)

@@ -26,8 +26,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import BenchmarkConfig, GenerateConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.prompts import check_ids, encode, encode_messages, encode_prompt, read_prompts
+from llama_ssp.session.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
@@ -221,17 +220,17 @@ def test_messages_are_put_in_the_template_with_the_answers_between_them() -> Non
     roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
     prompt = Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",))
     words = tokenizer(chat_template=roles)
-    answered = encode_prompt(prompt, words, chat=False, answers=["b b"])
+    answered = prompt.encode(words, chat=False, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
     assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
     with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
-        encode_prompt(prompt, tokenizer(), chat=True, answers=["b b"])
+        prompt.encode(tokenizer(), chat=True, answers=["b b"])
 
 
 def test_a_message_of_the_assistant_is_continued() -> None:
     prompt = Prompt(text="b b", role="assistant", messages=(ASK,))
     words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
-    assert words.decode([*encode_prompt(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
+    assert words.decode([*prompt.encode(words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
 
 
 def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:

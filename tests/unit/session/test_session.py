@@ -16,9 +16,8 @@ from llama_ssp.engine.state import Request
 from llama_ssp.engine.stream import Piece
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.jobs import PromptTask
-from llama_ssp.session.lines import to_line
-from llama_ssp.session.prompt_records import Prompt
-from llama_ssp.session.session import Session
+from llama_ssp.session.prompts import Prompt
+from llama_ssp.session.session import Session, Viewer, to_line
 from tests.helpers.decoders import make_decoder
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.tokenizers import LAYOUTS, layout
@@ -141,7 +140,7 @@ def test_the_first_completion_of_a_mode_is_preceded_by_a_warm_up_that_no_later_o
     assert seen == [2, (16, 1)] * 2
 
 
-class Viewer:
+class Notes(Viewer):
     """Notes what it is shown."""
 
     def __init__(self) -> None:
@@ -159,7 +158,7 @@ class Viewer:
 
 def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -> None:
     """The second job is on record already, and is neither decoded nor shown again."""
-    viewer, wanted = Viewer(), job()
+    viewer, wanted = Notes(), job()
     done = PromptTask(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), source=Prompt(text="done"))
 
     def run(requests: Sequence[Request]) -> Iterator[list[Update]]:

@@ -25,7 +25,7 @@ AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
 NEVER = (
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.tasks.benchmark",
-    "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators", "llama_ssp.session.peers",
+    "llama_ssp.tasks.calibrate", "llama_ssp.calibration.operators",
 )  # fmt: skip
 
 

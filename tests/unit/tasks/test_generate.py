@@ -18,7 +18,7 @@ from llama_ssp.console.terminal import Output, Terminal
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.jobs import PromptTask
-from llama_ssp.session.prompt_records import Prompt
+from llama_ssp.session.prompts import Prompt
 from llama_ssp.session.session import Session, Viewer
 from llama_ssp.tasks.generate import generate
 from llama_ssp.weights import hub

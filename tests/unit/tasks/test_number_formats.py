@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp import Pair, load
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import Dtype
 from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
-from llama_ssp.library import Pair, load
 from llama_ssp.planning.plan import document
 from llama_ssp.reports.plans.table import headline
 from llama_ssp.tasks.dry_run import plan_of_run

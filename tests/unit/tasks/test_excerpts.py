@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from llama_ssp.config.folders import conf_dir
 from llama_ssp.reports.records import Span
-from llama_ssp.session.excerpts import NUM_EXCERPTS, excerpts
+from llama_ssp.tasks.finalize import NUM_EXCERPTS, excerpts
 from tests.helpers.runs import FAST, PLAIN
 
 pytestmark = pytest.mark.seconds

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.session.scoring import SampledText, Scorer, log_probs_of
+from llama_ssp.tasks.probabilities import SampledText, Scorer, log_probs_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPT = (3, 1, 4)

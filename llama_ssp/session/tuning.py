@@ -1,15 +1,15 @@
-"""Measures what rounds cost before a run begins that adapts or overlaps, and gives the decoder these constants.
+"""Measures rounds before a run begins that adapts K or overlaps drafting, and gives the decoder what it found.
 
-All ranks use the costs that rank 0 measured. A run folder keeps them for when the run is resumed.
+All ranks use the times that rank 0 measured. A run folder keeps them for when the run is resumed.
 """
 
 import json
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import linear_regression, median
-from typing import Any
+from typing import TypeVar
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
@@ -19,6 +19,7 @@ from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import DraftChoice
+from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
 from llama_ssp.planning.overlap import OverlappedTime, better_to_wait
@@ -27,6 +28,7 @@ from llama_ssp.reports.reading import read_json, restore
 
 _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 _NUM_WARM_PIECES, _NUM_TIMED_PIECES = 3, 8
+_Read = TypeVar("_Read")
 _log = logging.getLogger(__name__)
 
 
@@ -45,39 +47,60 @@ class _Costs:
     catch_up_seconds: list[float]
 
 
-def settle_length(
-    decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None
+def make_ready(
+    decoder: Decoder, requests: Sequence[Request], config: RunConfig, *, comm: Comm, folder: RunFolder | None = None
 ) -> None:
-    """Let a decoder choose K for each round, if the run adapts; all ranks must call this together, after `make_room`.
+    """Make caches for requests, and `tune` the decoder; all ranks must call this together."""
+    decoder.make_room(requests)
+    longest = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
+    tune(decoder, config, comm=comm, num_slots=longest, folder=folder)
 
-    `comm` has all ranks. A round in the middle of the run reads `num_slots` cache slots. On rank 0, `folder` is the run
-    folder that has the costs or will have them. Raises ConfigError on every rank if the folder's costs are damaged, and
-    SspError if they cannot be written.
+
+def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None) -> None:
+    """Measure, once for a decoder, the costs by which it chooses K for each round, or how overlapped rounds go on.
+
+    All ranks must call this together, after `make_room`; most decoders have no such choice. `comm` has all ranks. A
+    round in the middle of the run reads `num_slots` cache slots. On rank 0, `folder` is the run folder that has the
+    measurement or will have it. Raises ConfigError on every rank if the folder's is damaged, and SspError if it cannot
+    be written.
     """
-    if not config.speculation.adapts or isinstance(decoder.length, AdaptiveLength):
-        return
-    choices, kept = _choices(decoder), None
+    if config.speculation.adapts and decoder.round.drafters and not isinstance(decoder.length, AdaptiveLength):
+        sources = range(len(decoder.round.drafters))
+        choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+        costs = _kept_or_measured(
+            folder, COSTS_FILE, comm, read=lambda text: _read_costs(text, choices),
+            measure=lambda: _measure_costs(decoder, choices, comm=comm, num_slots=num_slots),
+        )  # fmt: skip
+        first = ""
+        with raise_on_all_ranks(comm):
+            first = json.dumps(_expected_acceptance(config))
+        # Hosts may have measured other pairs, and all ranks must choose the same K.
+        decoder.length = AdaptiveLength(costs, acceptance=json.loads(comm.broadcast_text(first, src=0)))
+    round_ = decoder.round
+    if isinstance(round_, OverlappedRound) and round_.waits is None:
+        round_.waits = _kept_or_measured(
+            folder, OVERLAP_FILE, comm, read=_read_waits,
+            measure=lambda: _choose_waits(decoder, config, comm=comm, num_slots=num_slots),
+        )  # fmt: skip
+        _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
+
+
+def _kept_or_measured(
+    folder: RunFolder | None, name: str, comm: Comm, *, read: Callable[[str], _Read], measure: Callable[[], str]
+) -> _Read:
+    """The measurement in a file of the run folder, the same on every rank; `measure` makes a file that is missing."""
+    kept = None
     with raise_on_all_ranks(comm):
-        kept = folder.read_kept(COSTS_FILE) if folder else None
+        kept = folder.read_kept(name) if folder else None
         if kept is not None:
-            _from_json(kept, choices)
+            read(kept)
     kept = comm.broadcast_text(kept or "", src=0)
     if not kept:
-        kept = comm.broadcast_text(_to_json(_measured(decoder, choices, comm=comm, num_slots=num_slots)), src=0)
+        kept = comm.broadcast_text(measure(), src=0)
         with raise_on_all_ranks(comm):
             if folder:
-                folder.write_kept(COSTS_FILE, kept)
-    first = ""
-    with raise_on_all_ranks(comm):
-        first = json.dumps(_expected_acceptance(config))
-    # Hosts may have measured other pairs, and all ranks must choose the same K.
-    acceptance = json.loads(comm.broadcast_text(first, src=0))
-    decoder.length = AdaptiveLength(_from_json(kept, choices), acceptance=acceptance)
-
-
-def _choices(decoder: Decoder) -> list[DraftChoice]:
-    sources = range(len(decoder.round.drafters))
-    return [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+                folder.write_kept(name, kept)
+    return read(kept)
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
@@ -93,8 +116,8 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     return [first, *behind]
 
 
-def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> RoundCosts:
-    """Time rounds of every choice in turns, the fastest of each; see `_on_a_line`."""
+def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> str:
+    """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line`."""
     sources = range(len(decoder.round.drafters))
     behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in sources]
     seconds: list[list[float]] = []
@@ -108,10 +131,11 @@ def _measured(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_s
                 break
     fastest = dict(zip([*choices, *behind], map(min, zip(*seconds, strict=True)), strict=True))
     catch_up = [max(fastest[choice] - fastest[DraftChoice(1, choice.source)], 0.0) for choice in behind]
-    rounds = {DraftChoice(0): fastest[DraftChoice(0)]}
+    costs = {DraftChoice(0): fastest[DraftChoice(0)]}
     for source in sources:
-        rounds |= _on_a_line({choice: fastest[choice] for choice in choices[1:] if choice.source == source})
-    return RoundCosts(rounds=rounds, catch_up=tuple(catch_up))
+        costs |= _on_a_line({choice: fastest[choice] for choice in choices[1:] if choice.source == source})
+    rounds = [_RoundCost(num_tokens=choice.num_tokens, source=choice.source, seconds=s) for choice, s in costs.items()]
+    return json.dumps(asdict(_Costs(rounds=rounds, catch_up_seconds=catch_up)), indent=1) + "\n"
 
 
 def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
@@ -122,15 +146,7 @@ def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
 
-def _to_json(costs: RoundCosts) -> str:
-    rounds = [
-        _RoundCost(num_tokens=choice.num_tokens, source=choice.source, seconds=seconds)
-        for choice, seconds in costs.rounds.items()
-    ]
-    return json.dumps(asdict(_Costs(rounds=rounds, catch_up_seconds=[*costs.catch_up])), indent=1) + "\n"
-
-
-def _from_json(text: str, choices: list[DraftChoice]) -> RoundCosts:
+def _read_costs(text: str, choices: list[DraftChoice]) -> RoundCosts:
     remedy = "delete it to measure again"
     try:
         costs = restore(_Costs, read_json(text))
@@ -143,44 +159,19 @@ def _from_json(text: str, choices: list[DraftChoice]) -> RoundCosts:
     return RoundCosts(rounds=rounds, catch_up=tuple(costs.catch_up_seconds))
 
 
-def settle_overlap(
-    decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None
-) -> None:
-    """Choose once for a decoder, if its drafting overlaps verification; all ranks must call this together.
-
-    The choice is how rounds go on after a rejection, by what both models take. For arguments and errors see
-    `settle_length`.
-    """
-    round_ = decoder.round
-    if not isinstance(round_, OverlappedRound) or round_.waits is not None:
-        return
-    kept = None
+def _choose_waits(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int) -> str:
+    """Choose how rounds go on after a rejection by what both models take."""
+    pieces = measure_pieces(decoder, comm=comm, num_slots=num_slots)
     with raise_on_all_ranks(comm):
-        kept = folder.read_kept(OVERLAP_FILE) if folder else None
-        if kept is not None:
-            _waits(kept)
-    kept = comm.broadcast_text(kept or "", src=0)
-    if not kept:
-        found = _measured_pieces(decoder, comm=comm, num_slots=num_slots)
-        written, pieces = "", OverlappedTime(
-            draft_s=found["draft_s"], forward_s=found["forward_s"], exchange_s=found["exchange_s"],
-            refill_s=found["refill_s"],
+        waits = better_to_wait(
+            pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=decoder.round.num_ahead + 1,
+            batch_size=decoder.batch_size,
         )  # fmt: skip
-        with raise_on_all_ranks(comm):
-            waits = better_to_wait(
-                pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=round_.num_ahead + 1,
-                batch_size=decoder.batch_size,
-            )  # fmt: skip
-            written = json.dumps({"waits": waits} | found, indent=1) + "\n"
-        kept = comm.broadcast_text(written, src=0)
-        with raise_on_all_ranks(comm):
-            if folder:
-                folder.write_kept(OVERLAP_FILE, kept)
-    round_.waits = _waits(kept)
-    _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
+        measured = {name: getattr(pieces, name) for name in ("draft_s", "forward_s", "exchange_s", "refill_s")}
+        return json.dumps({"waits": waits} | measured, indent=1) + "\n"
 
 
-def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[str, float]:
+def measure_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> OverlappedTime:
     """The fields of `OverlappedTime` that decide, over some rounds.
 
     Seconds of K draft steps and of the target's forward, each while the other goes on, and what the whole round and a
@@ -200,17 +191,16 @@ def _measured_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> dict[st
     refill_s = max(median(with_block - without for with_block, without in pairs), 0.0)
     drafts = decoder.round.drafts_here
     each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, worked_s]))]
-    found = {
-        name: max(seconds for of_draft, seconds in each if of_draft is is_draft)
-        for name, is_draft in (("draft_s", True), ("forward_s", False))
-    }
-    return found | {"exchange_s": max(round_s - max(found.values()), 0.0), "refill_s": refill_s}
+    draft_s, forward_s = (max(s for of_draft, s in each if of_draft is is_draft) for is_draft in (True, False))
+    exchange_s = max(round_s - max(draft_s, forward_s), 0.0)
+    return OverlappedTime(draft_s=draft_s, forward_s=forward_s, exchange_s=exchange_s, refill_s=refill_s)
 
 
-def _waits(text: str) -> bool:
-    content: Any = None
-    with suppress(ValueError):
+def _read_waits(text: str) -> bool:
+    try:
         content = read_json(text)
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or not isinstance(content.get("waits"), bool):
         raise ConfigError(f"{OVERLAP_FILE} of run_dir is damaged: delete it to measure again")
     return bool(content["waits"])

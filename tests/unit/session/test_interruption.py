@@ -8,7 +8,7 @@ import pytest
 
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.session.stopping import interruptible, stopping_on_signals
+from llama_ssp.session.interruption import interruptible, stopping_on_signals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 

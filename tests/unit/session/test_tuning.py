@@ -6,18 +6,18 @@ import pytest
 
 from llama_ssp.engine.draft_length import FixedLength
 from llama_ssp.errors import ConfigError
-from llama_ssp.session.draft_length import _measured_pieces, _waits
+from llama_ssp.session.tuning import _read_waits, measure_pieces
 
 
 def test_the_kept_choice_is_read_back() -> None:
-    assert _waits('{"waits": true, "draft_s": 0.1, "forward_s": 0.2}')
-    assert not _waits('{"waits": false}')
+    assert _read_waits('{"waits": true, "draft_s": 0.1, "forward_s": 0.2}')
+    assert not _read_waits('{"waits": false}')
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"waits": 1}'])
 def test_a_damaged_choice_is_an_error_that_says_what_to_do(text: str) -> None:
     with pytest.raises(ConfigError, match=r"overlap\.json of run_dir is damaged: delete it to measure again"):
-        _waits(text)
+        _read_waits(text)
 
 
 class TimedDecoder:
@@ -53,11 +53,12 @@ class TwoRanks:
 
 
 def test_what_precedes_a_round_of_rows_that_wait_is_measured_whole() -> None:
-    found = _measured_pieces(TimedDecoder(), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
-    assert found == pytest.approx({"draft_s": 0.018, "forward_s": 0.015, "exchange_s": 0.002, "refill_s": 0.009})
+    found = measure_pieces(TimedDecoder(), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
+    measured = (found.draft_s, found.forward_s, found.exchange_s, found.refill_s)
+    assert measured == pytest.approx((0.018, 0.015, 0.002, 0.009))
 
 
 @pytest.mark.parametrize("drift", [-0.02, 0.1])
 def test_a_machine_that_changes_its_speed_does_not_change_what_a_block_takes(drift: float) -> None:
-    found = _measured_pieces(TimedDecoder(drift), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
-    assert found["refill_s"] / found["draft_s"] == pytest.approx(0.5, rel=0.25)
+    found = measure_pieces(TimedDecoder(drift), comm=TwoRanks(), num_slots=64)  # type: ignore[arg-type]
+    assert found.refill_s / found.draft_s == pytest.approx(0.5, rel=0.25)

@@ -15,7 +15,7 @@ from llama_ssp.drafting.ngram import NgramDrafter
 from llama_ssp.engine.state import Request
 from llama_ssp.evaluation.martingales import SCORES, Sum, roles_of, sums_of
 from llama_ssp.sampling.rules import make_rule
-from llama_ssp.session.scoring import SampledText, Scorer, log_probs_of
+from llama_ssp.tasks.probabilities import SampledText, Scorer, log_probs_of
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
