@@ -20,7 +20,6 @@ from llama_ssp.session.prompts import Prompt
 from llama_ssp.session.session import Session, Viewer, to_line
 from tests.helpers.decoders import make_decoder
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.tokenizers import LAYOUTS, layout
 
 BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
@@ -46,16 +45,6 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_text_of_a_line_continues_its_prompt(name: str) -> None:
-    prompt_ids = layout(name)("if x is").input_ids
-    new_ids = layout(name)("if x is not None").input_ids[len(prompt_ids) :]
-    request = Request(index=0, prompt_ids=tuple(prompt_ids), max_new_tokens=20)
-    completion = RowCompletion(request=request, token_ids=new_ids, finish_reason="length")
-    line = to_line(Prompt(text="if x is"), completion, "plain", layout(name), num_copies=1)
-    assert line.prompt + line.text == "if x is not None"
-
-
 @pytest.mark.parametrize(("wanted", "warm"), [(3, 3), (8, 8), (64, 8)])
 def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int) -> None:
     """A longer one could run out of the context that the run keeps within."""
@@ -74,27 +63,6 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int
     assert [request.max_new_tokens for request in asked] == [warm, warm]
     Session.warm_up(session, [job(wanted)], ["plain"], num_jobs=1)
     assert len(asked) == 2, "the second typed prompt does not wait for another warm-up"
-
-
-def test_a_warm_up_makes_room_for_all_jobs_in_every_mode_before_anything_runs() -> None:
-    """What ran before caches were made anew would have to be recorded again."""
-    seen: list[object] = []
-
-    def decoder(mode: str) -> Any:  # noqa: ANN401 - stands for a Decoder
-        def run(_requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:  # noqa: ARG001
-            seen.append(mode)
-            yield []
-
-        return SimpleNamespace(run=run)
-
-    def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Any:  # noqa: ANN401 - stands for a Decoder
-        seen.append((mode, len(jobs)))
-        return SimpleNamespace(warm_up=lambda requests: seen.append(f"{len(requests)} warm"))
-
-    session: Any = SimpleNamespace(decoder=decoder, ready_decoder=ready_decoder, _warm=set())
-    Session.warm_up(session, [job(5), job(70)], ["plain", "speculative"], num_jobs=1)
-    ready = [("plain", 2), ("speculative", 2)]
-    assert seen == [*ready, "2 warm", "2 warm", "plain", "speculative"]
 
 
 @pytest.mark.seconds
