@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import overlap, placements
-from benchmarks.first_hour import pages as first_hour
 from benchmarks.timing import ROOT, Row, stored
 
 _SETTING = (
@@ -86,7 +85,6 @@ TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
     "round": ("peers", newest(round_text)),
     "placements": ("placements", newest(placements.precision)),
     "overlap": ("overlap", overlap.text),
-    "first_hour": ("first_hour", first_hour.text),
 }
 """The text of each region, and the rows that it is made of."""
 FILES: dict[str, tuple[str, Callable[[Row], str]]] = {

@@ -6,38 +6,41 @@ ranks last. Everything is in outputs/first_hour.tar.gz. Without a GPU, tiny shap
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks.first_hour import engine, facts, kernels, pages, runs
+from benchmarks.first_hour import engine, facts, kernels, runs
 from benchmarks.first_hour.runner import FAIL, HANG, ROOT, Step, run
 
+LARGE = [f"speed-{target}" for target in list(runs.SIZES)[1:]]
 _COUNT = "import torch; print(torch.cuda.device_count())"
-SIZES = ("7B", "7B --int8", "13B", "30B --int8", "30B", "65B --int8", "13B --int8", "65B")
 
 
-def all_steps(*, is_small: bool, num_gpus: int) -> list[Step]:
-    """Every step, in the order in which they run."""
+def all_steps(*, is_small: bool, num_gpus: int, most_s: float = math.inf) -> list[Step]:
+    """Every step, in the order in which they run; with tiny shapes one size is enough."""
 
     def step(module: str, words: str, limit_s: float, *, num_gpus: int = 0, modules: tuple[str, ...] = ()) -> Step:
         command = [sys.executable, "-m", f"benchmarks.first_hour.{module}", *words.split(), *["--small"] * is_small]
         name = f"{module}-{words.replace(' --', '-')}"
-        return Step(name=name, command=command, limit_s=limit_s, num_gpus=num_gpus, modules=modules)
+        return Step(name=name, command=command, limit_s=min(limit_s, most_s), num_gpus=num_gpus, modules=modules)
 
-    hydra = ("hydra", "omegaconf")
     sums = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus), "-m"]
     return [
         *(step("facts", name, 120) for name in facts.CHECKS),
         *(step("kernels", name, 180) for name in kernels.CHECKS),
         *(step("engine", name, 120) for name in engine.CHECKS),
-        *(step("speed", words, 300) for words in (("tiny", "tiny --int8") if is_small else SIZES)),
         Step(
             name="all-reduce", command=[sys.executable, "-m", *sums, "benchmarks.first_hour.messages"], num_gpus=2
         ),
-        *(step("runs", name, 400, num_gpus=least, modules=hydra) for name, (least, _) in runs.CHECKS.items()),
+        *(
+            step("runs", name, 400, num_gpus=least, modules=("hydra", "omegaconf"))
+            for name, (least, _) in runs.CHECKS.items()
+            if not (is_small and name in LARGE)
+        ),
     ]  # fmt: skip
 
 
@@ -54,24 +57,23 @@ def count_gpus() -> int:
 
 
 def main() -> None:
-    """Run the steps, or list them, or store what an earlier hour has found."""
+    """Run the steps, or list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, help="how many to use; default: all")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="steps, also by patterns: 'kernels-*'")
     parser.add_argument("--list", action="store_true", help="print the names of the steps")
     parser.add_argument("--minutes", type=float, default=50.0, help="stop after so many (default 50; 9 for a glance)")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, metavar="S", help="seconds that a step may take at most"
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes; always so without a GPU")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "first_hour", help="default: %(default)s")
-    parser.add_argument("--store", type=Path, metavar="TAR", help="store the figures of a tar for the pages, and end")
     arguments = parser.parse_args()
-    if arguments.store:
-        print(f"stored in {pages.store_tar(arguments.store)}: python -m benchmarks.readme writes the pages")
-        return
     num_gpus = count_gpus()
     if arguments.gpus is not None and arguments.gpus < num_gpus:
         num_gpus, seen = arguments.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[:num_gpus])
-    steps = all_steps(is_small=arguments.small or not num_gpus, num_gpus=num_gpus)
+    steps = all_steps(is_small=arguments.small or not num_gpus, num_gpus=num_gpus, most_s=arguments.limit)
     steps = [step for step in steps if any(fnmatch(step.name, each) for each in arguments.only)]
     if arguments.list or not steps:
         print(*(step.name for step in steps), sep="\n")

@@ -6,22 +6,28 @@ synthetic weights. Another path than expected is a fault, and so is a warning.
 Shapes: B sequences, T positions, V vocabulary.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.decoding import config_of, load_pair, make_decoder, prompt, requests
-from benchmarks.first_hour.ours import path_expected, path_of
-from benchmarks.first_hour.step import Check, Where, main, say, skip
+from benchmarks.decoding import config_of, decode_once, load_pair, make_decoder, prompt, requests
+from benchmarks.first_hour.runner import FOLDER
+from benchmarks.first_hour.step import Check, Where, main, say
 from llama_ssp import Pair
+from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
 from llama_ssp.config.schema import Dtype
+from llama_ssp.engine.executors import GraphExecutor
 from llama_ssp.engine.loop import Decoder
-from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.runner import Runner
+from llama_ssp.models.varlen import capability_of, torch_attention
 
 _T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
@@ -49,6 +55,26 @@ def num_tokens(where: Where) -> int:
 def pair_of(where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none") -> Pair:
     """The shipped models."""
     return load_pair(config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization))
+
+
+def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
+    """Which path the forwards of a model take, and the rounds of a decoder."""
+    other = "masks" if getattr(runner, "uses_masks", True) else "compiled"
+    path = {"attention": "lengths" if getattr(runner, "reads_by_length", False) else other}
+    path["layers"] = "few kernels" if getattr(runner, "is_fused", False) else "operators"
+    if decoder is not None:
+        graphs = decoder.executor if isinstance(decoder.executor, GraphExecutor) else None
+        path["rounds"] = "graphs" if graphs and not graphs.failed else "no graphs"
+    return path
+
+
+def path_expected(where: Where, dtype: torch.dtype, *, has_graphs: bool) -> dict[str, str]:
+    """Which path they should take: what the documentation promises of this GPU, and of this torch."""
+    path = {"rounds": "graphs" if where.is_gpu and has_graphs else "no graphs"}
+    has_pages = torch_attention() is not None and capability_of(where.device) >= FIRST_PAGED_CAPABILITY
+    if has_pages and dtype.itemsize == 2:  # noqa: PLR2004 - bytes
+        return path | {"attention": "lengths", "layers": "few kernels"}
+    return path | ({"attention": "masks"} if where.is_gpu else {})
 
 
 def path_faults(where: Where, pair: Pair, decoder: Decoder | None = None, *, has_graphs: bool = True) -> Iterator[str]:
@@ -132,27 +158,6 @@ def _probs(where: Where, dtype: Dtype, quantization: str, *, at_a_time: int) -> 
     return torch.softmax(torch.cat(logits, dim=1)[0].double().cpu(), dim=-1)
 
 
-def packed_unlike_padded(where: Where) -> Iterator[str]:
-    """The probabilities behind packed prompts, held to padded ones; nothing where all are padded."""
-    pair, number = pair_of(where, Dtype.fp16, draft=None), num_tokens(where)
-    target = pair.models.target
-    yield from path_faults(where, pair)
-    if not target.packs_prompts:
-        skip("this device does not pack prompts")
-    lengths = [number, 1, number // 3]
-    ids_RS = torch.arange(5, 5 + len(lengths) * number, device=where.device).view(len(lengths), -1)
-    prompts = Prompts(ids_RS, torch.tensor(lengths, device=where.device), lengths, longest=number)
-    found = []
-    for is_packed in (True, False):
-        target.packs_prompts = is_packed
-        target.allocate(batch_size=len(lengths), capacity=number)
-        logits_RV = read_prompts(target, prompts, rows=[2, 0, 1], buckets=Buckets(step=number, num_slots=number))
-        found.append(torch.softmax(logits_RV.double(), dim=-1))
-    variation, (_, _, limit) = float(0.5 * (found[0] - found[1]).abs().sum(-1).max()), FORMATS["fp16"]
-    if not variation <= limit:
-        yield f"packed prompts: total variation {variation:.4f} from padded, at most {limit}"
-
-
 def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
     """Rounds and admissions while torch refuses whatever waits for the device; nothing to see on a CPU."""
     pair = pair_of(where, Dtype.fp16)
@@ -167,6 +172,22 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         except RuntimeError as error:
             yield f"a round or an admission waits for the device: {error}"
         yield from path_faults(where, pair, decoder, has_graphs=cuda_graphs)
+
+
+def trace(where: Where) -> Iterator[str]:
+    """Keep a profiler's trace of a few rounds of 7B with a draft, and say where their time goes."""
+    names = (TARGET, DRAFT) if where.is_small else ("7B", "tinyllama_1B")
+    pair = load_pair(config_of(*names, dtype=Dtype.fp16 if where.is_gpu else Dtype.fp32, device=where.device))
+    decoder = make_decoder(pair, speculative=True)
+    wanted = requests(pair, number=1, prompt_tokens=512, new_tokens=8)
+    for seed in (0, 1):
+        decode_once(decoder, wanted, seed=seed)
+    with profile(activities=[ProfilerActivity.CUDA if where.is_gpu else ProfilerActivity.CPU]) as seen:
+        decode_once(decoder, wanted, seed=2)
+    took = {event.key[:80]: event.self_device_time_total or event.self_cpu_time_total for event in seen.key_averages()}
+    say(kernels_us=dict(sorted(took.items(), key=lambda each: each[1], reverse=True)[:25]))
+    seen.export_chrome_trace(str(Path(os.environ.get(FOLDER, ".")) / "round.trace.json.gz"))
+    yield from path_faults(where, pair, decoder)
 
 
 def watched(piece: Callable[..., _T]) -> Callable[..., _T]:
@@ -202,11 +223,12 @@ CHECKS: dict[str, Check] = {
 }
 CHECKS |= {"greedy-text": greedy_text_is_plain_text, "fp32-of-the-cpu": far_from_the_cpu}
 CHECKS |= {f"near-fp32-{name}": partial(far_from_fp32, name=name) for name in FORMATS}
-CHECKS |= {"packed-prompts": packed_unlike_padded}
 CHECKS |= {
     f"no-waits-{how}": partial(waits_in_a_round, cuda_graphs=is_captured)
     for how, is_captured in (("eager", False), ("replayed", True))
 }
+
+CHECKS |= {"trace": trace}
 
 if __name__ == "__main__":
     main(CHECKS)

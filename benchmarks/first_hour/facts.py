@@ -1,7 +1,6 @@
 """What this machine is: `python -m benchmarks.first_hour.facts`. Packages are named with versions, never sources."""
 
 import os
-import platform
 import shutil
 import subprocess
 from importlib.metadata import distributions
@@ -9,7 +8,7 @@ from importlib.metadata import distributions
 import torch
 
 from benchmarks.first_hour.runner import allowed
-from benchmarks.first_hour.step import Check, Where, main, say, skip
+from benchmarks.first_hour.step import Check, Where, main, say
 from llama_ssp.reports.provenance import git_commit, processor, versions
 
 COMMANDS = (
@@ -20,11 +19,9 @@ COMMANDS = (
 
 def facts(where: Where) -> list[str]:
     """Say everything; a command that is missing is one of the facts."""
-    say(versions=versions(), git_commit=git_commit(), processor=processor(), python=platform.python_version())
+    say(versions=versions(), git_commit=git_commit(), processor=processor())
     say(cuda=torch.version.cuda, hip=torch.version.hip, nccl=torch.cuda.nccl.version() if where.is_gpu else None)
-    for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(number)
-        say(gpu=found.name, capability=[found.major, found.minor], memory_bytes=found.total_memory)
+    say(gpus=[str(torch.cuda.get_device_properties(number)) for number in range(torch.cuda.device_count())])
     say(environment=allowed(os.environ))
     say(packages=sorted(f"{each.metadata['Name']}=={each.version}" for each in distributions()))
     for command in map(str.split, COMMANDS):
@@ -36,8 +33,6 @@ def facts(where: Where) -> list[str]:
 
 def installer(where: Where) -> list[str]:  # noqa: ARG001 - of the machine
     """What the installer says of this machine."""
-    if not shutil.which("bash"):
-        skip("there is no bash")
     code = subprocess.run(["bash", "machine-install.sh", "--check"], timeout=100, check=False).returncode
     return [f"machine-install.sh --check ended with {code}"] if code else []
 

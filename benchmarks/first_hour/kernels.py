@@ -8,7 +8,8 @@ slots, S slots, M = Q tokens, I inputs, O outputs, E embedding width, V vocabula
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -16,18 +17,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.first_hour import ours
-from benchmarks.first_hour.judging import copies, judge
 from benchmarks.first_hour.step import Check, Where, main, say, skip
-from llama_ssp.architectures.sizes import PAGE_SLOTS
+from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.models.cache import StaticCache
-from llama_ssp.models.llama.rotary import PlaceHeads
+from llama_ssp.engine.executors import CudaRecorder
+from llama_ssp.models.cache import CacheView, StaticCache
+from llama_ssp.models.linear import Linear, PlainLinear
+from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
-from llama_ssp.models.varlen import Heads, VarlenAttention
+from llama_ssp.models.varlen import Heads, VarlenAttention, capability_of
 from llama_ssp.sampling.rules import make_rule
 
+EPS, TOP_P = 1e-6, 0.9
+MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}
+"""The largest error, of the largest value."""
 MOST_Z = 6.0
 """Standard errors: a right kernel exceeds them in one of 10^8 frequencies."""
 MATRICES = {
@@ -35,6 +39,47 @@ MATRICES = {
     "30B qkv": (19968, 6656), "30B down": (6656, 17920), "65B output of 8 ranks": (8192, 1024), "head": (32000, 4096),
 }  # fmt: skip
 SMALL_MATRICES = {"tiny": (96, 256)}
+
+
+def judge(
+    name: str, pieces: Sequence[Callable[[], Tensor]], wanted: Tensor, where: Where, *, num_bytes: int = 0
+) -> Iterator[str]:
+    """Say the time of pieces of one kind and the first one's error; a fault if that is too large."""
+    say(doing=name)
+    try:
+        found, seconds = timed(pieces, where)
+    except RuntimeError as problem:
+        yield f"{name}: {str(problem).strip().partition(chr(10))[0]}"
+        return
+    error = float((found.double() - wanted).abs().max() / wanted.abs().max())
+    say(case=name, error=error, us=1e6 * seconds, gb_per_s=num_bytes / seconds / 1e9)
+    if not error <= MOST[found.dtype]:  # NaN is a fault too
+        yield f"{name}: off by {error:.2g} of the largest value, at most {MOST[found.dtype]:g}"
+
+
+def timed(pieces: Sequence[Callable[[], Tensor]], where: Where, *, num_turns: int = 10) -> tuple[Tensor, float]:
+    """What the first of several pieces gives, and the least seconds of one; on a GPU as a graph."""
+
+    def run() -> Tensor:
+        first, *_ = [piece() for piece in pieces]
+        return first
+
+    found, again = run(), run
+    if where.is_gpu:
+        found, again = CudaRecorder().record(run)  # type: ignore[assignment]
+    seconds = []
+    for _ in range(num_turns if where.is_gpu else 1):
+        started = time.perf_counter()
+        again()
+        if where.is_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return found, min(seconds) / len(pieces)
+
+
+def copies(num_bytes: int, where: Where) -> int:
+    """How many copies of an operand no cache holds."""
+    return max(1, min(64, 2**28 // num_bytes)) if where.is_gpu else 1
 
 
 def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
@@ -119,60 +164,65 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our split attention is for GPUs")
-    attend, most_queries = ours.split_attention()
-    return attention(attend, where, most_queries=most_queries)
+    from llama_ssp.models.llama import split_kernels  # noqa: PLC0415 - imports Triton
+
+    return attention(split_kernels.attend, where, most_queries=split_kernels.MOST_ROWS)
 
 
 def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 3, 32)) -> Iterable[str]:
-    attend = ours.torch_attends(where.device, num_splits) if where.is_gpu else in_fp64(None)
-    return attention(attend, where, rows=rows) if attend else skip("this GPU, or this torch, has no attention by pages")
+    """Torch's attention with a number of splits, None for its own."""
+    attend = in_fp64(None)
+    if where.is_gpu:
+        from torch.nn.attention import varlen  # noqa: PLC0415 - slow to import
+
+        into = getattr(varlen, "varlen_attn_out", None)
+        if into is None or capability_of(where.device) < FIRST_PAGED_CAPABILITY:
+            skip("this GPU, or this torch, has no attention by pages")
+        splits = {"num_splits": num_splits} if num_splits else {}
+
+        def attend(query: Tensor, *operands: object, **options: object) -> Tensor:
+            found: Tensor = into(torch.empty_like(query), query, *operands, **splits, **options)
+            return found
+
+    return attention(attend, where, rows=rows)
 
 
-def products(where: Where) -> Iterator[str]:
-    """Torch's products of 16-bit weights, and ours with what surrounds them, for the rows of rounds and prompts."""
+def products(where: Where, *, kind: type[Linear], bits: int) -> Iterator[str]:
+    """Products of weights that 4 or 8 bits hold exactly, for the rows of rounds and prompts."""
     dtype = torch.float16 if where.is_gpu else torch.float32
-    for name, shape in (SMALL_MATRICES if where.is_small else MATRICES).items():
-        weights = [
-            _some(*shape, like=(where, dtype)) for _ in range(copies(shape[0] * shape[1] * dtype.itemsize, where))
-        ]
-        for rows in (1, 5, 32, 64, 512):
-            x = _some(rows, shape[1], like=(where, dtype))
-            pieces = [partial(functional.linear, x, weight) for weight in weights]
-            wanted = x.double() @ weights[0].double().t()
-            yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
+    for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
+        (least, most), num_bytes = (-8, 7) if bits == 4 else (-127, 127), outputs * inputs * bits // 8  # noqa: PLR2004
+        weight = torch.randint(least, most + 1, (outputs, inputs), device=where.device)
+        weight[:, ::128], weight[:, 1::128] = least, most
+        weight = (weight / 1024).to(dtype)
+        layers = [kind(weight.clone(), None) for _ in range(copies(num_bytes, where))]  # type: ignore[call-arg]
+        for rows in (1, 5, 32, 64, 128, 512):
+            x = _some(rows, inputs, like=(where, dtype))
+            pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()
+            yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=num_bytes)
 
 
 def fused_products(where: Where) -> Iterator[str]:
     """Our product with the residual's sum and the norm before it, and the gate behind it."""
     if not where.is_gpu:
         skip("our products are for GPUs")
+    from llama_ssp.models.llama import kernels  # noqa: PLC0415 - imports Triton
+
     for (name, (outputs, inputs)), rows in product(MATRICES.items(), (1, 5, 32)):
         x, added = (_some(rows, inputs, like=(where, torch.float16)) for _ in range(2))
         norm = _some(inputs, like=(where, torch.float16))
         weights = [
             _some(outputs, inputs, like=(where, torch.float16)) for _ in range(copies(2 * outputs * inputs, where))
         ]
-        multiply = ours.fused_product(x, added, norm)
-        normed = functional.rms_norm((x + added).double(), (inputs,), norm.double(), ours.EPS)
+        weight, multiply = kernels.NormWeight(norm, 1.0, EPS), kernels.product
+        normed = functional.rms_norm((x + added).double(), (inputs,), norm.double(), EPS)
         gate, up = (normed @ weights[0].double().t()).chunk(2, dim=-1)
-        pieces, wanted = [partial(multiply, weight) for weight in weights], functional.silu(gate) * up
+        pieces = [
+            lambda matrix=matrix: multiply(x, matrix, norm=weight, added_MI=added, gates=True)[1]  # noqa: B023
+            for matrix in weights
+        ]
+        wanted = functional.silu(gate) * up
         yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
-
-
-def packed(kind: type[Int8WeightOnlyLinear | Int4WeightOnlyLinear], where: Where) -> Iterator[str]:
-    """Products of weights in 8 or 4 bits that are exact in them, on both sides of the cut-over to unpacking."""
-    dtype = torch.float16 if where.is_gpu else torch.float32
-    for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
-        most, least = (127, -127) if kind is Int8WeightOnlyLinear else (7, -8)
-        weight = torch.randint(least, most + 1, (outputs, inputs), device=where.device)
-        weight[:, ::128], weight[:, 1::128] = least, most
-        weight = (weight / 1024).to(dtype)
-        layers = [kind(weight, None) for _ in range(copies(outputs * inputs // (1 + (most == 7)), where))]  # noqa: PLR2004
-        for rows in (1, 5, 32, 64, 128):
-            x = _some(rows, inputs, like=(where, dtype))
-            pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()
-            num_bytes = outputs * inputs // (1 + (most == 7))  # noqa: PLR2004
-            yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=num_bytes)
 
 
 def rotary(where: Where) -> Iterator[str]:
@@ -191,7 +241,7 @@ def rotary(where: Where) -> Iterator[str]:
         pairs = torch.view_as_complex(qkv[:, :-num_kv].double().unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(pairs * freqs_S1P[positions.flatten()].to(torch.complex128)).flatten(-2)
         wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
-        for way, place in ours.placings(freqs_S1P, positions, view).items():
+        for way, place in _placings(freqs_S1P, positions, view).items():
 
             def placed(place: PlaceHeads = place) -> Tensor:
                 queries, _, _ = place(qkv.clone(), 0, heads, ())  # noqa: B023
@@ -208,32 +258,27 @@ def norms(where: Where) -> Iterator[str]:
     for rows, width in product((1, 5, 512), (2048, 4096, 6656, 8192)):
         x, added = (_some(rows, width, like=(where, dtype)) for _ in range(2))
         weight = _some(width, like=(where, dtype))
-        wanted = functional.rms_norm((x + added).double(), (width,), weight.double(), ours.EPS)
-        pieces = [lambda: ours.add_norm(x.clone(), added, weight)]  # noqa: B023
+        wanted = functional.rms_norm((x + added).double(), (width,), weight.double(), EPS)
+        pieces = [lambda: _add_norm(x.clone(), added, weight)]  # noqa: B023
         yield from judge(f"{rows} rows of {width}", pieces, wanted, where, num_bytes=6 * x.nbytes)
 
 
 def draws(where: Where) -> Iterator[str]:
     """Draws of one token from Llama's vocabulary: their frequencies are the probabilities in fp64."""
     vocab_size, number = (512, 4096) if where.is_small else (32000, 16384)
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).mul_(4).to(where.device)
-    for name, sampling in {
-        "greedy": SamplingConfig(temperature=0.0), "sampled": SamplingConfig(temperature=0.8),
-        "top-k": SamplingConfig(temperature=0.8, top_k=20), "top-p": SamplingConfig(temperature=0.8, top_p=0.9),
-    }.items():  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(vocab_size, generator=generator).mul_(4).to(where.device)
+    uniforms = torch.rand(number, 2, dtype=torch.float64, generator=generator).to(where.device)
+    largest, order = torch.softmax(logits.double() / 0.8, -1).sort(descending=True)
+    for name, sampling, num in (
+        ("greedy", SamplingConfig(temperature=0.0), 1),
+        ("sampled", SamplingConfig(temperature=0.8), vocab_size),
+        ("top-k", SamplingConfig(temperature=0.8, top_k=20), 20),
+        ("top-p", SamplingConfig(temperature=0.8, top_p=TOP_P), int((largest.cumsum(0) - largest < TOP_P).sum())),
+    ):
+        probs = torch.zeros_like(largest)
+        probs[order[:num]] = largest[:num] / largest[:num].sum()
         rule = make_rule(sampling, VerificationConfig())
-        uniforms = torch.rand(number, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(
-            where.device
-        )
-        probs = functional.one_hot(logits.argmax(), vocab_size).double()
-        if sampling.temperature:
-            probs = torch.softmax(logits.double() / sampling.temperature, -1)
-            largest, order = probs.sort(descending=True)
-            num = sampling.top_k or vocab_size
-            if sampling.top_p is not None:
-                num = int((largest.cumsum(0) - largest < sampling.top_p).sum())
-            probs[order[num:]] = 0
-            probs /= probs.sum()
         ids = rule.draw(logits.expand(number, -1).contiguous(), uniforms, None)[0].flatten()
         shares = torch.bincount(ids, minlength=vocab_size) / number
         deviations = (shares - probs).abs() / (probs * (1 - probs) / number).sqrt().clamp_(min=1 / number)
@@ -241,6 +286,29 @@ def draws(where: Where) -> Iterator[str]:
         say(case=name, z=z, outside=float(shares[probs == 0].sum()))
         if not (z <= MOST_Z and not shares[probs == 0].any()):
             yield f"{name}: frequencies are off by {z:.1f} standard errors"
+
+
+def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
+    """The norm of a sum, which overwrites x, as the engine computes it on this device."""
+    if not x_ME.is_cuda:
+        module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
+        module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
+        return RmsNorm(module)(x_ME.add_(added_ME))
+    from llama_ssp.models.llama import kernels  # noqa: PLC0415 - imports Triton
+
+    return kernels.add_norm(x_ME, added_ME, weight_E, EPS)
+
+
+def _placings(freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView) -> dict[str, PlaceHeads]:
+    """What rotates heads and writes them to a cache: in the order of its rows, and by slots."""
+    if not positions_BT.is_cuda:
+        return {"in order": PlaceByOperators(freqs_cis_S1P[positions_BT.flatten()], view)}
+    from llama_ssp.models.llama.kernels import rotate_write  # noqa: PLC0415 - imports Triton
+
+    return {
+        name: PlaceByKernel(rotate_write, freqs_cis_S1P, positions_BT.contiguous(), slots, view.buffer)
+        for name, slots in {"in order": None, "by slots": view.slots_M}.items()
+    }
 
 
 def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
@@ -254,10 +322,10 @@ CHECKS: dict[str, Check] = {
     "attention-ours": _ours,
     "rotary": rotary,
     "norms": norms,
-    "products": products,
+    "products": partial(products, kind=PlainLinear, bits=16),
     "products-fused": fused_products,
-    "int8": partial(packed, Int8WeightOnlyLinear),
-    "int4": partial(packed, Int4WeightOnlyLinear),
+    "int8": partial(products, kind=Int8WeightOnlyLinear, bits=8),
+    "int4": partial(products, kind=Int4WeightOnlyLinear, bits=4),
     "draws": draws,
 }
 """`attention-split-batches` is the one that pytorch's issue 194167 says to be wrong; no path may use it then."""

@@ -1,7 +1,8 @@
 """Whole runs of `launch/run.py` on one GPU and several: `python -m benchmarks.first_hour.runs NAME`.
 
+speed-...    synthetic models of true sizes on one GPU, plain and speculative; what does not fit says so
 text-of-N    in fp32 N GPUs give the text of one: sharded, from Python, on an own GPU, overlapped
-NAME of PLACED, on all GPUs: a large pair in a placement, with its forecast and its memory
+NAME of PLACED, on all GPUs: a large pair in a placement
 exit-codes   those that docs/guides/troubleshooting.md promises
 rank-...     one of two ranks is killed or stopped: the other one ends in time, with a sentence
 """
@@ -32,6 +33,11 @@ TEXTS = {
     "sharded": PLACED["sharded"], "from Python": [*PLACED["sharded"], "cuda_graphs=false"], "own GPU": APART,
     "overlapped": OVERLAPPED,
 }  # fmt: skip
+SIZES = {
+    "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
+    "65B_8bit": "tinyllama_1B", "13B_8bit": "tinyllama_1B", "65B": "tinyllama_1B",
+}  # fmt: skip
+"""Targets, the most telling first, and drafts that fit beside them on 80 GB; the last one needs more."""
 LIMIT_S = 240
 LOST = [cell for cell in CELLS if cell.fault != FULL and cell.cuda_graphs]
 
@@ -69,13 +75,14 @@ def texts(where: Where, *, num_ranks: int) -> Iterator[str]:
             yield f"{name}: " + (f"exit code {code}" if code else "another text than that of one GPU")
 
 
-def placed(where: Where, *, name: str) -> Iterator[str]:
-    """Compare plain and speculative sampling in a placement, over all GPUs."""
-    pair = ["model=tiny", "draft=tiny-draft"] if where.is_small else ["model=30B", "draft=7B"]
-    dtypes = [] if where.is_small else ["model.dtype=fp16", "draft.model.dtype=fp16"]
-    num_ranks = max(2, torch.cuda.device_count() if where.is_gpu else 2)
-    settings = ["task=compare", *pair, *dtypes, "weights=synthetic", "ignore_eos=true", "max_new_tokens=128"]
-    code, run = ended(where, [*settings, *PLACED[name]], num_ranks=num_ranks)
+def compared(where: Where, *, settings: Sequence[str], target: str, draft: str, num_ranks: int = 1) -> Iterator[str]:
+    """Compare plain and speculative sampling; their times, forecasts, and memory against the plan."""
+    pair = ["model=tiny", "draft=tiny-draft"] if where.is_small else [f"model={target}", f"draft={draft}"]
+    dtypes = ["model.dtype=fp16", "draft.model.dtype=fp16"] if where.is_gpu else []
+    if num_ranks > 1 and where.is_gpu:
+        num_ranks = torch.cuda.device_count()
+    sizes = ["task=compare", "weights=synthetic", "ignore_eos=true", "max_new_tokens=128"]
+    code, run = ended(where, [*sizes, *pair, *dtypes, *settings], num_ranks=num_ranks)
     status = (run / "status").read_text() if (run / "status").exists() else ""
     if status.startswith(f"{CapacityError.exit_code}:"):
         skip(status.strip())
@@ -85,7 +92,7 @@ def placed(where: Where, *, name: str) -> Iterator[str]:
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     wanted = ("plain", "speculative", "speedup", "forecast", "memory", "overlap", "placement", "world_size")
     say(**{key: summary.get(key) for key in wanted})
-    for rank in summary["memory"]:
+    for rank in summary["memory"] if where.is_gpu else ():
         if rank["measured_peak_bytes"] > rank["planned_bytes"]:
             yield f"rank {rank['rank']} used {rank['measured_peak_bytes']} bytes, {rank['planned_bytes']} planned"
 
@@ -126,9 +133,16 @@ def lost(where: Where, *, cell: Cell) -> Iterator[str]:  # noqa: ARG001 - two GP
     check_sentence(cell, folder / "run", [line for file in outputs for line in file.read_text().splitlines()])
 
 
-CHECKS: dict[str, tuple[int, Check]] = {"exit-codes": (0, exit_codes)}
+CHECKS: dict[str, tuple[int, Check]] = {
+    f"speed-{target}": (0, partial(compared, settings=[], target=target, draft=draft))
+    for target, draft in SIZES.items()
+}
+CHECKS |= {"exit-codes": (0, exit_codes)}
 CHECKS |= {f"text-of-{number}": (number, partial(texts, num_ranks=number)) for number in (2, 4)}
-CHECKS |= {name: (2, partial(placed, name=name)) for name in PLACED}
+CHECKS |= {
+    name: (2, partial(compared, settings=settings, target="30B", draft="7B", num_ranks=2))
+    for name, settings in PLACED.items()
+}
 CHECKS |= {
     f"rank-{cell.fault}-{cell.task}{'-overlapped' * cell.overlaps}": (2, partial(lost, cell=cell)) for cell in LOST
 }

@@ -48,19 +48,15 @@ class FellBack(logging.Handler):
         say(fault=record.getMessage())
 
 
-def where(*, is_small: bool) -> Where:
-    """The first GPU, or else the CPU."""
-    return Where(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), is_small)
-
-
 def main(checks: Mapping[str, Check]) -> None:
-    """Make the check that the command line names; `--small` takes tiny shapes."""
+    """Make the check that the command line names, on the first GPU or else the CPU; `--small` takes tiny shapes."""
     name, *options = sys.argv[1:]
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("llama_ssp").addHandler(FellBack(logging.WARNING))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     is_wrong = False
     with torch.inference_mode():
-        for fault in checks[name](where(is_small="--small" in options)):
+        for fault in checks[name](Where(device, "--small" in options)):
             say(fault=fault)
             is_wrong = True
     sys.exit(is_wrong)

@@ -6,9 +6,10 @@ from tests.stub_gpu.process import Stub
 
 CHECK = """
 import torch
-from benchmarks.first_hour import engine, step
+from benchmarks.first_hour import engine
+from benchmarks.first_hour.step import Where
 with torch.inference_mode():
-    print([*engine.waits_in_a_round(step.where(is_small=True), cuda_graphs={})])
+    print([*engine.waits_in_a_round(Where(torch.device("cuda", 0), is_small=True), cuda_graphs={})])
 """
 
 
