@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.decoding import config_of, decode_once, load_pair, make_decoder, prompt, requests
 from benchmarks.first_hour.runner import FOLDER
-from benchmarks.first_hour.step import Check, Where, main, say
+from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
 from llama_ssp.config.schema import Dtype
@@ -100,6 +100,8 @@ def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[li
 
 def same_with_graphs(where: Where, *, dtype: Dtype, batch_size: int, temperature: float) -> Iterator[str]:
     """Replayed rounds, held to the same rounds launched from Python: plain and speculative, run twice."""
+    if not where.is_gpu and dtype is not Dtype.fp32:
+        skip("rounds in 16 bits are for GPUs")
     pair = pair_of(where, dtype)
     for mode, speculative in (("plain", False), ("speculative", True)):
         made = partial(make_decoder, pair, speculative=speculative, batch_size=batch_size, temperature=temperature)
@@ -160,7 +162,7 @@ def _probs(where: Where, dtype: Dtype, quantization: str, *, at_a_time: int) -> 
 
 def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
     """Rounds and admissions while torch refuses whatever waits for the device; nothing to see on a CPU."""
-    pair = pair_of(where, Dtype.fp16)
+    pair = pair_of(where, Dtype.fp16 if where.is_gpu else Dtype.fp32)
     for speculative in (False, True):
         decoder = make_decoder(pair, speculative=speculative, batch_size=2, cuda_graphs=cuda_graphs)
         texts(where, decoder, pair, number=2)

@@ -38,7 +38,7 @@ _NAMES = """
     HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF TORCHINDUCTOR_CACHE_DIR
     TORCHINDUCTOR_COMPILE_THREADS TRITON_CACHE_DIR TRITON_LIBCUDA_PATH OMP_NUM_THREADS MKL_NUM_THREADS HF_HUB_OFFLINE
     NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_NVLS_ENABLE
-    STUB_GPU_COUNT STUB_GPU_BYTES STUB_GPU_REPLAY_US
+    STUB_GPU_COUNT STUB_GPU_BYTES STUB_GPU_REPLAY_US STUB_GPU_ILLEGAL
 """
 ALLOWED = frozenset(_NAMES.split())
 """The variables that steps get. Whatever may hold a secret, as an index of packages or a proxy may, is none of them."""
@@ -46,6 +46,7 @@ _MARK = "FIRST_HOUR_STEP"
 _URL = re.compile(r"[a-z+]+://[^\s\"'<>]+")
 _SIGNAL = re.compile(r"Signal \d+ \((SIG\w+)\) received")
 """What torchrun says of a rank."""
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 _AFTERWARDS_S = 10.0
 Row = dict[str, Any]
 
@@ -166,7 +167,8 @@ def _judge(code: int | None, text: str, figures: Sequence[Row]) -> tuple[str, st
         return PASS, None
     signals = [signal.Signals(-code).name] if code < 0 else _SIGNAL.findall(text)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("{")]
-    return FAIL, (f"signal {signals[0]}" if signals else f"exit code {code}: {(lines or [''])[-1]}") + _last(figures)
+    said = [line for line in lines if _ERROR.match(line)] or lines or [""]
+    return FAIL, (f"signal {signals[0]}" if signals else f"exit code {code}: {said[-1]}") + _last(figures)
 
 
 def _last(figures: Sequence[Row]) -> str:

@@ -135,7 +135,7 @@ def _rank_memory(
     }
     fixed = {
         "graphs_bytes": _graph_bytes(job, hardware, draft) if job.cuda_graphs else 0,
-        "collectives_bytes": hardware.collective_bytes if job.num_replicas * len(job.layout.ranks) > 1 else 0,
+        "collectives_bytes": hardware.collective_bytes * _num_communicators(job, rank),
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
@@ -153,6 +153,16 @@ def _rank_memory(
         draft_row_scale_bytes=draft.weights.repeated_scale_bytes if draft else 0,
         target_heads=target.num_heads if target else 0,
     )
+
+
+def _num_communicators(job: PlanSpec, rank: int) -> int:
+    """The groups of several ranks that this one belongs to: of all replicas, of its own, of each model.
+
+    NCCL keeps buffers for each from the beginning; equal groups are one.
+    """
+    groups = {job.layout.ranks, tuple(job.target_ranks), tuple(job.draft_ranks)}
+    of_replicas = job.num_replicas > 1
+    return of_replicas + sum(len(group) > 1 and rank in group for group in groups)
 
 
 def _logits_bytes(job: PlanSpec, rank: int) -> int:
@@ -189,16 +199,26 @@ def _numbers_bytes(job: PlanSpec) -> int:
 
 
 def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
-    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them."""
+    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
+
+    With masks the lean decoder copies queries and attended values, and has a row of the mask for each query of a group.
+    Modules of the library repeat keys and values for each head of a group.
+    """
     if part is None:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
-    wide = max(2 * part.width, 3 * part.units)
-    pair_bytes = record_of(shape.model_type).attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
-    masks = 0 if model.reads_by_length(hardware) else rows * bucket * pair_bytes
-    return job.batch_size * (rows * (3 * shape.hidden_size + wide) * size + masks) + part.working_bytes
+    record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
+    group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
+    if not model.reads_by_length(hardware):
+        masks = rows * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+        if model.is_lean and hardware.device == "cuda":
+            masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
+        elif not model.is_lean and group > 1 and not record.keeps_scores:
+            repeated = 2 * bucket * heads_width * size
+    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size)
+    return job.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
 def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:

@@ -21,7 +21,7 @@ INTERPRETER = "LLAMA_SSP_CUDA_PYTHON"
 SOURCES = Path(__file__).parent / "cuda"
 DRIVER = ("driver.cpp", "unsupported.cpp")
 """The sources of libcuda.so.1; all others are of the library that is preloaded."""
-COMPILE = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra")
+COMPILE = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra")
 _ASK = """
 import importlib.util, json, pathlib, runpy
 spec = importlib.util.find_spec("torch")

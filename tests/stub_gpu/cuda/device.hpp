@@ -137,5 +137,7 @@ int current_device();
 cudaError_t failed(cudaError_t error);
 // Launches a kernel, which computes nothing.
 void launch(const std::string& line, cudaStream_t stream);
+// Whether a kernel that STUB_GPU_ILLEGAL names has been launched: every later call fails, as after an illegal access.
+bool& lost();
 
 }  // namespace stub

@@ -154,8 +154,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 
 // ---- errors
 
-cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
-cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() { return lost() ? cudaErrorIllegalAddress : std::exchange(last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return lost() ? cudaErrorIllegalAddress : last_error; }
 
 const char* cudaGetErrorName(cudaError_t error) {
   static thread_local char name[40];
@@ -167,6 +167,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorNotSupported: return "operation not supported";
     case cudaErrorInvalidDevice: return "invalid device ordinal";

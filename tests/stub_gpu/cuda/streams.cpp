@@ -167,13 +167,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     note("wait stream");
   }
   drain(&stream);
-  return cudaSuccess;
+  return lost() ? cudaErrorIllegalAddress : cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize() {
   if (cudaError_t error = refuse_in_capture("cudaDeviceSynchronize")) return error;
   note("wait device");
   drain(nullptr);
-  return cudaSuccess;
+  return lost() ? cudaErrorIllegalAddress : cudaSuccess;
 }
 }

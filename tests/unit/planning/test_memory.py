@@ -144,6 +144,13 @@ def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_ne
     assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * 11008) * size + masks
 
 
+def test_masked_prompts_have_a_row_of_the_mask_for_each_query_of_a_group() -> None:
+    job = make_job("llama3_8B", prompt_tokens=300, max_new_tokens=230)
+    one, two = (memory(replace(job, batch_size=rows), replace(A100, capability=7.5))[0] for rows in (1, 2))
+    masks = 4 * 300 * 512 * (1 + 2)
+    assert two.activations_bytes - one.activations_bytes == 300 * (3 * 4096 + 3 * 14336) * 2 + masks
+
+
 def test_a_draft_with_masks_makes_a_graph_for_each_width_of_the_cache() -> None:
     job = make_job("13B", "7B", prompt_tokens=300)
     assert job.draft
@@ -210,6 +217,8 @@ def test_ranks_that_talk_to_each_other_have_buffers_for_it_while_loading_and_whi
     assert (alone.collectives_bytes, copy.collectives_bytes) == (0, A100.collective_bytes)
     assert copy.total_bytes - alone.total_bytes == A100.collective_bytes > 0
     assert copy.loading_peak_bytes - alone.loading_peak_bytes == A100.collective_bytes
+    apart = replace(make_job("7B", "7B", num_ranks=2), draft_ranks=(2,), draft_kind=DraftLayout.own_gpu)
+    assert [rank.collectives_bytes // A100.collective_bytes for rank in memory(apart, A100)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 300, 310])

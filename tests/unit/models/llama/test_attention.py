@@ -14,14 +14,17 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
+from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.architectures.sizes import PAGE_SLOTS
+from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.catch_up import CatchUp
 from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
+from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import make_decoder as decoder_of
 from tests.helpers.models import tiny_model
 from tests.helpers.varlen_attention import varlen_attention, varlen_attn_out
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
@@ -103,7 +106,7 @@ def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
     by_length, by_mask = pair("llama", batch_size=1)
     found = []
     for draft in (None, by_length, by_mask):
-        decoder = make_decoder(by_length, draft, replay=False)
+        decoder = decoder_of(by_length, draft, replay=False)
         decoder._is_cuda, decoder.bucket_step = True, 16
         decoder.make_room([Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=90)])
         found.append(len({decoder._buckets.covering(length) for length in range(1, 95)}))
@@ -177,6 +180,33 @@ def test_one_sequence_beyond_a_page_keeps_torch_s_splits(monkeypatch: pytest.Mon
     runner.allocate(batch_size=1, capacity=PAGE_SLOTS)
     runner.forward(random_ids(1, 1), torch.tensor([[9]]), bucket=PAGE_SLOTS)
     assert into.call_args.kwargs["num_splits"] == 1
+
+
+@pytest.mark.usefixtures("faulty_torch")
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trained pair, greedily, where rounding decides nothing; prompts of three lengths are read packed."""
+
+    @torch.inference_mode()
+    def texts(dtype: Dtype) -> dict[int, list[int]]:
+        pair = load_pair(config_of("tiny", "tiny-draft", dtype=dtype, device=CPU))
+        decoder = make_decoder(pair, speculative=True, temperature=0.0, batch_size=batch_size, cuda_graphs=False)
+        if dtype is Dtype.fp16:
+            for runner in (pair.models.target, pair.models.draft):
+                assert isinstance(runner, LeanRunner)
+                assert runner.reads_by_length
+                runner._use_gpu_layers(fuses=False)
+        decoder.executor = decoder.round  # type: ignore[assignment]
+        lengths = (40, 65, 90)
+        wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]
+        updates = [update for updates in decoder.run(wanted) for update in updates]
+        return {update.completion.request.index: update.completion.token_ids for update in updates}
+
+    by_mask = texts(Dtype.fp32)
+    monkeypatch.setattr(lean_decoder, "find_varlen", lambda *_arguments, **_options: torch_attention())
+    assert texts(Dtype.fp16) == by_mask
 
 
 @pytest.mark.parametrize("shape", varlen.CHECKED)
