@@ -21,8 +21,8 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.engine.executors import CudaRecorder
+from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.cache import CacheView, StaticCache
-from llama_ssp.models.linear import Linear, PlainLinear
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
 from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
@@ -187,7 +187,7 @@ def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 
     return attention(attend, where, rows=rows)
 
 
-def products(where: Where, *, kind: type[Linear], bits: int) -> Iterator[str]:
+def products(where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int) -> Iterator[str]:
     """Products of weights that 4 or 8 bits hold exactly, for the rows of rounds and prompts."""
     dtype = torch.float16 if where.is_gpu else torch.float32
     for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
@@ -195,7 +195,7 @@ def products(where: Where, *, kind: type[Linear], bits: int) -> Iterator[str]:
         weight = torch.randint(least, most + 1, (outputs, inputs), device=where.device)
         weight[:, ::128], weight[:, 1::128] = least, most
         weight = (weight / 1024).to(dtype)
-        layers = [kind(weight.clone(), None) for _ in range(copies(num_bytes, where))]  # type: ignore[call-arg]
+        layers = [kind(weight.clone(), None) for _ in range(copies(num_bytes, where))]
         for rows in (1, 5, 32, 64, 128, 512):
             x = _some(rows, inputs, like=(where, dtype))
             pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()

@@ -19,6 +19,7 @@ from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.catch_up import CatchUp
+from llama_ssp.engine.round import EagerExecutor
 from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
 from llama_ssp.models.llama import decoder as lean_decoder
@@ -198,7 +199,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
                 runner._use_gpu_layers(fuses=False)
-        decoder.executor = decoder.round  # type: ignore[assignment]
+        decoder.executor = EagerExecutor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]
         updates = [update for updates in decoder.run(wanted) for update in updates]
