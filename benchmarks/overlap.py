@@ -4,7 +4,7 @@ A synthetic pair on two processes with a thread each: the target on one, the dra
 (overlapped or not, each K) are in memory at once and take turns on the same prompts; one process with two threads and
 both models is measured after them. Times are per token after the first, on rank 0. Weights have 4 bits, so that a
 forward computes for longer than it reads: two processes that read all the time slow each other on one memory, which
-`--quantization none` shows. The renewal model of `planning.overlap` is given the acceptance that was measured, and of a
+`--quantization none` shows. The renewal model of `planning.timing` is given the acceptance that was measured, and of a
 round one after the other what drafting and verification took.
 """
 
@@ -46,7 +46,7 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
-from llama_ssp.planning.overlap import OverlappedTime, alone_s
+from llama_ssp.planning.timing import OverlappedTime, alone_s
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import Models, build_decoder, load_models
 from llama_ssp.session.prompts import encode

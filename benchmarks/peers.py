@@ -33,7 +33,8 @@ from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.engine.tracing import Traced
-from llama_ssp.planning.spec import planned_model, step_bytes
+from llama_ssp.planning.memory import step_bytes
+from llama_ssp.planning.spec import planned_model
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import encode
 from llama_ssp.tasks.benchmark import Ours, Peers, load_peer

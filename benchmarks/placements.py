@@ -46,7 +46,8 @@ from llama_ssp.distributed.world import World, start
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import SspError
-from llama_ssp.planning.spec import model_bytes, planned_model
+from llama_ssp.planning.memory import model_bytes
+from llama_ssp.planning.spec import planned_model
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.session.loading import build_decoder, load_models
 from llama_ssp.session.prompts import encode

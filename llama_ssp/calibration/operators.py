@@ -29,8 +29,7 @@ from llama_ssp.kernels.attention import find_attention
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.measured import LinearTable
-from llama_ssp.planning.roofline import MEASURED_SLOTS
+from llama_ssp.planning.roofline import MEASURED_SLOTS, LinearTable
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
 ROWS = (1, 2, 5, 9, 64, 512)

@@ -23,8 +23,8 @@ from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.world import World, on_all_cores
 from llama_ssp.kernels.linear import COMPILED, can_halve, product_of
-from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.timing import CostModel
 
 DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 NUM_PARTS = 6 + len(COMPILED)

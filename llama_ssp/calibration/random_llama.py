@@ -19,7 +19,8 @@ from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import PlannedModel, model_bytes
+from llama_ssp.planning.memory import model_bytes
+from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.weights.source import TensorFacts, Wanted
 from llama_ssp.weights.synthetic import llama_config
 

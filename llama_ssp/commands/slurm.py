@@ -31,7 +31,7 @@ from llama_ssp.console.unread import complain
 from llama_ssp.distributed.signals import AGENT
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.reports.plans.table import JobRow, print_jobs
+from llama_ssp.reports.plan_tables import JobRow, print_jobs
 from llama_ssp.session.prompts import STANDARD_INPUT
 from llama_ssp.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.visible import visible

@@ -24,9 +24,8 @@ from llama_ssp.library.arguments import (
     model_drafter,
 )
 from llama_ssp.library.words import in_library_words
-from llama_ssp.planning.choices.machine_choice import MachineChoice
-from llama_ssp.planning.choices.machines import compare
 from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.search import MachineChoice, compare
 from llama_ssp.planning.spec import make_job, settle_models
 from llama_ssp.tasks.dry_run import plan_job, with_hub_sizes
 

@@ -1,24 +1,371 @@
 """Computes the bytes that each rank needs, item by item, from a job and a machine.
 
-Weights and caches are exact. Activations, logits and graphs follow the peak of what the loop keeps alive. Device
-context, communication buffers and graph nodes are figures of the machine, or the estimates below.
+Weights and caches are exact: the loader places slices and layers by the same arithmetic. Activations, logits and graphs
+follow the peak of what the loop keeps alive. Device context, communication buffers and graph nodes are figures of the
+machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
+
+Layer-wise placement, which the loader does by `split_row` too:
+
+    device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
+    waiting:  layers 28-31, offloaded; every forward reads them into device 0
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import cycle, pairwise
+from typing import Any
 
-from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.config.drafters import Matching
+from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.rules import rule_of
-from llama_ssp.config.schema import ADAPTIVE_LENGTHS
-from llama_ssp.planning.parts import Part, draft_parts, target_parts
-from llama_ssp.planning.spec import PlannedModel, PlanSpec
-from llama_ssp.planning.weights import DTYPE_BYTES
+from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
+
+HALF_BLOCK = 512
+COMPILED_BLOCK = 16
+
+
+def shares(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
+    """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
+    parameters = inventory(shape)
+    if num_ranks == 1:
+        return (parameters,)
+    return _shares(parameters, shards(shape, num_ranks=num_ranks, quantization=quantization, whole=whole), whole)
+
+
+@lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
+def _shares(parameters: Inventory, parts: tuple[RankShard, ...], whole: WholeParts) -> tuple[Inventory, ...]:
+    """The shares of a model that is split like this; ranks with equal ones have the same object."""
+    kept = parameters.keeping(whole)
+    found: dict[Inventory, Inventory] = {}
+    held = (kept.of_rank(shard) for shard in parts)
+    return tuple(found.setdefault(share, share) for share in held)
+
+
+def shards(
+    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
+) -> tuple[RankShard, ...]:
+    """The slices of each rank, as `split_model` cuts them; raises as it does."""
+    return _shards(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)
+
+
+@lru_cache(maxsize=512)
+def _shards(
+    sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
+) -> tuple[RankShard, ...]:
+    return split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightBytes:
+    """Bytes of an inventory.
+
+    Attributes:
+        sharded_bytes: matrices, biases and scales of which every rank holds a different part.
+        repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
+        repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
+        beside_bytes: temporary bytes while loading: the largest tensor, or a layer before quantization.
+    """
+
+    sharded_bytes: int
+    repeated_bytes: int
+    repeated_scale_bytes: int
+    beside_bytes: int
+
+    @property
+    def on_every_rank_bytes(self) -> int:
+        """Bytes that every rank repeats."""
+        return self.repeated_bytes + self.repeated_scale_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts that stay."""
+        return self.sharded_bytes + self.on_every_rank_bytes
+
+
+@lru_cache(maxsize=2048)
+def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
+    """Count the bytes of a rank's parameters.
+
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
+    applies to the matrices of layers. Embeddings, head, norms and biases stay in the model's number format.
+    """
+    storage, size = format_of(quantization), DTYPE_BYTES[dtype]
+    matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
+    kept = _in_blocks if matrix_size != size else lambda matrix: matrix
+    layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
+    sharded = repeated = scales = 0
+    for matrix in held.layer:
+        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
+        row_scales = storage.row_bytes(size) * matrix.num_rows
+        bias = size * matrix.num_rows if matrix.has_bias else 0
+        if matrix.cut is None:
+            repeated += stored + row_scales + bias
+        elif matrix.cut == 0:
+            sharded += stored + row_scales + bias
+        else:
+            sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
+    tables = [(matrix, size) for matrix in held.embeddings]
+    tables += [(kept(held.output), matrix_size)] if held.head or matrix_size != size else []
+    table_bytes = {True: 0, False: 0}
+    for matrix, value_bytes in tables:
+        num_values = matrix.num_elements + (matrix.num_rows if matrix.has_bias else 0)
+        table_bytes[matrix.cut is None] += value_bytes * num_values
+    beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
+    if storage.is_quantized:
+        beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
+    return WeightBytes(
+        sharded_bytes=held.num_layers * sharded + table_bytes[False],
+        repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
+        + size * held.final_vectors
+        + table_bytes[True],
+        repeated_scale_bytes=held.num_layers * scales,
+        beside_bytes=size * beside,
+    )
+
+
+def _in_blocks(matrix: Matrix) -> Matrix:
+    """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
+    if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
+        return matrix
+    return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
+
+
+def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
+    """Bytes of a rank's parameters of a model, as stored on `device`."""
+    return weight_bytes(
+        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
+    )
+
+
+def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
+    """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
+    is_head = held.head is None and model.matrix_dtype(device) is model.dtype
+    tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
+    return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
+
+
+GB = 10**9
+READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
+"""Estimates for pageable host memory over PCIe 4 x16 and for an NVMe disk, not of the planned machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlacement:
+    """Layers held by each device, and the waiting (offloaded) layers, which the first device computes."""
+
+    held: tuple[range, ...]
+    waiting: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """Bytes of each layer, of what comes before the first, and of what follows the last."""
+
+    layer: int
+    before: int
+    after: int
+
+
+def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
+    """Split layers evenly; if a device lacks room, fill each device and offload the rest.
+
+    Each device may have `max_bytes` of weights, without limit if None. If embeddings or head do not fit on a device,
+    PlacementError is raised.
+    """
+    used = min(num_devices, num_layers)
+    held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
+    if max_bytes is None:
+        return LayerPlacement(held=held, waiting=range(num_layers, num_layers))
+    fixed = [0] * num_devices
+    fixed[0] += sizes.before
+    fixed[-1] += sizes.after
+    if max(fixed) > max_bytes:
+        raise PlacementError(
+            f"placement.target.max_memory_gb={max_bytes / GB:g} has no room for the embeddings and the head, which are "
+            f"never offloaded: give at least {max(fixed) / GB:.4g}"
+        )
+    room = [(max_bytes - part) // sizes.layer for part in fixed]
+    if any(len(part) > most for part, most in zip(held, room, strict=True)):
+        edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
+        held = tuple(range(start, stop) for start, stop in pairwise(edges))
+    return LayerPlacement(held=held, waiting=range(held[-1].stop, num_layers))
+
+
+def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
+    """Raise PlacementError for quantized layers, and for a CPU that would offload to its own memory."""
+    if offload is Offload.none:
+        return
+    if format_of(quantization).is_quantized:
+        raise PlacementError(
+            f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
+            f"{quantization} was given: use model.quantization=none, or no offload"
+        )
+    if offload is Offload.cpu and device == "cpu":
+        message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
+        raise PlacementError(message)
+
+
+def layer_placement_of(job: PlanSpec) -> LayerPlacement:
+    """The layer-wise placement of a job's target; raises as `split_row` and `check_offload`."""
+    check_offload(job.offload, quantization=job.target.quantization, device=job.device)
+    sizes, num_devices = row_bytes(job), len(job.target_devices)
+    return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)
+
+
+def row_bytes(job: PlanSpec) -> RowBytes:
+    """Bytes of a job's target in its precision; on several devices the last one has its own tied embedding."""
+    whole, alone = inventory(job.target.shape), len(job.target_devices) == 1
+
+    def size(num_layers: int, *, first: bool, last: bool) -> int:
+        held = whole.of_layers(num_layers, first=first, last=last)
+        return model_bytes(held, job.target, device=job.device).total_bytes
+
+    before = size(0, first=True, last=False)
+    after = size(0, first=True, last=True) - before if alone else size(0, first=False, last=True)
+    return RowBytes(layer=size(1, first=False, last=False), before=before, after=after)
+
+
+def waiting_bytes(job: PlanSpec) -> int:
+    """Bytes of offloaded layers, which every forward reads."""
+    return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One model's part on one rank, or on one device of a layer-wise target.
+
+    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked or
+    offloaded matrix. `beside_bytes` are needed in addition to the weights while loading.
+    """
+
+    weights: WeightBytes
+    cache_bytes: int
+    num_heads: int
+    width: int
+    units: int
+    working_bytes: int
+    beside_bytes: int
+
+
+def rank_shares(
+    model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
+) -> tuple[Inventory, ...]:
+    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible.
+
+    `whole` is what each rank of our own tensor parallelism holds whole.
+    """
+    shape = model.shape
+    if kind is TargetKind.accelerate:
+        return _layer_wise(model, split_blocks(shape.num_hidden_layers, min(num_ranks, shape.num_hidden_layers)))
+    if kind is TargetKind.deepspeed:
+        check_deepspeed(shape, model.quantization, num_ranks=num_ranks)
+        uncut = inventory(shape)
+        return tuple(
+            replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
+        )
+    return shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+
+
+def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:
+    whole, last = inventory(model.shape), len(held) - 1
+    return tuple(
+        whole.of_layers(len(layers), first=device == 0, last=device == last) for device, layers in enumerate(held)
+    )
+
+
+def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
+    """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
+    model, row = job.target, layer_placement_of(job)
+    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
+    (whole,) = _parts(model, job.device, num_ranks=1, kind=TargetKind.tensor, **sizes)
+    layer = inventory(model.shape).layer
+    read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
+    for device, held in enumerate(_layer_wise(model, row.held)):
+        weights, is_first = model_bytes(held, model, device=job.device), device == 0
+        num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
+        yield replace(
+            whole,
+            weights=weights,
+            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
+            working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
+            beside_bytes=weights.beside_bytes,
+        )
+
+
+@lru_cache(maxsize=1024)  # a search asks for each target with every draft
+def _parts(
+    model: PlannedModel, device: str,
+    *,
+    num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
+) -> tuple[Part, ...]:  # fmt: skip
+    """The parts by rank; equal ones are the same object."""
+    shape, size = model.shape, DTYPE_BYTES[model.dtype]
+    cuts = shards(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
+    is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
+    whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
+    row_slots, storage = num_rows * num_slots, format_of(model.quantization)
+    most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
+    found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
+    parts = []
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
+        num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
+        key = id(held), num_heads, num_kv_heads, len(shard.mlp_units)
+        if key not in found:
+            weights = model_bytes(held, model, device=device)
+            slot_bytes = 2 * num_kv_heads * shape.head_dim * size
+            found[key] = Part(
+                weights=weights,
+                cache_bytes=held.num_layers * slot_bytes * row_slots,
+                num_heads=num_heads,
+                width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
+                units=len(shard.mlp_units),
+                working_bytes=size * int(min(max(held.products), most_unpacked)),
+                beside_bytes=whole_bytes or weights.beside_bytes,
+            )
+        parts.append(found[key])
+    return tuple(parts)
+
+
+def _sizes(model: PlannedModel, hardware: HardwareConfig, *, num_rows: int, num_slots: int) -> dict[str, Any]:
+    """Rows and slots of a cache, which has whole pages where attention reads rows by their lengths."""
+    is_paged = model.reads_by_length(hardware)
+    return {"num_rows": num_rows, "num_slots": whole_pages(num_slots) if is_paged else num_slots}
+
+
+def target_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
+    """The target's part on each of its ranks, or devices if layer-wise."""
+    if job.target_kind is TargetKind.accelerate:
+        return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
+    sizes = _sizes(job.target, hardware, num_rows=job.batch_size, num_slots=job.num_slots)
+    parts = _parts(job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
+    return dict(zip(job.target_ranks, parts, strict=True))
+
+
+def draft_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
+    """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
+    if job.draft is None:
+        return {}
+    num_ranks, num_rows = len(job.draft_ranks), job.batch_size
+    if job.draft_kind is DraftLayout.replicated:
+        num_ranks, num_rows = 1, -(-num_rows // num_ranks)
+    sizes = _sizes(job.draft, hardware, num_rows=num_rows, num_slots=job.draft_slots)
+    parts = _parts(job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, **sizes)
+    return dict(zip(job.draft_ranks, cycle(parts), strict=False))
+
 
 GRAPH_NODE_BYTES = 32 * 1024
 """Memory of one kernel in a captured graph, estimated from logs of serving engines (0.3-1 GiB for 67 graphs)."""

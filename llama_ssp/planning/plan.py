@@ -10,17 +10,22 @@ from typing import Any
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
+from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
-from llama_ssp.planning.choices import advice
-from llama_ssp.planning.choices.changes import Change, changes_that_fit
-from llama_ssp.planning.choices.fewer import faster_on_fewer
+from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
 from llama_ssp.planning.config_file import notes_on_families
-from llama_ssp.planning.layerwise import waiting_bytes
-from llama_ssp.planning.memory import RankMemoryPlan, kv_bytes_per_token, largest_batch, largest_context, memory
-from llama_ssp.planning.messages import round_messages
+from llama_ssp.planning.memory import (
+    RankMemoryPlan,
+    kv_bytes_per_token,
+    largest_batch,
+    largest_context,
+    memory,
+    model_bytes,
+    waiting_bytes,
+)
 from llama_ssp.planning.roofline import ForwardTime
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, model_bytes
-from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.spec import PlannedModel, PlanSpec
+from llama_ssp.planning.timing import Timing, round_messages, timing
 from llama_ssp.words import rounded
 
 PLAN_VERSION = 3

@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import (
     ENGINE_KERNELS,
     MOST_PIECES,
@@ -34,7 +33,8 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.config_file import read_config
-from llama_ssp.planning.weights import DTYPE_BYTES, WeightBytes, weight_bytes
+
+DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,20 +194,6 @@ class PlanSpec:
     def round_rows(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.drafts else 1
-
-
-def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
-    """Bytes of a rank's parameters of a model, as stored on `device`."""
-    return weight_bytes(
-        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
-    )
-
-
-def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
-    """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
-    is_head = held.head is None and model.matrix_dtype(device) is model.dtype
-    tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
 
 
 def settle_models(config: PlanConfig) -> None:

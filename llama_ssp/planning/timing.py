@@ -2,24 +2,394 @@
 
     plain token   target forward of 1 row, a draw, one message
     round         K draft forwards (the first reads two tokens) with a draw each, the ids to all ranks,
-                  target forward of K + 1 rows, the rule, the verdict to all ranks (see `messages`)
+                  target forward of K + 1 rows, the rule, the verdict to all ranks
     prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, others that of
                   the longest
 
-Shapes: K drafted tokens.
+Messages between the ranks of one replica in a round, in addition to the collectives inside the models:
+
+    ids              the drafted ids to all ranks, before the target's forward; a replicated draft gathers the rows of
+                     each rank
+    probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
+    verdict          number of accepted tokens, the next token, and the stop request
+
+Drafting that overlaps verification: a round takes as long as the slower of K draft steps and a forward of K positions,
+then the exchange and the rule:
+
+    target    | forward of K ........ |      | exchange | rule |
+    draft     | K steps .................... | exchange |
+              |<----- the longer one ------->|
+
+On GPUs the exchange is beside the forward, so that only the draft's side of a round has it. After a rejection, the
+first token of the new block is verified early, or all rows wait for a block: K - 1 draft steps alone, and then a round
+that examines K tokens.
+
+Shapes: B sequences, K drafted tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
+from typing import Any
 
+from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
+from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import ADAPTIVE_LENGTHS
-from llama_ssp.planning.acceptance import Acceptance, Gain, expected_of_job, fastest, token_times, tokens_per_round
-from llama_ssp.planning.costs import CostModel
-from llama_ssp.planning.overlap import OverlapForecast, OverlappedRounds
-from llama_ssp.planning.roofline import ForwardTime, bandwidth
+from llama_ssp.config.machines.profile import SizePoint
+from llama_ssp.config.rules import rule_of
+from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.planning.acceptance import (
+    Acceptance,
+    Gain,
+    expected_of_job,
+    fastest,
+    overlapped_corrections,
+    overlapped_tokens,
+    token_times,
+    tokens_per_round,
+)
+from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, waiting_bytes
+from llama_ssp.planning.roofline import (
+    ForwardTime,
+    ModelPlacement,
+    bandwidth,
+    by_size,
+    forward_time,
+    least_bytes,
+    message_s,
+)
 from llama_ssp.planning.spec import PlanSpec
+
+ID_BYTES = 8
+VERDICT_BYTES = 3 * ID_BYTES
+"""Per row: number of accepted tokens, the next token, and the stop request."""
+PROBABILITY_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One kind of message of a round: each sender sends `payload_bytes` to every other rank."""
+
+    payload_bytes: int
+    ranks: tuple[int, ...]
+    num_senders: int = 1
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received in a round, over all ranks."""
+        return self.payload_bytes * self.num_senders * (len(self.ranks) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundMessages:
+    """All kinds of messages; None for those that the placement does not need."""
+
+    ids: Message | None
+    probabilities: Message | None
+    verdict: Message | None
+
+
+_NO_MESSAGES = RoundMessages(ids=None, probabilities=None, verdict=None)
+
+
+def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
+    """The messages of a round with K = `num_draft_tokens`; plain decoding (K = 0) has only the verdict."""
+    layout, rows = job.layout, job.batch_size
+    everyone = layout.ranks
+    if len(everyone) == 1:
+        return _NO_MESSAGES
+    drafts = bool(job.draft) and num_draft_tokens > 0
+    splits_batch = drafts and layout.splits_batch
+    if splits_batch:
+        rows = -(-rows // len(layout.draft_ranks))
+    num_senders = len(everyone) if splits_batch else 1
+    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
+    apart = drafts and layout.draft_source_rank not in layout.target_ranks and has_probs
+    ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
+    verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
+    probabilities = None
+    if apart:
+        num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
+        probabilities = Message(payload_bytes=num_bytes, ranks=(layout.draft_source_rank, layout.verify_rank))
+    return RoundMessages(
+        ids=ids if drafts else None,
+        probabilities=probabilities,
+        verdict=verdict,
+    )
+
+
+WORTH_WAITING = 1.1
+"""Times faster that tokens must come for rows to wait: where both ways are about equal, the target idles less if none
+waits, and a rank that has idled begins cold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlappedTime:
+    """Seconds of a round's pieces: both models at once, then what either waits for.
+
+    Attributes:
+        is_beside: the exchange takes no time of the target, which computes meanwhile.
+        refill_s: what precedes the round if a row waits for a block: K - 1 draft steps alone, and their exchange.
+    """
+
+    draft_s: float
+    forward_s: float
+    exchange_s: float = 0.0
+    settle_s: float = 0.0
+    host_s: float = 0.0
+    refill_s: float = 0.0
+    is_beside: bool = False
+
+    @property
+    def arrived_s(self) -> float:
+        """From the begin of a round until the target has computed, and has what the draft has drafted."""
+        forward_s = self.forward_s + (0.0 if self.is_beside else self.exchange_s)
+        return max(self.draft_s + self.exchange_s, forward_s)
+
+    @property
+    def round_s(self) -> float:
+        """The round, without what may precede it."""
+        return self.arrived_s + self.settle_s + self.host_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapForecast:
+    """What a plan expects of overlapped rounds.
+
+    Attributes:
+        waits: rows wait for a new block after a rejection; else its first token is verified early.
+        draft_s: K draft steps.
+        target_idle_share, draft_idle_share: of a round.
+        dropped_share: of the drafted tokens.
+    """
+
+    waits: bool
+    draft_s: float
+    target_idle_share: float
+    draft_idle_share: float
+    dropped_share: float
+
+    def document(self) -> dict[str, Any]:
+        """The fields, in milliseconds."""
+        fields = asdict(self)
+        return {"draft_ms": 1e3 * fields.pop("draft_s")} | fields
+
+
+def alone_s(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> float:
+    """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
+    return (1 - acceptance ** (num_draft_tokens * batch_size)) * time.refill_s
+
+
+def better_to_wait(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> bool:
+    """Whether tokens come clearly faster if rows wait for a block after a rejection than with one token verified."""
+    waiting_s = time.round_s + alone_s(
+        time, acceptance=acceptance, num_draft_tokens=num_draft_tokens, batch_size=batch_size
+    )
+    examined = tokens_per_round(acceptance, num_draft_tokens - 1)
+    return WORTH_WAITING * waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
+
+
+class OverlappedRounds:
+    """The rounds of a job by K, at one acceptance.
+
+    Args:
+        time_of: the pieces of a round with K.
+
+    Attributes:
+        waits: whether rows wait in rounds of K; see `better_to_wait`.
+    """
+
+    def __init__(self, time_of: Callable[[int], OverlappedTime], *, acceptance: float, batch_size: int) -> None:
+        self._time_of = cache(time_of)
+        self._acceptance = acceptance
+        self._batch_size = batch_size
+        self.waits = cache(self._better_to_wait)
+
+    def _better_to_wait(self, num_draft_tokens: int) -> bool:
+        return better_to_wait(self._time_of(num_draft_tokens), **self._job(num_draft_tokens))
+
+    def round_s(self, num_draft_tokens: int) -> float:
+        """Seconds of a round, with the drafting alone before it."""
+        return self._time_of(num_draft_tokens).round_s + self._alone_s(num_draft_tokens)
+
+    def gain(self, acceptance: float, num_draft_tokens: int) -> float:
+        """Expected tokens of a round, at any acceptance."""
+        if self.waits(num_draft_tokens):
+            return tokens_per_round(acceptance, num_draft_tokens - 1)
+        return overlapped_tokens(acceptance, num_draft_tokens)
+
+    def forecast(self, num_draft_tokens: int) -> OverlapForecast:
+        """What a plan says of them."""
+        time, waits = self._time_of(num_draft_tokens), self.waits(num_draft_tokens)
+        round_s, whole = self.round_s(num_draft_tokens), self._acceptance**num_draft_tokens
+        alone = self._alone_s(num_draft_tokens)
+        drafted, corrections = float(num_draft_tokens), overlapped_corrections(self._acceptance, num_draft_tokens)
+        if waits:
+            drafted, corrections = num_draft_tokens + (1 - whole) * (num_draft_tokens - 1), 1 - whole
+        kept = self.gain(self._acceptance, num_draft_tokens) - corrections
+        return OverlapForecast(
+            waits=waits,
+            draft_s=time.draft_s,
+            target_idle_share=(time.arrived_s - time.forward_s + alone) / round_s,
+            draft_idle_share=(time.arrived_s - time.draft_s + time.settle_s) / round_s,
+            dropped_share=1 - kept / drafted,
+        )
+
+    def _alone_s(self, num_draft_tokens: int) -> float:
+        if not self.waits(num_draft_tokens):
+            return 0.0
+        return alone_s(self._time_of(num_draft_tokens), **self._job(num_draft_tokens))
+
+    def _job(self, num_draft_tokens: int) -> dict[str, Any]:
+        return {
+            "acceptance": self._acceptance,
+            "num_draft_tokens": num_draft_tokens,
+            "batch_size": self._batch_size,
+        }
+
+
+RULE_PASSES = 6
+"""Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
+
+
+_placement = lru_cache(maxsize=1024)(ModelPlacement)
+"""A search places the same target with every draft, and prices the forwards of one placement once."""
+
+
+class CostModel:
+    """Prices the pieces of one job on one machine."""
+
+    def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
+        self.job = job
+        self.hardware = hardware
+        num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
+        place = partial(
+            _placement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
+            kernels=job.kernels,
+        )  # fmt: skip
+        # Offloaded layers are read without overlap with compute.
+        waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
+        ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
+        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
+        self.draft = place(model=job.draft) if job.draft else None
+        middle = job.prompt_tokens + job.max_new_tokens // 2
+        self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
+        self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self._draft_bucket = self._bucket
+        if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
+            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
+        self._profile = hardware.profile_of(num_active)
+
+    def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
+        """A forward in the middle of decoding; a draft computes logits only for the last position."""
+        return forward_time(
+            placement, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
+            num_scored=1 if placement is self.draft else num_positions,
+            bucket=self._draft_bucket if placement is self.draft else self._bucket,
+        )  # fmt: skip
+
+    def _rows_of(self, placement: ModelPlacement) -> int:
+        """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
+        if placement is self.draft and self.job.layout.splits_batch:
+            return -(-self.job.batch_size // len(self.job.draft_ranks))
+        return self.job.batch_size
+
+    def prefill_s(self, placement: ModelPlacement) -> float:
+        """The prompts of all rows, in chunks."""
+        seconds, prompt = 0.0, self.job.prompt_tokens
+        if self.job.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
+            prompt = math.ceil(self.job.mean_prompt_tokens)
+        for start in range(0, prompt, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, prompt)
+            seconds += forward_time(
+                placement, self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start, num_scored=1,
+                bucket=bucket_of(stop, self.job.num_slots, self.hardware),
+            ).total_s  # fmt: skip
+        return seconds
+
+    def draw_s(self, placement: ModelPlacement) -> float:
+        """Drawing a token from the logits of each row."""
+        numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
+        return self._sampled_s(self._profile.draw if self._profile else None, self.job.kernels.draw, numbers)
+
+    def rule_s(self, num_positions: int) -> float:
+        """The rule on `num_positions` of each row that a rank verifies."""
+        numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
+        rule, points = rule_of(self.job.rule), self._profile.verify if self._profile else None
+        more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
+        return self._sampled_s(points, self.job.kernels.verify, numbers) + more_s
+
+    def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
+        """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
+        return by_size(points, numbers) if points else self._kernels_s(num_kernels, RULE_PASSES, numbers)
+
+    def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
+        """Kernels that together make `num_passes` over fp32 numbers."""
+        launch_s = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
+        return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
+
+    def agree_s(self, *messages: Message | None) -> float:
+        """Messages between the ranks of a replica, one after the other."""
+        return sum(message_s(self.hardware, m.ranks, m.payload_bytes * m.num_senders) for m in messages if m)
+
+    @property
+    def host_s(self) -> float:
+        """Host time of the loop per round; on a GPU it overlaps with the device."""
+        return self._profile.round_s if self._profile else 0.0
+
+    def plain_s(self) -> float:
+        """One plain token."""
+        verdict_s = self.agree_s(round_messages(self.job, 0).verdict)
+        return self.forward(self.target, 1).total_s + self.draw_s(self.target) + verdict_s + self.host_s
+
+    def draft_step_s(self, num_positions: int) -> float:
+        """One draft forward and its draw."""
+        assert self.draft, "priced only where there is a draft"
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
+
+    def exchange_s(self, num_draft_tokens: int) -> float:
+        """The messages of a round before the rule."""
+        messages = round_messages(self.job, num_draft_tokens)
+        return self.agree_s(messages.ids, messages.probabilities)
+
+    @cached_property
+    def _agreement_s(self) -> float:
+        """The message of a round after the rule, which is as long for every K."""
+        return self.agree_s(round_messages(self.job, 1).verdict)
+
+    def verdict_s(self, num_draft_tokens: int) -> float:
+        """The rule of a round, and the messages before and after it."""
+        return self.exchange_s(num_draft_tokens) + self._agreement_s + self.rule_s(num_draft_tokens + 1)
+
+    def drafting_s(self, num_draft_tokens: int) -> float:
+        """All draft steps of a round; the first finds the caches as the target has left them."""
+        if not (self.draft and num_draft_tokens):
+            return 0.0
+        first_s, later_s = self._draft_steps_s
+        return first_s + (num_draft_tokens - 1) * later_s
+
+    @cached_property
+    def _draft_steps_s(self) -> tuple[float, float]:
+        """The first draft step of a round, and each later one."""
+        more_s = self._profile.first_draft_s if self._profile else 0.0
+        return self.draft_step_s(self.job.first_draft_rows) + more_s, self.draft_step_s(1)
+
+    def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
+        """A round in which drafting overlaps the target's forward of K positions."""
+        exchange_s = self.exchange_s(num_draft_tokens)
+        return OverlappedTime(
+            draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
+            exchange_s=exchange_s, settle_s=self._agreement_s + self.rule_s(num_draft_tokens + 3),
+            host_s=self.host_s, is_beside=self.job.device == "cuda",
+            refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
+        )  # fmt: skip
+
+    def verify_s(self, num_draft_tokens: int) -> float:
+        """Device time of a round after drafting."""
+        return self.forward(self.target, num_draft_tokens + 1).total_s + self.verdict_s(num_draft_tokens)
+
 
 MOST_DRAFT_TOKENS = 16
 

@@ -379,7 +379,7 @@ class Summary(RunFacts):
         """Read `summary.json` back; raises ValueError if it is not JSON, of another version, or impossible."""
         content = read_json(text)
         version = content.get("schema_version") if isinstance(content, dict) else None
-        if version != SCHEMA_VERSION:
+        if not isinstance(content, dict) or version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
         forecast = content.get("forecast")
         if isinstance(forecast, dict):  # earlier versions wrote ranges

@@ -22,7 +22,7 @@ from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
-from llama_ssp.planning.overlap import OverlappedTime, better_to_wait
+from llama_ssp.planning.timing import OverlappedTime, better_to_wait
 from llama_ssp.reports.folder import COSTS_FILE, OVERLAP_FILE, RunFolder
 from llama_ssp.reports.reading import read_json, restore
 

@@ -36,9 +36,8 @@ from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
-from llama_ssp.planning.parts import rank_shares
+from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.plan import Plan
-from llama_ssp.planning.spec import step_bytes
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey

@@ -1,6 +1,6 @@
 """Prints and draws the ways to use a machine, and comparisons of machines. Never imports torch.
 
-`planning.choices` computes them; `reports.searches` has their tables and figures.
+`planning.search` computes them; `reports.plan_tables` and `plan_figures` show them.
 """
 
 import json
@@ -10,11 +10,9 @@ from pathlib import Path
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.plan import PlanConfig, PlanFormat
 from llama_ssp.errors import CapacityError
-from llama_ssp.planning.choices.lengths import notes_on_guesses
-from llama_ssp.planning.choices.machine_choice import comparison_document, nothing_left
-from llama_ssp.planning.choices.machines import compare
-from llama_ssp.planning.choices.search import search, search_document
+from llama_ssp.planning.layouts import notes_on_guesses
 from llama_ssp.planning.plan import PLAN_VERSION, basis
+from llama_ssp.planning.search import compare, comparison_document, nothing_left, search, search_document
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.tasks.dry_run import check_figure
 
@@ -28,11 +26,11 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, fig
         content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.searches.table import print_search  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.plan_tables import print_search  # noqa: PLC0415 - JSON needs no rich
 
         print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine), notes=notes)
     if figure:
-        from llama_ssp.reports.searches.figure import draw_search  # noqa: PLC0415 - only figures need matplotlib
+        from llama_ssp.reports.plan_figures import draw_search  # noqa: PLC0415 - only figures need matplotlib
 
         draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
 
@@ -50,11 +48,11 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
     if config.format is PlanFormat.json:
         print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.searches.machines import print_machines  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.plan_tables import print_machines  # noqa: PLC0415 - JSON needs no rich
 
         print_machines(content)
     if config.figure:
-        from llama_ssp.reports.searches.machine_figure import draw_machines  # noqa: PLC0415 - as above
+        from llama_ssp.reports.plan_figures import draw_machines  # noqa: PLC0415 - as above
 
         draw_machines(content, Path(config.figure))
     if problem := nothing_left(choices):

@@ -21,8 +21,8 @@ from llama_ssp.config.rules import AT_ZERO
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import ConfigError, one_message
-from llama_ssp.planning.choices.auto import AutoPlacement, choose_placement
 from llama_ssp.planning.config_file import check_family, read_config
+from llama_ssp.planning.layouts import AutoPlacement, choose_placement
 from llama_ssp.planning.plan import Plan, document, make_plan, require_room
 from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
 from llama_ssp.planning.timing import Timing
@@ -56,11 +56,11 @@ def show_plan(
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports.plans.table import print_plan  # noqa: PLC0415 - JSON needs no rich
+        from llama_ssp.reports.plan_tables import print_plan  # noqa: PLC0415 - JSON needs no rich
 
         print_plan(content)
     if figure:
-        from llama_ssp.reports.plans.figure import draw_plan  # noqa: PLC0415 - only figures need matplotlib
+        from llama_ssp.reports.plan_figures import draw_plan  # noqa: PLC0415 - only figures need matplotlib
 
         draw_plan(content, Path(figure))
     require_room(plan, words=words)

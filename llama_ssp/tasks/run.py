@@ -33,7 +33,7 @@ from llama_ssp.distributed.failures import Phase, raise_on_all_ranks, unify_fail
 from llama_ssp.distributed.gpu.watchdog import guard
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.planning.choices.advice import slower_overlapped
+from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, versions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from llama_ssp.planning.messages import round_messages
+from llama_ssp.planning.timing import round_messages
 from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
 from tests.distributed.cells import (

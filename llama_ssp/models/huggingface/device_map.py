@@ -1,6 +1,6 @@
 """A target with layer-wise placement over the devices of one rank, dispatched by accelerate (`kind=accelerate`).
 
-`planning.layerwise` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
+`planning.memory` assigns layers to devices. Our loader reads each layer directly to its device, so that neither a
 device nor the host ever holds more than its part. Hooks of accelerate move hidden states between devices, and fetch
 layers that are offloaded to host memory or disk, matrix by matrix, whenever they are computed.
 """
@@ -21,7 +21,7 @@ from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources, weights_for
-from llama_ssp.planning.layerwise import LayerPlacement, RowBytes, check_offload, split_row
+from llama_ssp.planning.memory import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.weights.source import WeightSource
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import machine_of_run
 from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.planning.costs import CostModel
+from llama_ssp.planning.timing import CostModel
 
 SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
 

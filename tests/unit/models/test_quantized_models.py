@@ -24,7 +24,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import QuantizedLinear, check_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.session.checkpoints import find_sources
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect

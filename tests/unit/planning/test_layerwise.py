@@ -7,16 +7,16 @@ import pytest
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import Offload, TargetKind
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.layerwise import (
+from llama_ssp.planning.memory import (
     READ_BYTES_PER_S,
     RowBytes,
     check_offload,
     layer_placement_of,
+    memory,
     row_bytes,
     split_row,
     waiting_bytes,
 )
-from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job

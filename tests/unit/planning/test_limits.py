@@ -8,8 +8,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import TargetKind
-from llama_ssp.planning.memory import kv_bytes_per_token
-from llama_ssp.planning.spec import model_bytes
+from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.planning.messages import round_messages
+from llama_ssp.planning.timing import round_messages
 from tests.helpers.planning import make_job
 
 VOCABULARY, ROWS, K = 32000, 3, 4

@@ -9,10 +9,8 @@ from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.planning.costs import CostModel
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.messages import round_messages
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import CostModel, round_messages, timing
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_job
 from tests.helpers.prefix_runner import PrefixRunner

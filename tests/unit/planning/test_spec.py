@@ -26,7 +26,8 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.planning.config_file import read_config
-from llama_ssp.planning.spec import PlanSpec, make_job, model_bytes, planned_model
+from llama_ssp.planning.memory import model_bytes
+from llama_ssp.planning.spec import PlanSpec, make_job, planned_model
 from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")

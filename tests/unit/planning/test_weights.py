@@ -12,7 +12,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.schema import Dtype, WholeParts
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.tensor_parallel import shard
-from llama_ssp.planning.weights import shares, weight_bytes
+from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.weights.checkpoint import shape_of
 from tests.helpers.planning import small_model
 

@@ -13,7 +13,7 @@ from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import Dtype
 from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
 from llama_ssp.planning.plan import document
-from llama_ssp.reports.plans.table import headline
+from llama_ssp.reports.plan_tables import headline
 from llama_ssp.tasks.dry_run import plan_of_run
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

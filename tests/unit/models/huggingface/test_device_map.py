@@ -14,7 +14,7 @@ from llama_ssp.models.huggingface.device_map import Place, check_device_map, loa
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import build_empty, find_sources
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.planning.layerwise import RowBytes, row_bytes
+from llama_ssp.planning.memory import RowBytes, row_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits

@@ -17,8 +17,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model, load_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.planning.memory import weight_bytes
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.planning.weights import weight_bytes
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from llama_ssp.config.machines import hardware
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.reports import plan_figures as figure
 from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plans import figure
-from llama_ssp.reports.plans.figure import draw_plan
-from llama_ssp.reports.plans.table import GIB, ITEMS, print_plan
+from llama_ssp.reports.plan_figures import draw_plan
+from llama_ssp.reports.plan_tables import GIB, ITEMS, print_plan
 from tests.helpers.planning import make_job
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.searches.machine_figure import machines_worth_it, time_by_price, worth_it
+from llama_ssp.reports.plan_figures import machines_worth_it, time_by_price, worth_it
 
 
 def row(machine: str, usd: float, ms: float, *, draft: str | None = None, quantization: str = "fp16") -> dict[str, Any]:

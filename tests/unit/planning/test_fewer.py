@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.planning.choices.fewer import faster_on_fewer
-from llama_ssp.planning.choices.layouts import same_kind
+from llama_ssp.planning.advice import faster_on_fewer
+from llama_ssp.planning.layouts import same_kind
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import timing
 from llama_ssp.words import rounded

@@ -7,7 +7,7 @@ import pytest
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout, WholeParts
 from llama_ssp.errors import PlacementError
-from llama_ssp.planning.choices.auto import choose_placement
+from llama_ssp.planning.layouts import choose_placement
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.timing import timing
 from llama_ssp.words import rounded

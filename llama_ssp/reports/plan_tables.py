@@ -1,14 +1,16 @@
-"""Prints a plan with rich from its document (docs/reference/plan-document.md); JSON needs no rich.
+"""Prints plans, searches and comparisons of machines with rich, from their documents (docs/reference/plan-document.md).
 
-Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms.
+JSON needs no rich. Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in
+ms. A search has the settings that plan or run each of its choices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from llama_ssp.config.schema import DraftLayout, DraftPlacement
+from llama_ssp.config.formats import formats
+from llama_ssp.config.schema import ADAPTIVE, DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
 
@@ -284,3 +286,187 @@ def standard_output() -> "Console":
             raise BrokenPipeError
 
     return Output(highlight=False, soft_wrap=False, emoji=False)
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MOST_CHOICES = 8
+"""Choices per target that are printed; JSON has all of them."""
+OTHERS_WIDTH = 100
+"""Width of the table without its column of settings. Narrower terminals have a list of them below the table."""
+SETTINGS = "add to the command"
+
+
+def print_search(
+    choices: Sequence[Mapping[str, Any]],
+    *,
+    machine: str, unit: str, basis: str, notes: Sequence[str] = (), console: "Console | None" = None,
+) -> None:  # fmt: skip
+    """Print the ranking by target, with what does not fit struck out; raises ConfigError if rich is not installed.
+
+    `unit` is what a rank runs on, `basis` a sentence about the times, and `notes` are others.
+    """
+    console = console or standard_output()
+    from rich import box  # noqa: PLC0415 - see `plans.table`
+    from rich.table import Table  # noqa: PLC0415 - see `plans.table`
+
+    title = (
+        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
+        "ms/token of a completion after its first token, tokens/s over all rows and replicas, replicas x "
+        f"{unit}s of each, GiB of the fullest rank"
+    )
+    table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
+    is_wide = console.width >= OTHERS_WIDTH + max((len(_settings(choice)) for choice in choices), default=0)
+    headings = ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB")
+    for name in (*headings, *([SETTINGS] if is_wide else [])):
+        is_text = name in {"target", "draft", SETTINGS}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in {"target", "draft"})
+    shown = []
+    for target in dict.fromkeys(choice["target"] for choice in choices):
+        rows = printed([choice for choice in choices if choice["target"] == target])
+        for choice in rows:
+            table.add_row(*_row(choice), *([_settings(choice)] if is_wide else []))
+        table.add_section()
+        shown += rows
+    console.print(table)
+    console.print(literal(basis))
+    for note in notes:
+        console.print(f"[cyan]note:[/cyan] {literal(note)}", soft_wrap=True)
+    if not is_wide:
+        console.print(f"\nTo plan or run a choice, {SETTINGS}:")
+        for choice in shown:
+            if choice["reason"] is None:
+                console.print(f"{choice['rank']:>4}  {_settings(choice)}", soft_wrap=True)
+
+
+def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The choices of one target that a table shows: the fastest, also of each precision, and the nearest misfits."""
+    fitting = [choice for choice in choices if choice["reason"] is None]
+    misfits = [choice for choice in choices if choice["reason"] is not None]
+    fits_somehow = {choice["quantization"] for choice in fitting}
+    nearest: dict[str, Mapping[str, Any]] = {}
+    for choice in sorted(misfits, key=lambda choice: choice["needed_bytes"] or 0):
+        if choice["quantization"] not in fits_somehow:
+            nearest.setdefault(choice["quantization"], choice)
+    fastest = {choice["quantization"]: choice for choice in reversed(fitting)}.values()
+    others = [choice for choice in fitting[MOST_CHOICES:] if choice in fastest]
+    return [*fitting[:MOST_CHOICES], *others, *nearest.values()]
+
+
+def _settings(choice: Mapping[str, Any]) -> str:
+    return literal(" ".join(choice["settings"]))
+
+
+def shown_length(choice: Mapping[str, Any]) -> str:
+    """K of a choice in a table; empty without a draft."""
+    return ADAPTIVE if choice["adapts"] else str(choice["num_draft_tokens"] or "")
+
+
+def _row(choice: Mapping[str, Any]) -> list[str]:
+    storage = formats().get(choice["quantization"])
+    target = f"{literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
+    kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
+    draft = f"{literal(choice['draft'])} {kind}" if choice["draft"] else "none"
+    ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
+    if choice["reason"]:
+        struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
+        needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
+        shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
+        return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
+    k, room = shown_length(choice), amount(choice["needed_bytes"], GIB)
+    room = f"[yellow]{room} tight[/yellow]" if choice["is_tight"] else room
+    times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
+    return [str(choice["rank"]), target, draft, k, ranks, *times, room]
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MISSING = "-"
+_ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
+_LEFT = ("machine", "weights", "draft")
+_COLUMNS = (*_LEFT[:1], "GPUs", "replicas", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
+
+
+def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
+    """Print the best choice of each machine, and what is left out; raises ConfigError if rich is not installed."""
+    console = console or standard_output()
+    from rich import box  # noqa: PLC0415 - JSON needs no rich
+    from rich.table import Table  # noqa: PLC0415 - JSON needs no rich
+
+    rows = comparison["machines"]
+    left = [row for row in rows if row["reason"] is None]
+    shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
+    console.print(f"\n[bold]{_title_of_machines(comparison)}[/bold]\n")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
+    for name in _COLUMNS:
+        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "draft", vertical="bottom", overflow="fold")
+    for row in shown:
+        table.add_row(*_cells(row))
+    if shown:
+        console.print(table)
+    for line in _lines(comparison, shown):
+        console.print(line, soft_wrap=True)
+
+
+def _title_of_machines(comparison: Mapping[str, Any]) -> str:
+    models, rows = literal(comparison["model"]), comparison["batch_size"]
+    order = _ORDER[comparison["objective"]]
+    return f"{models}, batch {rows}: {order}; ms/token of a completion, tokens/s of all replicas"
+
+
+def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The best choice of each machine, and the best one that does not quantize; `rows` are in order."""
+    known: dict[str, set[bool]] = {}
+    for row in rows:
+        is_quantized = row["quantization"] in formats()
+        seen = known.setdefault(row["machine"], set())
+        if not seen or (not is_quantized and False not in seen):
+            yield row
+        seen.add(is_quantized)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    storage = formats().get(row["quantization"])
+    weights = ((storage and storage.short_name) or row["quantization"]) + (" tight" if row["is_tight"] else "")
+    nodes = row["num_nodes"]
+    gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
+    price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
+    return [
+        literal(row["machine"]), gpus, str(row["num_replicas"]), weights, literal(row["draft"] or "none"),
+        shown_length(row),
+        f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
+        MISSING if price is None else f"{price:.2f}", MISSING if million is None else f"{million:.2f}",
+    ]  # fmt: skip
+
+
+def _lines(comparison: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What stands below the table: settings of the first row, prices, notes, and the machines left out."""
+    if shown:
+        yield f"the first row: {literal(' '.join(shown[0]['settings']))}"
+    dates = sorted({price["date"] for price in comparison["prices"].values() if price["date"]})
+    if dates:
+        months = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        yield f"USD: on-demand list prices of {months}; prices={{NAME:USD_PER_HOUR}} replaces them"
+    yield from map(literal, comparison["basis"])
+    for note in comparison["notes"]:
+        yield f"[cyan]note:[/cyan] {literal(note)}"
+    named = {row["machine"] for row in shown}
+    nearest: dict[str, Mapping[str, Any]] = {}
+    for row in comparison["machines"]:
+        if row["machine"] not in named and _is_nearer(row, nearest.get(row["machine"])):
+            nearest[row["machine"]] = row
+    for name, row in sorted(nearest.items()):
+        which = f"{name} ({row['num_gpus']} x {row['gpu']}): {row['reason']}"
+        yield f"[dim]left out:[/dim] {literal(which)}"
+
+
+def _is_nearer(row: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
+    """Whether a choice comes closer to what is required than the known one: with a time, else with less to hold."""
+    if known is None or (row["ms_per_token"] is None) != (known["ms_per_token"] is None):
+        return known is None or row["ms_per_token"] is not None
+    if row["ms_per_token"] is not None:
+        return False  # those with a time are in order
+    return (row["needed_bytes"] or 0) < (known["needed_bytes"] or 0)

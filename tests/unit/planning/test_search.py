@@ -8,10 +8,9 @@ import pytest
 from llama_ssp.config import catalogue
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
-from llama_ssp.planning.choices.auto import choose_placement
-from llama_ssp.planning.choices.layouts import same_kind
-from llama_ssp.planning.choices.search import Choice, _drafts, search
+from llama_ssp.planning.layouts import choose_placement, same_kind
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.search import Choice, _drafts_of, search
 from llama_ssp.planning.timing import timing
 from tests.helpers.lanes import heavy
 from tests.helpers.planning import make_job, small_model
@@ -166,6 +165,6 @@ def test_a_model_beyond_the_catalogue_has_drafts_of_its_vocabulary() -> None:
 @pytest.mark.parametrize("default", ["tinyllama_1B", "somebody/hub-draft", None])
 def test_a_default_draft_is_tried_if_its_sizes_are_known(default: str | None) -> None:
     known = catalogue.entries()
-    names = [draft.name for draft in _drafts(replace(catalogue.load("gpt_neox_20B"), default_draft=default), known)]
+    names = [draft.name for draft in _drafts_of(replace(catalogue.load("gpt_neox_20B"), default_draft=default), known)]
     assert ("tinyllama_1B" in names) is (default == "tinyllama_1B")
     assert "somebody/hub-draft" not in names

@@ -6,7 +6,7 @@ import pytest
 
 from llama_ssp.config.layout import lay_out_replica
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
-from llama_ssp.planning.choices.layouts import block_sizes, layouts, on_block, placement_settings, same_kind
+from llama_ssp.planning.layouts import block_sizes, layouts, on_block, placement_settings, same_kind
 from llama_ssp.planning.spec import PlanSpec
 from tests.helpers.planning import make_job
 

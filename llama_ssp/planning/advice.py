@@ -1,0 +1,570 @@
+"""Advice of a plan: choices that cannot gain, facts that the figures do not show, and changes that would fit.
+
+Changes are judged by what the user loses:
+
+    nothing   the draft has another place, is another one, or none: the text has the same distribution
+    little    linear layers in 8 bits, fewer rows at a time
+    more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
+    time      layers wait in the host's memory or on disk
+    model     a smaller target, if nothing else fits
+
+At most three changes are named: those that lose least, of these the fastest, one of each kind, none that its own plan
+warns against.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from llama_ssp.architectures.family import inventory
+from llama_ssp.config import catalogue
+from llama_ssp.config.formats import format_of, formats
+from llama_ssp.config.machines import hardware as machines
+from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.schema import DraftLayout, Dtype, Offload, TargetKind, WholeParts
+from llama_ssp.errors import PlacementError
+from llama_ssp.planning.layouts import block_sizes, by_length, length_setting, on_block, placement_settings, same_kind
+from llama_ssp.planning.memory import (
+    GB,
+    READ_BYTES_PER_S,
+    RankMemoryPlan,
+    fits,
+    fullest_rank,
+    largest_batch,
+    largest_context,
+    model_bytes,
+    waiting_bytes,
+)
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
+from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.words import counted, rounded
+
+GIB = 2**30
+WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
+
+
+def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
+    """Facts that the figures of a plan do not show, such as what it leaves out if a library places the target."""
+    if fullest.is_tight:
+        share = 100 * fullest.free_bytes / fullest.capacity_bytes
+        yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
+    if hardware.device == "cpu" and hardware.system_bytes:
+        yield (
+            f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
+            "system and other programs (hardware.system_bytes)"
+        )
+    models = [model for model in (job.target, job.draft) if model]
+    if hardware.device == "cpu" and hardware.profiles and any(_is_quantized(model) for model in models):
+        yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
+    if job.target_kind is TargetKind.accelerate:
+        num_devices = len(job.target_devices)
+        where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
+        yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
+    if num_bytes := waiting_bytes(job):
+        place = "host memory" if job.offload is Offload.cpu else "disk"
+        yield (
+            f"{num_bytes / GB:.4g} GB of the target are offloaded to {place}, whose capacity is not checked; every "
+            f"forward reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
+        )
+    if job.target_kind is TargetKind.deepspeed:
+        whole = model_bytes(inventory(job.target.shape), job.target, device=job.device).total_bytes
+        yield (
+            f"while loading, DeepSpeed keeps the whole target in host memory on every rank, {whole / GB:.4g} GB each, "
+            "whose capacity is checked on a CPU only; host time in its modules is not forecast"
+        )
+    if len(set(heads)) > 1:
+        num_heads, shares = job.target.shape.num_attention_heads, " ".join(map(str, heads))
+        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
+
+
+def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """Choices that cost more than they gain, each with a better one."""
+    yield from _quantization(job, hardware)
+    yield from _draft(job, hardware, timed)
+
+
+def slower_overlapped(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """A sentence if drafting while the target verifies takes longer than doing one after the other."""
+    if not job.overlaps or timed.speculative_s is None:
+        return
+    in_turn_s = timing(replace(job, overlap=False), hardware).speculative_s
+    if in_turn_s and timed.speculative_s > in_turn_s:
+        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
+        yield (
+            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
+            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
+        )
+
+
+def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    if hardware.device != "cuda":
+        return
+    if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
+        yield advice.format(dtype=job.draft.dtype.name)
+    if advice := format_of(job.target.quantization).target_advice:
+        yield advice.format(dtype=job.target.dtype.name)
+
+
+def _is_quantized(model: PlannedModel) -> bool:
+    return format_of(model.quantization).is_quantized
+
+
+def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    if job.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
+        return
+    asked, number = timed.speedup, timed.best_num_draft_tokens
+    best = timed.plain_s / timed.by_num_draft_tokens[number - 1]
+    better = _better_place(job, hardware, best)
+    if asked <= 1:
+        alone = len(job.draft_ranks) == 1 < len(job.target_ranks)
+        where = f"{'alone ' if alone else ''}on {_place(hardware, len(job.draft_ranks))}"
+        most = "no K gains" if best <= 1 else f"the best, K={number}, {best:.2f}x"
+        yield (
+            f"the draft cannot gain: {job.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
+            f"{job.target.name} on {_place(hardware, len(job.target_ranks))}; "
+            f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
+        )
+    elif better:
+        yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
+    elif best / asked >= WORTHWHILE_GAIN and not job.adapts and timed.knows_best_k:
+        yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
+
+
+def _place(hardware: HardwareConfig, num_ranks: int) -> str:
+    """Ranks in words: GPUs, or on a CPU the machine as a whole."""
+    is_whole = hardware.device == "cpu" and num_ranks == 1 == hardware.num_gpus
+    return "one machine" if is_whole else counted(num_ranks, hardware.unit)
+
+
+def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
+    """A clause about sharding the draft like the target, if that gains clearly more than the best K does here."""
+    if job.draft_kind is DraftLayout.sharded or len(job.target_ranks) == 1:
+        return ""
+    try:
+        sharded = timing(replace(job, draft_kind=DraftLayout.sharded, draft_ranks=job.target_ranks), hardware)
+    except PlacementError:
+        return ""
+    if sharded.speedup is None or sharded.speedup < CLEAR_GAIN * best:
+        return ""
+    return f"; placement.draft.kind=sharded costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """The job on blocks of fewer ranks, all ranks in use, and its rows divided among the replicas."""
+
+    job: PlanSpec
+    timed: Timing
+
+
+def faster_on_fewer(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """A sentence if smaller blocks decode the same rows clearly faster."""
+    size = len(job.layout.ranks)
+    if job.target_kind is not TargetKind.tensor or size == 1:
+        return
+    best: _Block | None = None
+    for smaller in block_sizes(size)[1:]:
+        found = _on_smaller(job, hardware, smaller, times=size // smaller)
+        if found is None or (best and found.timed.best_s >= best.timed.best_s):
+            break
+        best = found
+    if best and timed.best_s >= CLEAR_GAIN * best.timed.best_s:
+        yield _sentence(job, hardware, timed, best)
+
+
+def _on_smaller(job: PlanSpec, hardware: HardwareConfig, size: int, *, times: int) -> _Block | None:
+    rows = -(-job.batch_size // times)
+    smaller = same_kind(replace(job, batch_size=rows, num_replicas=job.num_replicas * times), size)
+    try:
+        if smaller is None or not fits(smaller, hardware):
+            return None
+        return _Block(job=smaller, timed=timing(smaller, hardware))
+    except PlacementError:
+        return None
+
+
+def _sentence(job: PlanSpec, hardware: HardwareConfig, timed: Timing, best: _Block) -> str:
+    num_ranks, size = len(job.layout.ranks), len(best.job.layout.ranks)
+    num_nodes = {count: -(-count // hardware.num_gpus) for count in (num_ranks, size)}
+    is_node = num_nodes[num_ranks] > 1 and size == hardware.num_gpus * num_nodes[size]
+    where = counted(num_nodes[size], "node") if is_node else counted(size, hardware.unit)
+    verb = "is" if (num_nodes[size] if is_node else size) == 1 else "are"
+    of_all = f"all {num_nodes[num_ranks]}" if is_node else f"all {num_ranks}"
+    num_replicas, rows = best.job.num_replicas, best.job.batch_size
+    total = rows * num_replicas / best.timed.best_s
+    settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != job.batch_size else "")
+    if job.batch_size > 1:
+        here = job.batch_size * job.num_replicas / timed.best_s
+        return (
+            f"replicas would serve the batch better: {num_replicas}, each on {where} with {counted(rows, 'row')}, "
+            f"decode {rounded(total, 4)} tokens/s at {_times(best.timed)}, here {rounded(here, 4)} at {_times(timed)}: "
+            f"{settings}"
+        )
+    return (
+        f"{where} {verb} faster than {of_all}: {_times(best.timed)}, here {_times(timed)}; {settings} "
+        f"uses all for {rounded(total, 4)} tokens/s"
+    )
+
+
+def _times(timed: Timing) -> str:
+    plain = f"{rounded(1e3 * timed.plain_s)} ms/token"
+    if timed.speculative_s is None:
+        return plain
+    return f"{plain} plain and {rounded(1e3 * timed.speculative_s)} with the draft"
+
+
+MOST_NODES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A job on a machine, and the settings that lead there."""
+
+    settings: tuple[str, ...]
+    job: PlanSpec
+    hardware: HardwareConfig
+
+
+def has_its_own_number(hardware: HardwareConfig) -> bool:
+    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
+    return hardware.name in machines.names() and machines.load(hardware.name).num_gpus == hardware.num_gpus
+
+
+def more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
+    """The job on more GPUs of its node, and on more nodes."""
+    if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
+        return
+    used, known = len(job.layout.ranks), hardware.num_gpus
+    if hardware.name in machines.names() and hardware.device == "cuda":
+        known = max(known, machines.load(hardware.name).num_gpus)
+    if hardware.num_nodes == 1:
+        for size in sorted(block_sizes(known // job.num_replicas)):
+            if size > used and (larger := same_kind(job, size)):
+                num_gpus = size * job.num_replicas
+                setting = "placement.target.tp_size" if num_gpus <= hardware.num_gpus else "hardware.num_gpus"
+                machine = replace(hardware, num_gpus=max(num_gpus, hardware.num_gpus))
+                yield Use(settings=(f"{setting}={num_gpus}",), job=larger, hardware=machine)
+    for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1) if hardware.network else ():
+        if larger := same_kind(job, hardware.num_gpus * num_nodes // job.num_replicas):
+            machine = replace(hardware, num_nodes=num_nodes)
+            yield Use(settings=(f"hardware.num_nodes={num_nodes}",), job=larger, hardware=machine)
+
+
+def others(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
+    """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
+    if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
+        return
+    found, is_changed = [], not has_its_own_number(hardware)
+    for name in machines.names():
+        machine = machines.load(name)
+        if machine.device != "cuda" or machine.gpu == hardware.gpu:
+            continue
+        for size in block_sizes(machine.num_gpus // job.num_replicas):
+            num_gpus = size * job.num_replicas
+            if other := same_kind(job, size):
+                settings = [f"hardware={name}"]
+                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
+                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
+                smaller = replace(machine, num_gpus=num_gpus)
+                found.append(Use(settings=tuple(settings), job=other, hardware=smaller))
+    yield from sorted(found, key=lambda use: use.hardware.num_gpus * use.hardware.memory_bytes)
+
+
+def offloaded(job: PlanSpec, hardware: HardwareConfig) -> Use | None:
+    """The target layer-wise on the GPUs of a node, with as many layers outside as must be; None if that is impossible.
+
+    Only unquantized layers can wait: a GPU's in the host's memory, a CPU's on its disk.
+    """
+    if format_of(job.target.quantization).is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
+        return None
+    where = Offload.cpu if job.device == "cuda" else Offload.disk
+    placed = replace(
+        job, target=replace(job.target, by_library=True), target_kind=TargetKind.accelerate, target_ranks=(0,),
+        spare_devices=tuple(range(1, hardware.num_gpus)),
+        draft_kind=DraftLayout.one_rank, draft_ranks=(0,) if job.draft else (), cuda_graphs=False, offload=where,
+    )  # fmt: skip
+    most = _most_gb(placed, hardware)
+    try:
+        if not fits(replace(placed, max_device_bytes=most * GB), hardware):
+            return None
+    except PlacementError:
+        return None
+    settings = ["placement.target.kind=accelerate", f"placement.target.offload={where.name}"]
+    settings.append(f"placement.target.max_memory_gb={most}")
+    if job.draft and job.draft_kind is not DraftLayout.one_rank:
+        settings.append(f"placement.draft.kind={DraftLayout.one_rank.name}")
+    return Use(settings=tuple(settings), job=replace(placed, max_device_bytes=most * GB), hardware=hardware)
+
+
+def _most_gb(job: PlanSpec, hardware: HardwareConfig) -> int:
+    """The most GB of weights on each device with which the job fits, by bisection; 0 if it never does."""
+    low, high = 0, hardware.rank_bytes // GB
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _fits_with(job, hardware, middle) else (low, middle - 1)
+    return low
+
+
+def _fits_with(job: PlanSpec, hardware: HardwareConfig, most_gb: int) -> bool:
+    """Whether it fits; too little room for the embeddings and the head counts as fitting, so that more is tried."""
+    try:
+        return fits(replace(job, max_device_bytes=most_gb * GB), hardware)
+    except PlacementError:
+        return True
+
+
+MOST_CHANGES = 3
+EIGHT_BITS = 3
+"""Largest `StorageFormat.change_weight` of a format that loses little."""
+
+
+class Loss(IntEnum):
+    """What a user loses by a change, the least first."""
+
+    nothing = 0
+    little = 1
+    more = 2
+    time = 3
+    model = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings to add to the command line, and what the plan then says.
+
+    Attributes:
+        loss: name of a `Loss`.
+        needed_bytes: of the fullest rank.
+        ms_per_token: of a completion in its faster mode, while decoding.
+        tokens_per_s: of all rows and replicas.
+        is_tight: less than 3 % of a rank's memory is left.
+    """
+
+    settings: tuple[str, ...]
+    loss: str
+    needed_bytes: int
+    ms_per_token: float
+    tokens_per_s: float
+    is_tight: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A changed job, before it is known whether it fits; of each `kind` one is named."""
+
+    kind: str
+    loss: Loss
+    settings: tuple[str, ...]
+    job: PlanSpec
+    hardware: HardwareConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fitting:
+    way: _Way
+    fullest: RankMemoryPlan
+    timed: Timing
+
+    @property
+    def row_s(self) -> float:
+        """Seconds per token over all rows and replicas."""
+        return self.timed.best_s / (self.way.job.batch_size * self.way.job.num_replicas)
+
+    @property
+    def order(self) -> tuple[int, bool, float, int]:
+        return self.way.loss, self.fullest.is_tight, self.row_s, len(self.way.settings)
+
+    @property
+    def change(self) -> Change:
+        return Change(
+            settings=self.way.settings,
+            loss=self.way.loss.name,
+            needed_bytes=self.fullest.needed_bytes,
+            ms_per_token=1e3 * self.timed.best_s,
+            tokens_per_s=1 / self.row_s,
+            is_tight=self.fullest.is_tight,
+        )
+
+
+def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
+    """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
+    candidates = _fitting(_ways(job, hardware))
+    if not any(one.way.loss <= Loss.little for one in candidates):
+        candidates += _fitting(_two_at_once(job, hardware))
+    chosen = _chosen(candidates) or _chosen(_fitting(_smaller_targets(job, hardware)))
+    return [one.change for one in chosen]
+
+
+def _chosen(candidates: list[_Fitting]) -> list[_Fitting]:
+    """The best of each kind whose own plan does not warn against it."""
+    chosen: dict[str, _Fitting] = {}
+    for candidate in sorted(candidates, key=lambda one: one.order):
+        if len(chosen) == MOST_CHANGES:
+            break
+        if candidate.way.kind not in chosen and (accepted := _accepted(candidate)):
+            chosen[candidate.way.kind] = accepted
+    return sorted(chosen.values(), key=lambda one: one.order)
+
+
+def _fitting(ways: Iterable[_Way]) -> list[_Fitting]:
+    return [found for way in ways if (found := _tried(way))]
+
+
+def _tried(way: _Way) -> _Fitting | None:
+    """What its plan says; None if it does not fit or cannot be laid out."""
+    try:
+        fullest = fullest_rank(way.job, way.hardware)
+        return _Fitting(way=way, fullest=fullest, timed=timing(way.job, way.hardware)) if fullest.fits else None
+    except PlacementError:
+        return None
+
+
+def _accepted(candidate: _Fitting) -> _Fitting | None:
+    """The candidate, or the same with the best K, if the plan of one does not warn."""
+    way, timed = candidate.way, candidate.timed
+    if not any(warnings(way.job, way.hardware, timed)):
+        return candidate
+    if timed.best_num_draft_tokens is None or way.job.adapts:
+        return None
+    _, drafting = next(by_length(way.job, timed))
+    better = _tried(replace(way, settings=(*way.settings, length_setting(drafting)), job=drafting))
+    return better if better and not any(warnings(better.way.job, way.hardware, better.timed)) else None
+
+
+def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    yield from _drafts(job, hardware)
+    yield from _sizes(job, hardware)
+    for step in _formats(job, hardware):
+        yield from _placed(step)
+    yield from _first_with_room(_more_ranks(job, hardware))
+    yield from _first_with_room(_other_machines(job, hardware))
+    if use := offloaded(job, hardware):
+        yield _Way(kind="offload", loss=Loss.time, settings=use.settings, job=use.job, hardware=hardware)
+
+
+def _placed(step: _Way) -> Iterator[_Way]:
+    """The step alone, with the draft in every other place, and without a draft."""
+    yield step
+    job = step.job
+    if job.draft is None:
+        return
+    for other in _places(job):
+        yield replace(step, settings=(*step.settings, *placement_settings(replace(other, num_replicas=1))), job=other)
+    yield replace(step, settings=(*step.settings, "draft=none"), job=without_draft(job))
+
+
+def _places(job: PlanSpec) -> Iterator[PlanSpec]:
+    """The job with its draft elsewhere on the same ranks, or with no part of it whole on each of them."""
+    if job.target_kind is TargetKind.tensor:
+        yield from (other for other in on_block(job, len(job.layout.ranks)) if other.layout != job.layout)
+    if job.draft_kind is DraftLayout.sharded and len(job.draft_ranks) > 1 and job.draft_whole.keeps_embedding:
+        yield replace(job, draft_whole=WholeParts.none)
+
+
+def without_draft(job: PlanSpec) -> PlanSpec:
+    """The job without a draft, whose own ranks the target has then."""
+    ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
+    return replace(job, draft=None, matching=None, draft_ranks=(), target_ranks=ranks)
+
+
+def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
+    if job.draft is None:
+        return
+    start = _Way(kind="draft", loss=Loss.nothing, settings=(), job=job, hardware=hardware)
+    yield from (replace(way, kind=_kind_of(way)) for way in _placed(start) if way.settings)
+    for name in _smaller(job.draft.name):
+        other = replace(job, draft=planned_model(catalogue.load(name), device=job.device))
+        yield from (way for way in _placed(replace(start, settings=(f"draft={name}",), job=other)) if way.job.draft)
+
+
+def _kind_of(way: _Way) -> str:
+    return "draft" if way.job.draft is None else "placement"
+
+
+def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """Fewer rows, or a shorter prompt, with the draft in every place."""
+    for way in _placed(_Way(kind="batch", loss=Loss.little, settings=(), job=job, hardware=hardware)):
+        if job.batch_size > 1 and _has_room(replace(way, job=replace(way.job, batch_size=1))):
+            rows = largest_batch(way.job, hardware, limit=job.batch_size)
+            fewer = replace(way.job, batch_size=rows)
+            if rows < job.batch_size:
+                yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=fewer)
+        if _has_room(replace(way, job=replace(way.job, prompt_tokens=1))):
+            prompt = largest_context(way.job, hardware) - job.max_new_tokens
+            settings = (f"prompt_tokens={prompt}", *way.settings)
+            shorter = replace(way.job, prompt_tokens=prompt)
+            if prompt < job.prompt_tokens:
+                yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
+
+
+def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """The target in other number formats."""
+    target, short = job.target, job.target.stored
+
+    def step(setting: str, model: PlannedModel, loss: Loss) -> _Way:
+        changed = replace(job, target=model)
+        return _Way(kind="precision", loss=loss, settings=(setting,), job=changed, hardware=hardware)
+
+    if job.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
+        # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
+        yield step(f"model.dtype={short.name}", replace(target, dtype=short), Loss.little)
+    now = format_of(target.quantization)
+    for storage in formats().values():
+        if storage.change_weight is None or storage.change_weight <= (now.change_weight or 0):
+            continue
+        loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
+        yield step(f"model.quantization={storage.name}", target.quantized(storage.name), loss)
+
+
+def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    for more in more_ranks(job, hardware):
+        yield _Way(kind="ranks", loss=Loss.more, settings=more.settings, job=more.job, hardware=more.hardware)
+
+
+def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    for use in others(job, hardware):
+        yield _Way(kind="machine", loss=Loss.more, settings=use.settings, job=use.job, hardware=use.hardware)
+
+
+def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """Fewer bits and more ranks together."""
+    for step in _formats(job, hardware):
+        both = (replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.job, hardware))
+        yield from _first_with_room(both)
+
+
+def _first_with_room(steps: Iterable[_Way]) -> list[_Way]:
+    """The first step that fits, with the draft in every place."""
+    placed = ([*_placed(step)] for step in steps)
+    return next((ways for ways in placed if any(map(_has_room, ways))), [])
+
+
+def _has_room(way: _Way) -> bool:
+    """Whether it fits, and with something left: what is bought should not be tight."""
+    try:
+        fullest = fullest_rank(way.job, way.hardware)
+    except PlacementError:
+        return False
+    return fullest.fits and not fullest.is_tight
+
+
+def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """The largest other target that fits, with a draft that is smaller still or none."""
+
+    def steps() -> Iterator[_Way]:
+        for name in reversed(_smaller(job.target.name)):
+            target = planned_model(catalogue.load(name), device=job.device)
+            other = replace(job, target=replace(target, by_library=job.target.by_library))
+            settings = [f"model={name}"]
+            if job.draft and job.draft.name not in _smaller(name):
+                other = without_draft(other)
+                settings.append("draft=none")
+            yield _Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware)
+
+    yield from _first_with_room(steps())
+
+
+def _smaller(name: str) -> list[str]:
+    """Smaller models of the same family and vocabulary, the smallest first."""
+    return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []

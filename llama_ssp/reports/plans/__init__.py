@@ -1,1 +1,0 @@
-"""Table and figure of a plan."""

@@ -1,1 +1,0 @@
-"""Table and figure of a search over the ways to use a machine."""
