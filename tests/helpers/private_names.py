@@ -1,10 +1,9 @@
-"""The private names of torch, transformers and Hydra that the package uses, with the reason or the fallback of each.
+"""The private names of torch and transformers that the package uses, with the reason or the fallback of each.
 
 A private name may change in any release. Where one is gone, tests/unit/repository/test_private_names.py says so.
 """
 
 _TRACING = "traces without torch.jit.trace, which never frees them; without it rounds run from Python, with a warning"
-_COMPOSING = "composes a plan's settings with Hydra's own loader, in a tenth of compose's time"
 _ATTENTION = "transformers has no public getter of the attention that a model was built with"
 
 PRIVATE_NAMES = {
@@ -25,12 +24,4 @@ PRIVATE_NAMES = {
     "torch.ops.mkldnn._reorder_linear_weight": "packs a weight for it",
     "transformers.PretrainedConfig._attn_implementation": _ATTENTION,
     "transformers.PreTrainedModel._skip_keys_device_placement": "accelerate's hooks must not move the cache",
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl": _COMPOSING,
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config": _COMPOSING,
-    "hydra._internal.config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list": _COMPOSING,
-    "hydra._internal.config_repository.CachingConfigRepository": _COMPOSING,
-    "hydra._internal.core_plugins.basic_launcher.BasicLauncher": "the launcher that our own for sweeps extends",
-    "hydra._internal.defaults_list.create_defaults_list": _COMPOSING,
-    "hydra._internal.hydra.Hydra": "checks settings before Hydra writes a folder",
-    "hydra._internal.utils.get_args_parser": "knows Hydra's own options, for our messages",
 }
