@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.readme import TEXTS, filled, made_files
+from llama_ssp import plan as load_plan
 from llama_ssp.commands import command_line, plan
 from llama_ssp.commands.ranks.number import read_start
 from llama_ssp.config.compose import compose, to_run_config
@@ -155,6 +156,16 @@ def test_every_kind_of_measurement_has_a_region_on_one_page() -> None:
 def test_the_measured_figures_are_those_of_the_newest_stored_rows() -> None:
     assert [path for path, text in pages().items() if filled(text) != text] == []
     assert {name for name, content in made_files().items() if (ROOT / name).read_text() != content} == set()
+
+
+def test_the_forecasts_of_the_tutorial_are_those_of_plans() -> None:
+    lines = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (.*) \|$", pages()[Path("docs/tutorial.md")], re.MULTILINE)
+    assert lines != []
+    for draft, acceptance, shown in lines:
+        plan = load_plan("llama3_70B", draft, hardware="8xh100", placement="sharded", acceptance=float(acceptance))
+        timing = plan.timing
+        assert timing.speculative_s
+        assert shown == f"{1e3 * timing.plain_s:.1f} | {1e3 * timing.speculative_s:.1f} | {timing.speedup:.2f}x"
 
 
 def test_the_readme_is_a_page_and_a_half() -> None:
