@@ -15,8 +15,8 @@ from llama_ssp.calibration.random_llama import RandomLlama
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.memory import available_bytes
-from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.shared import BroadcastDrafter
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder

@@ -32,7 +32,7 @@ class DrafterRecord:
 
     Attributes:
         name: value of `draft.kind`.
-        make: `module:function` that makes a rank's drafter from `drafting.protocol.DrafterParts`; None drafts nothing.
+        make: `module:function` that makes a rank's drafter from `drafting.drafter.DrafterParts`; None drafts nothing.
         config: its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
         has_model: `draft.model` is loaded on the ranks of `placement.draft`. Without a model every rank drafts by
             itself, and all must draft the same ids.

@@ -9,11 +9,9 @@ from llama_ssp.config.registry import imported
 from llama_ssp.config.rules import rule_of
 from llama_ssp.config.schema import RunConfig
 from llama_ssp.distributed.comms import Mesh
-from llama_ssp.drafting.ahead import AheadDrafter
-from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
-from llama_ssp.drafting.broadcast import BroadcastDrafter, ProbsReceiver
-from llama_ssp.drafting.protocol import Drafter, DrafterParts
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.drafter import Drafter, DrafterParts
+from llama_ssp.drafting.shared import AheadDrafter, BatchSplit, BatchSplitDrafter, BroadcastDrafter, ProbsReceiver
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule, make_rule
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.drafting.catch_up import CatchUp
-from llama_ssp.drafting.own_tokenizer import make_with_own_tokenizer
-from llama_ssp.drafting.protocol import Drafter, DrafterParts
+from llama_ssp.config.drafters import Matching, matching_of
+from llama_ssp.drafting.drafter import CatchUp, Drafter, DrafterParts
+from llama_ssp.drafting.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.drafting.retokenized import RetokenizedDrafter
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
@@ -84,7 +85,7 @@ class ModelDrafter:
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
         read_prompts(self.runner, known, rows=rows, buckets=buckets)
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._tables, "allocate comes first"
         tokens_BS, lengths_B, _ = rows
@@ -96,8 +97,8 @@ class ModelDrafter:
         ids_BT = self._known(tokens_BS.gather(1, positions_BT))
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        for uniforms_BP in uniforms_BKP.unbind(1):
-            if drafted:
+        for step, uniforms_BP in zip(range(num_tokens), uniforms_BKP.unbind(1), strict=True):
+            if step:
                 positions_BT, wanted_B1 = positions_BT[:, -1:] + 1, None
                 ids_BT = self._known(drafted[-1])
             logits_BV = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)[:, 0]
@@ -111,7 +112,7 @@ class ModelDrafter:
             if probs_BV is not None:
                 probs.append(probs_BV)
         ids_BK = torch.cat(drafted, dim=1)
-        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K[: len(drafted)], ids_BK)
+        tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K[:num_tokens], ids_BK)
         probs_BTV = torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None
         return Draft(ids_BK=ids_BK, probs_BTV=probs_BTV)
 
@@ -122,13 +123,22 @@ class ModelDrafter:
 
 
 def make(parts: DrafterParts) -> Drafter:
-    """Make the drafter on a rank that holds the draft model; see `drafting.maker`."""
-    assert parts.runner
-    if parts.tokenizers:
-        return make_with_own_tokenizer(parts, parts.runner, parts.tokenizers)
-    return ModelDrafter(
-        parts.runner,
+    """Make the drafter on a rank that holds the draft model or a slice of it; see `drafting.maker`."""
+    runner, num_draft_tokens = parts.runner, parts.num_draft_tokens
+    assert runner
+    if parts.tokenizers is None:
+        return ModelDrafter(runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size)
+    if matching_of(parts.config) is Matching.text:
+        return RetokenizedDrafter(
+            runner, num_draft_tokens=num_draft_tokens, tokenizers=parts.tokenizers, comm=parts.comm
+        )
+    size = runner.vocab_size
+    alignment = parts.tokenizers.align(target_size=parts.vocab_size, draft_size=size)
+    return IntersectionDrafter(
+        runner,
         rule=parts.rule,
-        num_draft_tokens=parts.num_draft_tokens,
-        vocab_size=parts.vocab_size,
+        num_draft_tokens=num_draft_tokens,
+        vocabularies=VocabularyMap.of(alignment, draft_size=size, device=runner.device),
+        translator=parts.tokenizers.into_draft(size=size),
+        comm=parts.comm,
     )

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.config.drafters import NgramConfig
-from llama_ssp.drafting.protocol import DrafterParts
+from llama_ssp.drafting.drafter import DrafterParts
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
-from llama_ssp.shapes import static_shape
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
 
@@ -56,10 +55,10 @@ class NgramDrafter:
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Do nothing: prompts are read from the batch itself."""
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
         """Copy K tokens; see `Drafter.propose`. It reads all slots, so that one trace serves every bucket."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        offsets_K = self._offsets_K[: static_shape(uniforms_BKP)[1]]
+        offsets_K = self._offsets_K[:num_tokens]
         period_B1 = self._period(tokens_BS, lengths_B1)
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)

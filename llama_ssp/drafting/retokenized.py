@@ -20,14 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.architectures.sizes import PREFILL_CHUNK, own_slots
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.host_time import HostTimed
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.drafter import HostTimed
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft
-from llama_ssp.shapes import static_shape
 
 _WINDOW = 64
 """The fewest tokens at the end of a text that a round encodes; it encodes fewer than twice as many."""
@@ -94,12 +93,12 @@ class RetokenizedDrafter(HostTimed):
         self,
         rows: Rows,
         *,
-        uniforms_BKP: Tensor,
+        num_tokens: int,
+        uniforms_BKP: Tensor,  # noqa: ARG002 - it draws nothing
         bucket: int,  # noqa: ARG002 - its own is known
         num_unread: int = 2,  # noqa: ARG002 - so is this
     ) -> Draft:
         """Continue the text of every row by up to K tokens of the draft; see `Drafter.propose`."""
-        num_draft_tokens = static_shape(uniforms_BKP)[1]
         texts = [
             ids[:length]
             for ids, length in zip(
@@ -108,14 +107,14 @@ class RetokenizedDrafter(HostTimed):
         ]
         with self.timing_host():
             own = [self._own_ids(row, ids) for row, ids in enumerate(texts)]
-        found = self._continued(own, num_steps=num_draft_tokens)
+        found = self._continued(own, num_steps=num_tokens)
         proposed = []
         with self.timing_host():
             for ids, before, after in zip(texts, own, found, strict=True):
-                new_ids = self.tokenizers.continuation.ids(ids, before, after)[:num_draft_tokens]
-                proposed.append(new_ids + [ids[-1]] * (num_draft_tokens - len(new_ids)))
+                new_ids = self.tokenizers.continuation.ids(ids, before, after)[:num_tokens]
+                proposed.append(new_ids + [ids[-1]] * (num_tokens - len(new_ids)))
         ids_BK = to_device(proposed, rows.tokens_BS.device)
-        offsets_K = torch.arange(num_draft_tokens, device=ids_BK.device)
+        offsets_K = torch.arange(num_tokens, device=ids_BK.device)
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + offsets_K, ids_BK)
         return Draft(ids_BK, None)
 

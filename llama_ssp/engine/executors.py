@@ -26,9 +26,9 @@ from torch import Tensor
 
 from llama_ssp.distributed.gpu.capturing import capture_stream
 from llama_ssp.distributed.gpu.device_errors import ends_run
+from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.ngram import NgramDrafter
-from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.engine.round import EagerExecutor, Executor, Round, Stage
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.tracing import Traced

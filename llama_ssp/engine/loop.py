@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
-from llama_ssp.drafting.host_time import HostTimed
+from llama_ssp.drafting.drafter import HostTimed
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
 from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks

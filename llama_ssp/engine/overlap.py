@@ -45,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.ahead import AheadDrafter
+from llama_ssp.drafting.shared import AheadDrafter
 from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.round import DraftChoice, Executor, Round, Stage, given
 from llama_ssp.engine.state import BatchState
@@ -149,7 +149,9 @@ class OverlappedRound(Round):
         # A block of K - 1 tokens precedes the one of K in the same round, with the uniforms behind those of the latter.
         first = 0 if choice.num_tokens == self._num_drafted else self._num_drafted
         uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP[:, first : first + choice.num_tokens]
-        draft = self._drafter.propose(_behind_flight(state), uniforms_BKP=uniforms_BKP, bucket=bucket)
+        draft = self._drafter.propose(
+            _behind_flight(state), num_tokens=choice.num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
+        )
         return uniforms_BN, *given(draft)
 
     def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.drafting.protocol import Drafter
+from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.engine.clock import Clock
 from llama_ssp.engine.state import BatchState
 from llama_ssp.engine.verifier import Verifier
@@ -222,6 +222,7 @@ class Round:
         uniforms_BN = state.uniforms()
         draft = self.drafters[choice.source].propose(
             state.rows,
+            num_tokens=choice.num_tokens,
             uniforms_BKP=self.uniforms.split(uniforms_BN, choice.num_tokens).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,

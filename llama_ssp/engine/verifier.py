@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.drafting.shared import BatchSplit
 from llama_ssp.sampling.ahead import verify_ahead
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.rules import Draft, Rule, Verdict

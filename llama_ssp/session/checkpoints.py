@@ -20,7 +20,7 @@ from llama_ssp.config.model_files import (
 from llama_ssp.config.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
 from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World
-from llama_ssp.drafting.vocabularies import align
+from llama_ssp.drafting.tokenizers import align
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format

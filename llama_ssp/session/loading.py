@@ -15,10 +15,9 @@ from llama_ssp.config.schema import GpuKernels, RunConfig, TargetKind
 from llama_ssp.distributed.comms import Comm, Mesh, build_mesh
 from llama_ssp.distributed.failures import raise_on_all_ranks
 from llama_ssp.distributed.world import World, has_own_threads, on_all_cores
-from llama_ssp.drafting.ahead import AheadDrafter
-from llama_ssp.drafting.batch_split import BatchSplit
 from llama_ssp.drafting.maker import make_drafters
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.shared import AheadDrafter, BatchSplit
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.engine.completion import StopRequest
 from llama_ssp.engine.executors import TracedPrefill, make_executor
 from llama_ssp.engine.loop import Decoder

@@ -23,8 +23,8 @@ from llama_ssp.architectures.sizes import BUCKET_STEP, whole_steps
 from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.console.progress import Pace
+from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.maker import make_drafters
-from llama_ssp.drafting.protocol import Drafter
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.evaluation.martingales import TextSums
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -169,7 +169,9 @@ class Scorer:
         lengths_B = torch.full_like(tokens_BS[:, 0], length)
         uniforms_BKP = torch.full((self._batch_size, 1, PER_DRAW), 0.5, dtype=torch.float64, device=tokens_BS.device)
         rows = Rows(tokens_BS.clone(), lengths_B, torch.zeros_like(lengths_B))  # the drafter writes into the tokens
-        draft = drafter.propose(rows, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1))
+        draft = drafter.propose(
+            rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
+        )
         if draft.probs_BTV is not None:
             return draft.probs_BTV[:, 0]
         return torch.zeros(self._batch_size, vocab_size, device=tokens_BS.device).scatter_(1, draft.ids_BK, 1.0)

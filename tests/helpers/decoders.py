@@ -7,10 +7,10 @@ import torch
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import BroadcastDrafter
+from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.ngram import NgramDrafter
-from llama_ssp.drafting.protocol import Drafter
+from llama_ssp.drafting.shared import BroadcastDrafter
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor

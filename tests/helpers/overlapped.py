@@ -5,9 +5,8 @@ from typing import Any
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.ahead import AheadDrafter
-from llama_ssp.drafting.broadcast import ProbsReceiver
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.shared import AheadDrafter, ProbsReceiver
 from llama_ssp.engine.clock import HostClock
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor

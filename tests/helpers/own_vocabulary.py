@@ -7,14 +7,13 @@ import torch
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.intersection import IntersectionDrafter
-from llama_ssp.drafting.own_text import VocabularyMap
-from llama_ssp.drafting.vocabularies import Alignment
+from llama_ssp.drafting.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.drafting.tokenizers import Alignment
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.rules import Rule
 
 if TYPE_CHECKING:
-    from llama_ssp.drafting.translation import Translator
+    from llama_ssp.drafting.tokenizers import Translator
 
 NUM_IDS, NUM_OWN_IDS = 11, 9
 ALIGNMENT = Alignment(

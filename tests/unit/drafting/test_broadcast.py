@@ -18,7 +18,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm, Mesh
-from llama_ssp.drafting.batch_split import BatchSplit
+from llama_ssp.drafting.shared import BatchSplit
 from llama_ssp.engine.state import Request
 from llama_ssp.engine.verifier import NOT_A_NUMBER, Verifier
 from llama_ssp.models.runner import NullRunner

@@ -11,8 +11,8 @@ from torch import Tensor
 from llama_ssp.architectures.family import inventory
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig, WholeParts
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.shared import BroadcastDrafter
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
@@ -72,7 +72,7 @@ def drafted(runner: Runner, comm: Comm) -> tuple[Tensor, Tensor]:
         comm.sent.clear()
     uniforms_BKP = torch.rand(3, K, 2, dtype=torch.float64, generator=generator)
     rows = Rows(tokens_BS, lengths_B, torch.zeros(3, dtype=torch.int64))
-    return drafter.propose(rows, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
+    return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 
 @pytest.mark.seconds

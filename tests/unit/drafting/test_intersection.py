@@ -10,9 +10,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.drafting.intersection import IntersectionDrafter
-from llama_ssp.drafting.own_text import VocabularyMap
-from llama_ssp.drafting.vocabularies import Alignment
+from llama_ssp.drafting.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.drafting.tokenizers import Alignment
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.executors import TracedExecutor
 from llama_ssp.engine.loop import Decoder
@@ -42,16 +41,18 @@ class Checked(IntersectionDrafter):
 
     num_checked = 0
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft, and compare."""
-        draft = super().propose(rows, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread)
+        draft = super().propose(
+            rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
+        )
         assert draft.probs_BTV is not None
         assert self._text
-        for row, num_tokens in enumerate(rows.lengths_B.tolist()):
+        for row, length in enumerate(rows.lengths_B.tolist()):
             num_prompt = int(self._text._prompt_lengths_B[row])
-            if not 0 < num_prompt < num_tokens:
+            if not 0 < num_prompt < length:
                 continue  # vacant
-            ids = rows.tokens_BS[row, :num_tokens].tolist()
+            ids = rows.tokens_BS[row, :length].tolist()
             text = own_text(ids[:num_prompt], ids[num_prompt:], most=self._most_tokens)
             for place, token in enumerate(draft.ids_BK[row].tolist()):
                 assert isinstance(self.runner, PrefixRunner)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.drafting.own_text import VocabularyMap
-from llama_ssp.drafting.vocabularies import Alignment
+from llama_ssp.drafting.intersection import VocabularyMap
+from llama_ssp.drafting.tokenizers import Alignment
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.processors import draw, processor
 from llama_ssp.sampling.rules import Rule, make_rule

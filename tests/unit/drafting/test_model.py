@@ -5,9 +5,8 @@ import torch
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
-from llama_ssp.drafting.broadcast import BroadcastDrafter
 from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.drafting.shared import BatchSplit, BatchSplitDrafter, BroadcastDrafter
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import make_rule
@@ -37,7 +36,10 @@ def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
     drafter.prefill(prompts, rows=range(50), buckets=buckets)
     uniforms_BKP = torch.rand(50, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draft = drafter.propose(
-        Rows(tokens_BS, torch.full((50,), 2), torch.zeros(50).long()), uniforms_BKP=uniforms_BKP, bucket=10
+        Rows(tokens_BS, torch.full((50,), 2), torch.zeros(50).long()),
+        num_tokens=4,
+        uniforms_BKP=uniforms_BKP,
+        bucket=10,
     )
     assert int(draft.ids_BK.max()) < min(vocab_size, 11)
     if draft.probs_BTV is not None:
@@ -54,7 +56,10 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
     drafter.allocate(batch_size=1, num_slots=10)
     uniforms_BKP = torch.zeros(1, 4, 2, dtype=torch.float64)
     draft = drafter.propose(
-        Rows(torch.zeros(1, 10).long(), torch.tensor([2]), torch.zeros(1).long()), uniforms_BKP=uniforms_BKP, bucket=10
+        Rows(torch.zeros(1, 10).long(), torch.tensor([2]), torch.zeros(1).long()),
+        num_tokens=4,
+        uniforms_BKP=uniforms_BKP,
+        bucket=10,
     )
     assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
     assert draft.probs_BTV is not None

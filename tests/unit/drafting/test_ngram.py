@@ -22,7 +22,9 @@ def propose(
     lengths_B = torch.tensor([len(text) for text in texts])
     uniforms_BKP = torch.zeros(len(texts), num_draft_tokens, 2)
     bucket = max(map(len, texts)) + num_draft_tokens
-    draft = drafter.propose(Rows(tokens_BS, lengths_B, lengths_B), uniforms_BKP=uniforms_BKP, bucket=bucket)
+    draft = drafter.propose(
+        Rows(tokens_BS, lengths_B, lengths_B), num_tokens=num_draft_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
+    )
     for row, text in enumerate(texts):
         written = tokens_BS[row, len(text) : len(text) + num_draft_tokens]
         assert torch.equal(written, draft.ids_BK[row])

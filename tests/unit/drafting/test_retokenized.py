@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.drafting.retokenized import RetokenizedDrafter
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
 from llama_ssp.sampling.context import Rows
@@ -39,12 +39,14 @@ class Checked(RetokenizedDrafter):
 
     num_checked = num_rolled_back = 0
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft, and compare."""
         before = [[*ids] for ids in self._cached]
-        draft = super().propose(rows, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread)
-        for row, num_tokens in enumerate(rows.lengths_B.tolist()):
-            own = self._own_ids(row, rows.tokens_BS[row, :num_tokens].tolist())
+        draft = super().propose(
+            rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
+        )
+        for row, length in enumerate(rows.lengths_B.tolist()):
+            own = self._own_ids(row, rows.tokens_BS[row, :length].tolist())
             assert self._cached[row][: len(own)] == own
             assert len(own) + self.num_draft_tokens < self._num_slots
             taken = self._cached[row][len(own) :]

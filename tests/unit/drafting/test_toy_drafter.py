@@ -43,7 +43,7 @@ class Repeat:
     def prefill(self, prompts, *, rows, buckets):
         pass
 
-    def propose(self, rows, *, uniforms_BKP, bucket, num_unread=2):
+    def propose(self, rows, *, num_tokens, uniforms_BKP, bucket, num_unread=2):
         from llama_ssp.sampling.rules import Draft
 
         tokens_BS, lengths_B, _ = rows

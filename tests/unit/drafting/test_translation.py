@@ -6,7 +6,7 @@ import pytest
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
 Kind = Callable[[], PreTrainedTokenizerFast]

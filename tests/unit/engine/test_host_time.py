@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from llama_ssp.drafting.host_time import HostTimed
+from llama_ssp.drafting.drafter import HostTimed
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.state import Request
 from tests.helpers.decoders import make_decoder

@@ -22,7 +22,7 @@ from llama_ssp.config.schema import (
 )
 from llama_ssp.config.tasks import GenerateConfig
 from llama_ssp.distributed.comms import Comm, Mesh
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.engine.state import Request
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.runner import NullRunner

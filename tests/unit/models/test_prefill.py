@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import PREFILL_CHUNK
-from llama_ssp.drafting.batch_split import BatchSplit, BatchSplitDrafter
+from llama_ssp.drafting.shared import BatchSplit, BatchSplitDrafter
 from llama_ssp.engine.state import Request
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts

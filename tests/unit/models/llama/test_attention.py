@@ -18,7 +18,7 @@ from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.catch_up import CatchUp
+from llama_ssp.drafting.drafter import CatchUp
 from llama_ssp.engine.round import EagerExecutor
 from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen

@@ -1,26 +1,28 @@
-"""The interface of a drafter, which extends every row of a batch by K tokens.
+"""The interface of a drafter, which extends every row of a batch by K tokens, and what drafters have in common.
 
-Modules `broadcast` and `batch_split` decide which ranks draft.
+Module `shared` decides which ranks draft.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 uniforms per draw, T tokens of a chunk, V
+vocabulary.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.schema import DrafterConfig
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.host_time import HostTimed
-from llama_ssp.drafting.translation import TokenizerPair
+from llama_ssp.drafting.tokenizers import TokenizerPair
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.sampling.context import Rows
 from llama_ssp.sampling.rules import Draft, Rule
-from llama_ssp.shapes import static_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +81,12 @@ class Drafter(Protocol):
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
 
-    def propose(self, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Extend every row by K tokens, at most `num_draft_tokens`.
 
         Args:
             rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
+            num_tokens: K.
             uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
             num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
@@ -95,48 +98,50 @@ class Drafter(Protocol):
         """
 
 
-class SharedDrafter(HostTimed):
-    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+class HostTimed:
+    """Base class of drafters that work on the host between forwards."""
 
-    reads_skipped = False
+    _host_s = 0.0
 
-    def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
-        self._inner = inner
-        self.num_draft_tokens = num_draft_tokens
-        self.on_host = inner.on_host if inner else False
-        self.is_point_mass = inner.is_point_mass if inner else False
-        self._offsets_K = torch.arange(num_draft_tokens, device=device)
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.repeats_operators if self._inner else True
-
-    @property
-    def reads_by_length(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.reads_by_length if self._inner else True
-
-    @property
-    def num_allocations(self) -> int:
-        """See `Drafter`."""
-        return self._inner.num_allocations if self._inner else 0
-
-    def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Allocate caches on the ranks that draft."""
-        if self._inner:
-            self._inner.allocate(batch_size=batch_size, num_slots=num_slots)
-
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read new prompts on the ranks that draft."""
-        if self._inner:
-            self._inner.prefill(prompts, rows=rows, buckets=buckets)
+    @contextmanager
+    def timing_host(self) -> Iterator[None]:
+        """Count the time of the block, which waits for no device."""
+        started = time.perf_counter()
+        yield
+        self._host_s += time.perf_counter() - started
 
     def take_host_s(self, most_s: float) -> float:
-        """See `HostTimed`."""
-        inner: object = self._inner
-        return inner.take_host_s(most_s) if isinstance(inner, HostTimed) else 0.0
+        """Return the seconds that were counted, or `most_s` of them; the rest stays, and is returned later.
 
-    def _write(self, ids_BK: Tensor, rows: Rows) -> None:
-        _, num_drafted = static_shape(ids_BK)
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_drafted], ids_BK)
+        A device passes a draft after the host has launched it.
+        """
+        taken_s = min(self._host_s, most_s)
+        self._host_s -= taken_s
+        return taken_s
+
+
+class CatchUp:
+    """Reads the end of each row into a model's cache, in chunks."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._offsets_T = torch.arange(CATCH_UP_CHUNK, device=runner.device)
+
+    def read(
+        self,
+        tokens_BS: Tensor,
+        lengths_B1: Tensor,
+        *,
+        num_unread: int,
+        num_kept: int,
+        bucket: int,
+        known: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Read the last `num_unread` tokens of each row but for the last `num_kept`, which the caller reads.
+
+        A row with fewer tokens reads its first one several times. `known` makes ids of the model from tokens.
+        """
+        for distance in range(num_unread, num_kept, -CATCH_UP_CHUNK):
+            positions_BT = (lengths_B1 - distance + self._offsets_T).clamp_min(0)
+            ids_BT, first_B1 = known(tokens_BS.gather(1, positions_BT)), torch.zeros_like(lengths_B1)
+            self._runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)
