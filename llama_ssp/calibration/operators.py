@@ -22,8 +22,7 @@ from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.config.schema import Dtype
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.gpu.capturing import capture_stream
-from llama_ssp.distributed.gpu.selecting import selected
+from llama_ssp.distributed.gpu.devices import capture_stream, selected
 from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels.attention import find_attention
 from llama_ssp.kernels.linear import Linear, make_linear

@@ -24,8 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.gpu.capturing import capture_stream
-from llama_ssp.distributed.gpu.device_errors import ends_run
+from llama_ssp.distributed.gpu.devices import capture_stream, ends_run
 from llama_ssp.drafting.drafter import Drafter
 from llama_ssp.drafting.model import ModelDrafter
 from llama_ssp.drafting.ngram import NgramDrafter

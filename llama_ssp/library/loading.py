@@ -19,7 +19,7 @@ from llama_ssp.config.schema import (
     VerificationConfig,
 )
 from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.gpu.selecting import selection_kept
+from llama_ssp.distributed.gpu.devices import selection_kept
 from llama_ssp.distributed.world import World, start
 from llama_ssp.errors import ConfigError
 from llama_ssp.library.arguments import (

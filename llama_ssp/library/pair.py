@@ -19,7 +19,7 @@ from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.rules import DEFAULT
 from llama_ssp.config.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.continuation import decode_after
-from llama_ssp.distributed.gpu.selecting import selected
+from llama_ssp.distributed.gpu.devices import selected
 from llama_ssp.engine.completion import FinishReason, RowCompletion
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llama_ssp.distributed.gpu.device_errors import ends_run
+from llama_ssp.distributed.gpu.devices import ends_run
 
 
 class CodedError(RuntimeError):
