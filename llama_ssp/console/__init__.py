@@ -1,1 +1,1 @@
-"""What a person sees on the terminal."""
+"""Texts, tables and progress on the terminal."""

@@ -67,18 +67,16 @@ class ProgressView:
 
 @dataclass(kw_only=True)
 class Pace:
-    """Progress of one mode of a run.
+    """Progress of one mode of a run: first the completions of all its parts, then measurements of this part alone.
 
     Attributes:
-        num_wanted, num_done: completions, including those of earlier parts of a resumed run.
-        num_ended: completions of this part alone, as the other counts.
-        num_tokens: new tokens, including those of open completions.
-        num_ended_tokens: new tokens of the ended completions.
+        num_ended: completions.
+        num_tokens, num_ended_tokens: new tokens, with and without those of open completions.
         ended_ms: sum over the ended completions of the time from first prefill to last token.
         busy_s: wall time.
     """
 
-    num_wanted: int
+    num_total: int
     num_done: int = 0
     num_ended: int = 0
     num_tokens: int = 0
@@ -86,11 +84,15 @@ class Pace:
     ended_ms: float = 0.0
     busy_s: float = 0.0
 
-    def num_tokens_left(self, max_new_tokens: int) -> float:
-        """Estimate the tokens to come, at the mean length of the ended completions, or at most before one has ended."""
+    def left_s(self, *, max_new_tokens: int, mean_s: float) -> float:
+        """Estimate the time to come.
+
+        Completions have the mean length of the ended ones, or `max_new_tokens`; the first token takes `mean_s`.
+        """
         length = self.num_ended_tokens / self.num_ended if self.num_ended else max_new_tokens
         num_open = self.num_tokens - self.num_ended_tokens
-        return max(length * (self.num_wanted - self.num_done) - num_open, 0.0)
+        num_left = max(length * (self.num_total - self.num_done) - num_open, 0.0)
+        return num_left * (self.busy_s / self.num_tokens if self.num_tokens else mean_s)
 
 
 @dataclass(eq=False, repr=False)
@@ -98,7 +100,7 @@ class RunProgress:
     """Progress of decoding: a bar, or a line once every mode has ended a completion, and then one every minute.
 
     The first line comes after a minute at the latest; no line comes when all is done. `write` prints a line, `bars` are
-    updated, each if given. `unit` names what a mode counts, in the plural; `clock` returns seconds.
+    updated, each if given. `unit` names the completions of a mode, in the plural; `clock` returns seconds.
     """
 
     paces: Mapping[str, Pace]
@@ -125,47 +127,32 @@ class RunProgress:
 
     def end(self, mode: str, *, num_tokens: int, ms: float) -> None:
         """Count an ended completion, whose tokens have been counted; `ms` is from its prefill to its last token."""
-        pace = self.paces[mode]
+        pace, paces = self.paces[mode], self.paces.values()
         pace.num_done += 1
         pace.num_ended += 1
         pace.num_ended_tokens += num_tokens
         pace.ended_ms += ms
         if self.bars:
-            self.bars.update(self.unit, *self._num_done())
-        unknown = [each for each in self.paces.values() if each.num_done < each.num_wanted and not each.num_ended]
-        if not self._has_reported and not unknown:
+            self.bars.update(self.unit, sum(each.num_done for each in paces), sum(each.num_total for each in paces))
+        if not self._has_reported and all(each.num_ended or each.num_done == each.num_total for each in paces):
             self._report()
-
-    def _num_done(self) -> tuple[int, int]:
-        paces = self.paces.values()
-        return sum(pace.num_done for pace in paces), sum(pace.num_wanted for pace in paces)
 
     def _report(self) -> None:
         """Write a line, unless all is done: then the results follow."""
-        self._next_line_s = self._last_s + _LINE_EVERY_S
-        self._has_reported = True
-        num_done, num_wanted = self._num_done()
-        if self.write and num_done < num_wanted:
-            self.write(self._line())
-
-    def _line(self) -> str:
+        self._next_line_s, self._has_reported = self._last_s + _LINE_EVERY_S, True
+        paces = self.paces.values()
+        if not self.write or all(pace.num_done == pace.num_total for pace in paces):
+            return
         modes = []
         for mode, pace in self.paces.items():
             rate = f" at {pace.ended_ms / pace.num_ended_tokens:.2f} ms/token" if pace.num_ended_tokens else ""
-            modes.append(f"{mode}: {pace.num_done} of {pace.num_wanted} {self.unit}{rate}")
-        num_tokens = sum(pace.num_tokens for pace in self.paces.values())
-        return f"{'; '.join(modes)}; {num_tokens} tokens{self._left(num_tokens)}"
-
-    def _left(self, num_tokens: int) -> str:
-        """Estimate the time left, each mode at its own speed once it has one."""
-        if not num_tokens:
-            return ""
-        mean_s = sum(pace.busy_s for pace in self.paces.values()) / num_tokens
-        seconds = 0.0
-        for pace in self.paces.values():
-            token_s = pace.busy_s / pace.num_tokens if pace.num_tokens else mean_s
-            seconds += token_s * pace.num_tokens_left(self.max_new_tokens)
-        return f", {_duration(seconds)} left"
+            modes.append(f"{mode}: {pace.num_done} of {pace.num_total} {self.unit}{rate}")
+        num_tokens, left = sum(pace.num_tokens for pace in paces), ""
+        if num_tokens:
+            mean_s = sum(pace.busy_s for pace in paces) / num_tokens
+            left_s = sum(pace.left_s(max_new_tokens=self.max_new_tokens, mean_s=mean_s) for pace in paces)
+            left = f", {_duration(left_s)} left"
+        self.write(f"{'; '.join(modes)}; {num_tokens} tokens{left}")
 
 
 def _duration(seconds: float) -> str:

@@ -80,7 +80,7 @@ def summary_table(summary: Summary) -> RenderableType:
 
 
 def _meaning(summary: Summary) -> Text:
-    """What ms/token and tokens/s are, and the time to the first token of each mode."""
+    """Explain ms/token and tokens/s, and say the time to the first token of each mode."""
     modes = {PLAIN: summary.plain, SPECULATIVE: summary.speculative}
     first = ", ".join(
         f"{name} after {mode.first_token_ms:.1f} ms"

@@ -1,4 +1,4 @@
-"""What a suite judges: the completions of both modes in pairs, and the target's probabilities of their tokens."""
+"""The evidence of a suite: completions of both modes in pairs, and the target's probabilities of their tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

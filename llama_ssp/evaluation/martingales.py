@@ -44,7 +44,7 @@ class Role(IntEnum):
 def roles_of(
     accepted_lengths: Sequence[int], examined_lengths: Sequence[int], *, num_tokens: int, overlaps: bool = False
 ) -> list[Role]:
-    """The roles of a text's tokens, from the lengths of its rounds; those of rounds that overlap are not told apart."""
+    """The roles of a text's tokens, from the lengths of its rounds; those of rounds that overlap are all `other`."""
     roles = [Role.unused]
     for num_accepted, num_examined in zip(accepted_lengths, examined_lengths, strict=True):
         last = Role.drafted if num_accepted < num_examined else Role.bonus

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """What `--model_args` may set.
+    """Arguments that `--model_args` may set.
 
     Attributes:
         target: a name of the catalogue, or a folder with a checkpoint.
@@ -100,43 +100,28 @@ def _whole(value: object) -> int | None:
     return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationArguments:
-    """How the answers of some requests are generated.
+def generation_settings(given: Mapping[str, Any], *, max_gen_toks: int) -> dict[str, Any]:
+    """Read the `generation_kwargs` of a task as fields of a `RunConfig`; `max_gen_toks` is for tasks without their own.
 
-    Attributes:
-        stops: texts that end an answer, which does not keep them.
+    Without `do_sample`, a temperature above 0 samples. With `do_sample` alone the temperature is 1. Raises
+    ConfigError for an argument that has no meaning here.
     """
+    kept = {
+        name: value for name, value in given.items() if value is not None and value not in _WITHOUT_EFFECT.get(name, ())
+    }
+    known = _SAMPLING | _OTHER
+    if problems := [unknown_name("generation argument", name, known) for name in sorted(kept.keys() - known)]:
+        raise ConfigError(one_message(problems))
+    if kept.get("do_sample"):
+        kept.setdefault("temperature", 1.0)
+    from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415 - an optional package
 
-    sampling: SamplingConfig
-    max_new_tokens: int
-    stops: tuple[str, ...]
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any], *, max_gen_toks: int) -> Self:
-        """Read the `generation_kwargs` of a task; `max_gen_toks` is for tasks without their own.
-
-        Without `do_sample`, a temperature above 0 samples. With `do_sample` alone the temperature is 1. Raises
-        ConfigError for an argument that has no meaning here.
-        """
-        kept = {
-            name: value
-            for name, value in given.items()
-            if value is not None and value not in _WITHOUT_EFFECT.get(name, ())
-        }
-        known = _SAMPLING | _OTHER
-        if problems := [unknown_name("generation argument", name, known) for name in sorted(kept.keys() - known)]:
-            raise ConfigError(one_message(problems))
-        if kept.get("do_sample"):
-            kept.setdefault("temperature", 1.0)
-        from lm_eval.models.utils import normalize_gen_kwargs  # noqa: PLC0415 - an optional package
-
-        settled: Mapping[str, Any] = normalize_gen_kwargs(kept, max_gen_toks)
-        sampling = {name: value for name, value in settled.items() if name in _SAMPLING}
-        if not settled["do_sample"]:
-            sampling["temperature"] = 0.0
-        return cls(
-            sampling=SamplingConfig(**sampling),
-            max_new_tokens=settled["max_gen_toks"],
-            stops=tuple(stop for stop in settled["until"] if stop),
-        )
+    normal: Mapping[str, Any] = normalize_gen_kwargs(kept, max_gen_toks)
+    sampling = {name: value for name, value in normal.items() if name in _SAMPLING}
+    if not normal["do_sample"]:
+        sampling["temperature"] = 0.0
+    return {
+        "sampling": SamplingConfig(**sampling),
+        "max_new_tokens": normal["max_gen_toks"],
+        "stop_strings": [stop for stop in normal["until"] if stop],
+    }

@@ -21,14 +21,14 @@ from llama_ssp.distributed.gpu.devices import selected
 from llama_ssp.engine.scoring import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError
-from llama_ssp.harness.arguments import GenerationArguments, ModelArguments
+from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.session.loading import build_decoder
 from llama_ssp.session.prompts import Message, check_ids, in_template
 
 NAME = "llama_ssp"
 """The value of `--model`."""
 _DEFAULT_DEVICE = "cuda:0"
-"""What the harness passes on without `--device`, whatever the machine has."""
+"""The device that the harness passes on without `--device`, also on a machine without a GPU."""
 
 
 class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no types
@@ -85,7 +85,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, object]:
-        """What the results record of the model: what decoded, and its new tokens per forward of the target."""
+        """The model in the results: draft, K and rule, and its new tokens per forward of the target."""
         num_forwards = self._num_target_forwards
         return {
             "draft": self._arguments.draft,
@@ -110,34 +110,23 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answer requests of (context, generation arguments), those with equal arguments in one run of a decoder."""
         answers = [""] * len(requests)
-        groups: list[tuple[GenerationArguments, list[int]]] = []
+        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for place, request in enumerate(requests):
-            read = GenerationArguments.read(request.args[1], max_gen_toks=self._arguments.max_gen_toks)
-            places = next((places for arguments, places in groups if arguments == read), None)
-            if places is None:
-                groups.append((read, [place]))
-            else:
-                places.append(place)
+            settings = generation_settings(request.args[1], max_gen_toks=self._arguments.max_gen_toks)
+            groups.setdefault(repr(settings), (settings, []))[1].append(place)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
         with bar, selected(self._device):
-            for arguments, places in groups:
+            for settings, places in groups.values():
                 contexts = {place: str(requests[place].args[0]) for place in places}
-                for place, answer in self._answers(contexts, arguments):
+                for place, answer in self._answers(contexts, settings):
                     answers[place] = answer
                     bar.update()
         return answers
 
-    def _answers(self, contexts: Mapping[int, str], arguments: GenerationArguments) -> Iterator[tuple[int, str]]:
+    def _answers(self, contexts: Mapping[int, str], settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         """Decode the answers to some contexts, by their places among all requests."""
-        config = replace(
-            self._config,
-            sampling=arguments.sampling,
-            max_new_tokens=arguments.max_new_tokens,
-            stop_strings=list(arguments.stops),
-            batch_size=min(self._config.batch_size, len(contexts)),
-        )
+        config = replace(self._config, **settings, batch_size=min(self._config.batch_size, len(contexts)))
         check_values(config)
-        stops = config.stop_strings
         num_new = config.max_new_tokens
         encoded = [self._encode(context, max_new_tokens=num_new) for context in contexts.values()]
         requests = [
@@ -150,7 +139,10 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
                 self._num_new_tokens += len(completion.token_ids)
                 self._num_target_forwards += completion.num_target_forwards
                 text = decode_after(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
-                yield completion.request.index, postprocess_generated_text(text, stop=stops, think_end_token=None)
+                yield (
+                    completion.request.index,
+                    postprocess_generated_text(text, stop=config.stop_strings, think_end_token=None),
+                )
 
     def _encode(self, context: str, *, max_new_tokens: int) -> tuple[int, ...]:
         """Encode a context, whose beginning is cut off if there is no room for it."""

@@ -1,6 +1,6 @@
 """The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them.
 
-In the charts of a sweep, a numeric setting is an axis of its own; the other settings tell the lines apart. Runs that
+In the charts of a sweep, a numeric setting is an axis of its own; the other settings name its lines. Runs that
 differ only in their seed stand at one place, and a line joins their means.
 """
 
@@ -281,7 +281,7 @@ def sweep_charts(
 def _over(
     figure: _Figure, axis: Axis, others: Sequence[Setting], runs: Sequence[Run], measures: Sequence[RunMeasures]
 ) -> Chart:
-    """Draw one figure over an axis; `others` are the settings that tell the lines apart."""
+    """Draw one figure over an axis; the values of `others` name its lines."""
     picks = [figure.pick(measured) for measured in measures]
     lines = labels(others) if others else [figure.lone_line] * len(runs)
     legend_of = dict(zip(lines, _legends(others, lines), strict=True))
@@ -315,7 +315,7 @@ def _over(
 
 
 def _legends(others: Sequence[Setting], lines: Sequence[str]) -> Sequence[str]:
-    """Those of the lines, or, of more lines than can be told apart, the values of one setting."""
+    """Those of the lines, or, of more lines than there are looks, the values of one setting."""
     if len(set(lines)) <= MOST_LINES:
         return lines
     few = next((each for each in others if 1 < len(set(each.texts)) <= len(COLOURS)), None)

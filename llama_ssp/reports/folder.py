@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, what it holds already, and how each file is written atomically.
+"""The folder of a run: its lock, its finished lines, and files that are written atomically.
 
 Only rank 0 opens a run folder. `session.ranklog` writes the log files; `records` defines lines and summary.
 

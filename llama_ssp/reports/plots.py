@@ -165,7 +165,7 @@ def _artist(mark: Mark) -> Artist:
 
 
 def _handle(mark: Mark) -> Artist:
-    """What the legend shows: a line has its dots there, which are marks of their own in the chart."""
+    """The mark as the legend shows it: a line has its dots there, which are marks of their own in the chart."""
     shown = _artist(mark)
     if mark.kind is Kind.line and mark.shape:
         shown.set(marker=mark.shape, markersize=DOT_SIZES[mark.shape], markeredgewidth=0)

@@ -134,7 +134,7 @@ class Session:
         paces = {}
         for mode in modes:
             num_done = sum(_key(job, mode) in self.finished for job in jobs)
-            paces[mode] = Pace(num_wanted=len(jobs), num_done=num_done)
+            paces[mode] = Pace(num_total=len(jobs), num_done=num_done)
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
             paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts

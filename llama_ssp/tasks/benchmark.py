@@ -214,7 +214,7 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
         return
     peers = _peers(session)
     names = (name for _, num_rows, drafted in cells for name in _candidates(drafted, batch_size=num_rows, peers=peers))
-    paces = {name: Pace(num_wanted=number * (1 + task.repetitions)) for name, number in Counter(names).items()}
+    paces = {name: Pace(num_total=number * (1 + task.repetitions)) for name, number in Counter(names).items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:

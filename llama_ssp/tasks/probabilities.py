@@ -195,7 +195,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
             num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
         )  # fmt: skip
     found: list[tuple[int, list[float], dict[str, Any] | None]] = []
-    pace = Pace(num_wanted=len(share))
+    pace = Pace(num_total=len(share))
     stopped = False
     with session.terminal.decoding(
         {_SCORED: pace}, max_new_tokens=config.max_new_tokens, unit="texts", shows_texts=False

@@ -1,4 +1,4 @@
-"""How far a run has come, told where nobody watches: seldom enough, and with a time that can be believed."""
+"""Progress of a run in log files: lines that are seldom enough, with an estimate of the time left."""
 
 from io import StringIO
 
@@ -18,7 +18,7 @@ class Clock:
         return self.now_s
 
 
-class Told:
+class Written:
     """A progress, its clock, and the lines that it wrote with the time of each."""
 
     def __init__(self, *, max_new_tokens: int = 10, **paces: Pace) -> None:
@@ -36,58 +36,58 @@ class Told:
 
 
 def test_the_first_line_comes_with_the_first_completion_and_then_one_a_minute() -> None:
-    told = Told(plain=Pace(num_wanted=100))
+    written = Written(plain=Pace(num_total=100))
     for _ in range(15):
-        told.rounds("plain", 10, seconds=1)
-        told.progress.end("plain", num_tokens=10, ms=8_000)
-    assert told.lines == [
+        written.rounds("plain", 10, seconds=1)
+        written.progress.end("plain", num_tokens=10, ms=8_000)
+    assert written.lines == [
         (10, "plain: 1 of 100 prompts at 800.00 ms/token; 10 tokens, 16 min left"),
         (70, "plain: 6 of 100 prompts at 800.00 ms/token; 70 tokens, 16 min left"),
         (130, "plain: 12 of 100 prompts at 800.00 ms/token; 130 tokens, 14 min left"),
     ]
 
 
-def test_a_long_completion_is_told_of_after_a_minute() -> None:
-    told = Told(plain=Pace(num_wanted=2), max_new_tokens=100)
-    told.rounds("plain", 7, seconds=10)
-    assert told.lines == [(60, "plain: 0 of 2 prompts; 6 tokens, 32 min left")]
+def test_a_long_completion_has_a_line_after_a_minute() -> None:
+    written = Written(plain=Pace(num_total=2), max_new_tokens=100)
+    written.rounds("plain", 7, seconds=10)
+    assert written.lines == [(60, "plain: 0 of 2 prompts; 6 tokens, 32 min left")]
 
 
 def test_a_comparison_waits_for_both_modes_and_each_has_its_own_pace() -> None:
-    told = Told(plain=Pace(num_wanted=11, num_done=5), speculative=Pace(num_wanted=11))
-    told.rounds("plain", 10, seconds=2)
-    told.progress.end("plain", num_tokens=10, ms=20_000)
-    assert told.lines == []
-    told.rounds("speculative", 5, seconds=2, num_tokens=2)
-    told.progress.end("speculative", num_tokens=10, ms=10_000)
+    written = Written(plain=Pace(num_total=11, num_done=5), speculative=Pace(num_total=11))
+    written.rounds("plain", 10, seconds=2)
+    written.progress.end("plain", num_tokens=10, ms=20_000)
+    assert written.lines == []
+    written.rounds("speculative", 5, seconds=2, num_tokens=2)
+    written.progress.end("speculative", num_tokens=10, ms=10_000)
     both = "plain: 6 of 11 prompts at 2000.00 ms/token; speculative: 1 of 11 prompts at 1000.00 ms/token"
-    assert told.lines == [(30, f"{both}; 20 tokens, 3 min left")]
+    assert written.lines == [(30, f"{both}; 20 tokens, 3 min left")]
 
 
-def test_what_an_earlier_part_of_the_run_has_done_counts_as_done_and_not_as_speed() -> None:
-    told = Told(plain=Pace(num_wanted=100, num_done=90), speculative=Pace(num_wanted=100, num_done=100))
-    told.rounds("plain", 5, seconds=1)
-    told.progress.end("plain", num_tokens=5, ms=5_000)
+def test_an_earlier_part_of_the_run_counts_as_done_and_not_as_speed() -> None:
+    written = Written(plain=Pace(num_total=100, num_done=90), speculative=Pace(num_total=100, num_done=100))
+    written.rounds("plain", 5, seconds=1)
+    written.progress.end("plain", num_tokens=5, ms=5_000)
     done = "plain: 91 of 100 prompts at 1000.00 ms/token; speculative: 100 of 100 prompts"
-    assert told.lines == [(5, f"{done}; 5 tokens, 45 s left")]
+    assert written.lines == [(5, f"{done}; 5 tokens, 45 s left")]
 
 
 def test_open_rows_of_a_batch_count_towards_what_is_done() -> None:
-    told = Told(plain=Pace(num_wanted=4))
-    told.rounds("plain", 9, seconds=1, num_tokens=4)
-    told.rounds("plain", 1, seconds=1, num_tokens=2)
-    told.progress.end("plain", num_tokens=10, ms=10_000)
-    assert told.lines[0][1].endswith("38 tokens, 1 s left"), "30 tokens are to come, 28 of them are there"
+    written = Written(plain=Pace(num_total=4))
+    written.rounds("plain", 9, seconds=1, num_tokens=4)
+    written.rounds("plain", 1, seconds=1, num_tokens=2)
+    written.progress.end("plain", num_tokens=10, ms=10_000)
+    assert written.lines[0][1].endswith("38 tokens, 1 s left"), "30 tokens are to come, 28 of them are there"
 
 
 def test_when_all_is_done_the_table_says_more() -> None:
-    told = Told(plain=Pace(num_wanted=1))
-    told.rounds("plain", 10, seconds=1)
-    told.progress.end("plain", num_tokens=10, ms=10_000)
-    assert told.lines == []
+    written = Written(plain=Pace(num_total=1))
+    written.rounds("plain", 10, seconds=1)
+    written.progress.end("plain", num_tokens=10, ms=10_000)
+    assert written.lines == []
 
 
-def test_a_long_load_is_told_in_bytes_after_ten_seconds_and_every_minute() -> None:
+def test_a_long_load_has_a_line_in_bytes_after_ten_seconds_and_every_minute() -> None:
     err = Console(file=StringIO(), width=80)
     clock = Clock()
     view = ProgressView(err, DownloadColumn(), TransferSpeedColumn(), clock=clock)

@@ -33,7 +33,7 @@ def written(console: Output) -> str:
 
 
 def decoding(terminal: Terminal, *, shows_texts: bool = False) -> AbstractContextManager[RunProgress]:
-    return terminal.decoding({"plain": Pace(num_wanted=2)}, max_new_tokens=9, unit="prompts", shows_texts=shows_texts)
+    return terminal.decoding({"plain": Pace(num_total=2)}, max_new_tokens=9, unit="prompts", shows_texts=shows_texts)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is typed at a terminal: several lines make one prompt, and a history is there the next time."""
+"""Prompts typed at a terminal: several lines make one prompt, and a later run has the history."""
 
 import sys
 from io import StringIO

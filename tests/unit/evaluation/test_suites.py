@@ -1,4 +1,4 @@
-"""What each suite asks, and how it judges completions that are known."""
+"""Each suite asks its prompts, and judges known completions."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""What made a run is named without loading any of it, and links between GPUs as the driver tells them."""
+"""The origin of a run is named without loading it, with the links between GPUs that the driver lists."""
 
 from pathlib import Path
 
