@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = {
     "top_k": (0, -1), "top_p": (0, -1), "min_p": (0,),
     "num_beams": (1,), "num_return_sequences": (1,), "length_penalty": (1,), "early_stopping": (False,),
 }  # fmt: skip
-"""Values that tasks write for what is off."""
+"""Values that tasks write for an argument that is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ModelArguments:
     draft: str | None = None
     dtype: str | None = None
     device: str = "auto"
-    num_draft_tokens: int = 4
+    num_draft_tokens: int = int(SpeculationConfig().num_draft_tokens)
     verification: str = DEFAULT
     batch_size: int = 1
     max_length: int | None = None

@@ -11,9 +11,9 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots, tables
 from llama_ssp.reports.charts import Chart
+from llama_ssp.reports.folder import Run, find_runs
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.records import MEASURE_COLUMNS
-from llama_ssp.reports.runs import Run, find_runs
 from llama_ssp.reports.settings import labels, varying_settings
 from llama_ssp.reports.tables import number
 from llama_ssp.visible import visible

@@ -11,8 +11,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import counted_rounds, ms_per_token
 
 CONFIDENCE = 0.95

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeGuard
 
-from llama_ssp.reports.runs import Run
+from llama_ssp.reports.folder import Run
 
 MISSING = ""
 """Value of a setting that a run does not have."""

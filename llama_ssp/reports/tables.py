@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import NamedTuple
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import PERCENTILES, Estimate, RunMeasures
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import Setting, varying_settings
 
 _TEXTS = {"prompt", "text", "token_ids", "accepted_lengths", "examined_lengths", "draft_lengths", "messages", "fields"}

@@ -4,8 +4,16 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.records import BenchmarkRow, CompletionLine, Forecast, RankMemory, RunFacts, StartUp, Summary
-from llama_ssp.reports.runs import Run
+from llama_ssp.reports.folder import Run
+from llama_ssp.reports.records import (
+    BenchmarkRow,
+    CompletionLine,
+    Forecast,
+    RankMemory,
+    RunFacts,
+    StartUp,
+    Summary,
+)
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.html import MOST_COLUMNS, report
-from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.sweeps import simulated_sweep
 

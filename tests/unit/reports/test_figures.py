@@ -10,9 +10,9 @@ import pytest
 
 from llama_ssp.reports import figures, plots
 from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, Chart, Kind, Point
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import measure
 from llama_ssp.reports.records import RankActivity
-from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import MARGIN, Setting, axes_of, axis_of, varying_settings
 from llama_ssp.reports.summary import summarise
 from tests.helpers.pictures import said

@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import pytest
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.html import report
 from llama_ssp.reports.records import CompletionLine, Evaluation, Excerpt, Measure, Span, Summary
-from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.runs import CELL, FAST, PLAIN, run
 

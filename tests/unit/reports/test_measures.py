@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import LEAST_PROMPTS, Estimate, measure, median, ratio
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
-from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.sweeps import PLAIN_MS, simulated_run, simulated_sweep, true_acceptance, true_speedup
 

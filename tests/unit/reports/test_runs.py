@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports.runs import find_runs, read_run
+from llama_ssp.reports.folder import find_runs, read_run
 from llama_ssp.reports.tables import cells_to_csv, to_csv
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import measure
-from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import varying_settings
 from llama_ssp.reports.tables import medians_table, percentiles_table, runs_table, runs_to_csv
 from tests.helpers.runs import FAST, PLAIN, summary
