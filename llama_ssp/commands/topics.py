@@ -1,4 +1,4 @@
-"""`--help` by topic: cuts help.txt into sections, without composing a config.
+"""`--help` by topic: fills help.txt with settings of the schema and options of `conf`, and cuts it into sections.
 
 A section opens with its topic in capitals and a colon, at the margin. `--help` alone prints an overview, `--help TOPIC`
 one section, `--help SETTING` every section that explains the setting, `--help all` all of them.
@@ -6,30 +6,68 @@ one section, `--help SETTING` every section that explains the setting, `--help a
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llama_ssp.config import catalogue
+from llama_ssp.config.described import DERIVED, DescribedSetting, options_of, settings_of, task_settings
+from llama_ssp.config.drafters import drafters
 from llama_ssp.config.machines import hardware
+from llama_ssp.config.schema import RunConfig
+from llama_ssp.config.slurm import KEY as LAUNCHER
+from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.visible import visible
 
 ALL = "all"
+_PLACE = re.compile(r"^ *\{(?P<kind>\w+)(?P<words>[^}\n]*)\}$", re.MULTILINE)
+_NAMES: Mapping[str, Callable[[], list[str]]] = {"model_names": catalogue.names, "hardware_names": hardware.names}
+_WHOLE: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 _HEADING = re.compile(r"^([A-Z]+): ", re.MULTILINE)
 _IN_OVERVIEW = ("start", "examples", "exit")
 
 
 def show(words: Sequence[str]) -> None:
-    """Print what the words after `--help` ask for; raises ConfigError for a word that no section has."""
+    """Print the sections that the words after `--help` ask for; raises ConfigError for a word that no section has."""
     text = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
-    for place, names in (("{model_names}", catalogue.names()), ("{hardware_names}", hardware.names())):
-        text = text.replace(place, _in_lines(names, indent=len(re.findall(rf"^( *){place}", text, re.MULTILINE)[0])))
-    print(visible(_chosen(text, words)))
+    print(visible(_chosen(_PLACE.sub(_filled, text), words)))
 
 
-def _in_lines(names: Iterable[str], *, indent: int) -> str:
-    """Wrap the names of a catalogue, from column `indent` on."""
-    return ("\n" + " " * indent).join(textwrap.wrap(" ".join(names), width=118 - indent, break_on_hyphens=False))
+def _filled(place: re.Match[str]) -> str:
+    """Fill a line such as {settings seed sampling.} or {options task}."""
+    kind, words = place["kind"], place["words"].split()
+    if kind in _NAMES:
+        return textwrap.fill(" ".join(_NAMES[kind]()), 118, initial_indent="  ", subsequent_indent="  ", **_WHOLE)
+    if kind == "options":
+        return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
+    if kind == "tasks":
+        return "\n".join(_of_task(name, said) for name, said in options_of("task").items())
+    settings = [each for each in _settings() if any(_is_of(each.key, word) for word in words)]
+    return "\n".join(_entry(f"{each.key}={each.default}", each.meaning) for each in settings)
+
+
+def _entry(name: str, meaning: str) -> str:
+    return textwrap.fill(meaning, 118, initial_indent=f"  {name:<32} ", subsequent_indent=" " * 35, **_WHOLE).rstrip()
+
+
+def _of_task(name: str, said: str) -> str:
+    settings = [each for each in task_settings(name) if each.key != "task.default_prompts"]
+    return "\n".join(
+        [_entry(f"task={name}", said), *(_entry(f"  {each.key}={each.default}", each.meaning) for each in settings)]
+    )
+
+
+def _is_of(key: str, word: str) -> bool:
+    return key == word or (word.endswith(".") and key.startswith(word))
+
+
+def _settings() -> list[DescribedSetting]:
+    """All settings, without those that follow from others, and without the fields of `model` once more."""
+    found = [*settings_of(RunConfig), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
+    found += [each for draft in drafters().values() for each in settings_of(draft.config, "draft.")]
+    kept = {(each.key, each.meaning): each for each in found}.values()
+    return [each for each in kept if not each.key.startswith((*DERIVED, "model.shape.", "draft.model."))]
 
 
 def _chosen(text: str, words: Sequence[str]) -> str:

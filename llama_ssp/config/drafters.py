@@ -88,7 +88,13 @@ class Matching(Enum):
 
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
-    """The draft model, its tokenizer, and with `tokenizer=own` how its tokens become the target's."""
+    """The draft model and its tokenizer.
+
+    Attributes:
+        tokenizer: own allows a draft whose tokenizer is not the target's, which same refuses.
+        matching: with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes
+            the draft's text with the target's tokenizer, on the host.
+    """
 
     tokenizer: DraftTokenizer = DraftTokenizer.same
     matching: Matching = Matching.intersection
@@ -167,7 +173,12 @@ def problems_of_overlap(
 
 @dataclass(kw_only=True)
 class NgramConfig(DrafterConfig):
-    """How many of the last tokens must have stood in the text before, at most and at least."""
+    """Prompt look-up.
+
+    Attributes:
+        longest: the most of the last tokens that are compared; a longer match is preferred to a shorter one.
+        shortest: the fewest of them that make a match.
+    """
 
     longest: int = 4
     shortest: int = 1

@@ -41,7 +41,18 @@ class PlannedSampling:
 class PlanConfig:
     """All settings of one plan. `config.hardware` checks `hardware`.
 
-    `objective`, `max_ms_per_token`, `max_price` and `prices` are of a comparison of machines.
+    Attributes:
+        batch_size: sequences decoded together.
+        prompt_tokens: length of the longest prompt.
+        max_new_tokens: new tokens per completion.
+        cuda_graphs: false launches every operator from Python.
+        format: json prints the document that docs/reference/plan-document.md describes.
+        figure: a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
+        search: true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
+        objective: order of a comparison of machines: latency (null), throughput, or price per million tokens.
+        max_ms_per_token: machines that need more time per token are left out.
+        max_price: machines that cost more US dollars per hour are left out.
+        prices: US dollars per hour that replace those of the hardware files, such as {8xh100:20,1xl4:0.5}.
     """
 
     model: ModelConfig

@@ -115,12 +115,27 @@ class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
     The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
-    `dtype` is the compute number format; `auto` depends on the device (`planning.spec.number_format`).
-    `stored_dtype` is the number format of the files, if known.
-    `gpu_dtype` is the meaning of `dtype=auto` on a GPU; `auto` uses the files' format.
-    `quantization` names a storage format of linear layers (`config.formats`).
-    `int8_threshold` applies to `quantization=int8`: inputs of at least this size are not quantized; 0 quantizes all.
-    `verify` compares every file with a manifest of hashes; `manifest=null` uses the one next to the files.
+
+    Attributes:
+        name: the entry's name, the same as that of its file.
+        hub_id, revision: repository on the Hugging Face hub, and its revision; null takes the newest.
+        path: a folder to read instead of the hub.
+        shipped: whether the weights come with the package.
+        dtype: fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit
+            files stay in 16 bits. On a GPU auto is gpu_dtype.
+        stored_dtype: number format of the files where it is known, so that a plan knows how wide a CPU keeps them.
+        gpu_dtype: meaning of dtype=auto on a GPU; auto takes the format of the files.
+        quantization: storage of the linear layers in the decoder layers: none, int8 or nf4 (bitsandbytes),
+            int8_weight_only, int4_weight_only. Each rank quantizes its own slice while it reads it. int4_weight_only
+            also reads checkpoints that hold 4 bits (compressed-tensors, GPTQ).
+        int8_threshold: with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes
+            all. Above 0, rows of a batch depend on each other.
+        verify: true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json.
+        manifest: another file with those hashes; both work for model.path and for files of the hub.
+        default_draft: entry that draft=default stands for.
+        chat: whether the model has a chat template.
+        gated: whether the hub asks for a login.
+        shape: sizes in the words of config.json; null reads them from the folder.
     """
 
     name: str
@@ -145,7 +160,11 @@ class ModelConfig:
 class DrafterConfig:
     """The drafter: a kind of `config.drafters`, and its model if it has one.
 
-    `fallback` is a kind without a model, which drafts in the rounds of an adaptive run where it gains more.
+    Attributes:
+        kind: follows from draft=NAME.
+        model: the fields of a model's entry.
+        fallback: with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more,
+            for example ngram.
     """
 
     kind: str = DEFAULT_DRAFT
@@ -175,10 +194,17 @@ class Offload(Enum):
 
 @dataclass(kw_only=True)
 class TargetPlacement:
-    """Ranks of the target; null means all that an `own_gpu` draft leaves, or the first `tp_size` of them.
+    """Ranks of the target.
 
-    Layer-wise placement (`kind=accelerate`) has one rank. `offload` is for layers beyond `max_memory_gb` (1e9 bytes) of
-    weights on each device.
+    Attributes:
+        kind: tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank,
+            over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh
+            --deepspeed). The last two are also placements, and both are slower than tensor.
+        ranks: ranks of the target; null takes all that an own_gpu draft leaves.
+        tp_size: or how many of them.
+        offload: with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the
+            run folder; each forward reads them again.
+        max_memory_gb: with offload, GB (1e9 bytes) of weights that each device may hold.
     """
 
     kind: TargetKind = TargetKind.tensor
@@ -190,9 +216,17 @@ class TargetPlacement:
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft; null: the target's first (one_rank), the target's (sharded, replicated), or the last.
+    """Ranks of the draft.
 
-    `whole` is what each of several ranks that share a draft holds whole.
+    Attributes:
+        kind: one_rank is whole on one rank; sharded is tensor parallel too; replicated is whole on every rank of the
+            target, each of which drafts for its share of the batch; own_gpu is on ranks without the target. Each is
+            also a placement.
+        ranks: ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the
+            last (own_gpu).
+        tp_size: or how many, for sharded and own_gpu; null takes as many as the target, or 1.
+        whole: held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which
+            is that and all attention with its cache.
     """
 
     kind: DraftLayout = DraftLayout.one_rank
@@ -205,8 +239,12 @@ class DraftPlacement:
 class PlacementConfig:
     """Placement of target and draft, and the number of replicas of both.
 
-    Replicas share the prompts. Each has an equal block of ranks, numbered from 0. With `auto` the planner chooses
-    everything else.
+    Attributes:
+        target: of the target.
+        draft: of the draft.
+        num_replicas: copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count
+            from 0 in each copy.
+        auto: true takes the fastest placement by the forecast for this job and machine.
     """
 
     target: TargetPlacement = field(default_factory=TargetPlacement)
@@ -217,7 +255,17 @@ class PlacementConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """Sampling from the logits of target and draft. Null disables a processor; temperature 0 is greedy."""
+    """Sampling from the logits of target and draft.
+
+    Attributes:
+        temperature: 0 always takes the most probable token.
+        top_k: only the k most probable tokens.
+        top_p: only the most probable tokens that hold this much probability.
+        min_p: only tokens with at least this share of the highest probability.
+        repetition_penalty: above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
+        frequency_penalty: taken off the logit of a token for each time that it stands in prompt and text.
+        presence_penalty: taken off the logit of every token in prompt and text.
+    """
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -240,7 +288,11 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class VerificationConfig:
-    """Acceptance of drafted tokens: the name of a rule (`config.rules`)."""
+    """Acceptance of drafted tokens.
+
+    Attributes:
+        rule: name of a rule; each is also an option, verification=NAME. All but greedy keep the target's distribution.
+    """
 
     rule: str = DEFAULT
 
@@ -255,12 +307,13 @@ class TextKind(Enum):
 
 @dataclass(kw_only=True)
 class SpeculationConfig:
-    """Number of drafted tokens per round (K in Chen et al. 2023), and what the forecast assumes of the acceptance.
+    """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes.
 
-    `num_draft_tokens=auto` chooses K for each round from what earlier rounds accepted.
-    `acceptance` is the probability that a drafted token is accepted; null takes the pair's figure, or forecasts it.
-    `text` is what that forecast assumes to be written.
-    With `overlap` the draft goes on while the target verifies.
+    Attributes:
+        num_draft_tokens: K, the number of drafted tokens per round, or auto, which chooses it for each round.
+        acceptance: probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
+        text: kind of text, for that forecast: prose, code, or any where it is not known.
+        overlap: true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
     """
 
     num_draft_tokens: int | str = 4
@@ -281,14 +334,23 @@ class SpeculationConfig:
 
 @dataclass(kw_only=True)
 class SyntheticConfig:
-    """Synthetic weights: the probability, at temperature 0.8, that a drafted token is accepted."""
+    """Synthetic weights.
+
+    Attributes:
+        agreement: probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1.
+    """
 
     agreement: float = 0.8
 
 
 @dataclass(kw_only=True)
 class TimeoutConfig:
-    """Seconds that a rank waits for its peers before it gives up."""
+    """Seconds that a rank waits for a silent rank; a rank that dies ends the run within seconds.
+
+    Attributes:
+        load_s: while models are loaded.
+        decode_s: after that.
+    """
 
     load_s: float = 1800.0
     decode_s: float = 60.0
@@ -310,7 +372,38 @@ class TaskConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """All settings of one run; `hardware` is an entry of conf/hardware for the forecast, or this machine if empty."""
+    r"""All settings of one run.
+
+    Attributes:
+        task, model, draft, placement, sampling, verification: options, each with settings of its own.
+        speculation, synthetic, timeouts: further groups of settings.
+        weights: synthetic makes any Llama shape on the device, as target and as draft, at its true size and cost,
+            without a download. Each computes the shipped small model; the context has 2048 tokens.
+        max_new_tokens: new tokens per completion.
+        batch_size: sequences decoded together; the draws do not depend on it.
+        num_samples: completions per prompt.
+        seed: seed of all draws. The same seed gives the same text, also on another placement, unless sums that round
+            differently change a draw: one token in some 100000 in fp32, more in 16 bits.
+        prompt: one prompt, taken literally; only the shell needs quotes.
+        prompts: a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list
+            of texts of which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles
+            for the chat template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal
+            the run asks for one prompt after the other, until Ctrl-D; a line that ends with \ goes on in the next.
+        prompts_column: another column or field of that file.
+        chat: true puts each prompt into the model's chat template.
+        ignore_eos: true continues after the end-of-sequence token.
+        stop_strings: texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line
+            break, \t a tab.
+        device: cpu, cuda, or auto, which takes GPUs when every rank has one.
+        cuda_graphs: on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from
+            Python.
+        gpu_kernels: on GPUs, fused has larger products, which take in the norm and the gate, and which none has timed.
+        hardware: machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate
+            here, else a guess.
+        dry_run: true prints the plan of exactly this run and loads nothing.
+        run_dir: the run folder, outputs/ID by default; a folder with finished prompts is resumed.
+        resume: anyway resumes also a folder whose models have other files now, or of an earlier version.
+    """
 
     task: TaskConfig
     model: ModelConfig

@@ -14,14 +14,18 @@ class SlurmConfig:
     """Resources of every job of a sweep.
 
     Attributes:
-        ranks_per_node: processes per node; null uses the number of GPUs per node of the hardware entry.
-        partition, account, time, memory, gres, constraint: passed to sbatch; null uses the cluster's default, and for
-            `gres` the number of ranks.
-        max_running: number of jobs of the sweep that may run at the same time.
-        container: words in front of python, such as a container command.
-        python: the interpreter on the nodes; null uses the submitting one, or `python` in a container.
-        stage_to: a folder on each node's local disk; weights are copied there before the run.
-        sbatch: further arguments, each `--name=value` or `--name`.
+        nodes: nodes of one job.
+        ranks_per_node: processes per node; null takes the GPUs of a node of hardware=.
+        partition, account, constraint: as sbatch takes them; null takes the cluster's default.
+        time: time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
+        memory: memory per node, such as 64G.
+        gres: generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
+        cpus_per_rank: cores per rank.
+        max_running: jobs that may run at the same time; null sets no limit.
+        container: words in front of python, such as [apptainer,exec,--nv,image.sif].
+        python: interpreter on the nodes; null takes the submitting one, in a container `python`.
+        stage_to: folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
+        sbatch: further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
     """
 
     nodes: int = 1

@@ -142,7 +142,12 @@ def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass 
 
 @dataclass(kw_only=True)
 class CompareConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, side by side."""
+    """Plain and speculative decoding of the same prompts, side by side.
+
+    Attributes:
+        default_prompts: prompts of a run without prompt= or prompts=.
+        picture: an .svg file that shows what the terminal showed.
+    """
 
     name: str = "compare"
     default_prompts: list[str] = field(default_factory=list)
@@ -170,7 +175,12 @@ class OutputFormat(Enum):
 
 @dataclass(kw_only=True)
 class GenerateConfig(TaskConfig):
-    """Completions only."""
+    """Completions only.
+
+    Attributes:
+        format: jsonl writes a line per completion, with the other fields of its prompt.
+        in_order: true prints completions in the order of the prompts, not in that in which they end.
+    """
 
     name: str = "generate"
     format: OutputFormat = OutputFormat.text
@@ -186,7 +196,13 @@ LOCAL = "local"
 
 @dataclass(kw_only=True)
 class LatencyConfig(TaskConfig):
-    """Milliseconds per token over a fixed list of one-sentence prompts; `store` keeps the acceptance of the pair."""
+    """Milliseconds per token over a fixed list of one-sentence prompts.
+
+    Attributes:
+        default_prompts: prompts of a run without prompt= or prompts=.
+        num_warmup: other prompts, decoded before the clock starts.
+        store: true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
+    """
 
     name: str = "latency"
     default_prompts: list[str] = field(default_factory=list)
@@ -242,7 +258,13 @@ register(
 class BenchmarkConfig(TaskConfig):
     """One table over all combinations of the three lists, measured alternately with transformers' own generation.
 
-    Prompts of each length are cut from `default_prompts`, or from `prompt=` or `prompts=`.
+    Attributes:
+        num_draft_tokens: values of K.
+        prompt_tokens: lengths of the prompt.
+        batch_sizes: sequences decoded together.
+        repetitions: measured repetitions of each cell, after one that is not counted; the table has medians.
+        peers: false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
+        default_prompts: text that prompts of each length are cut from, without prompt= or prompts=.
     """
 
     name: str = "benchmark"
@@ -315,7 +337,18 @@ _OF_ALL_SUITES = {"name", "suite", "gate"}
 
 @dataclass(kw_only=True)
 class EvaluateConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict."""
+    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict.
+
+    Attributes:
+        suite: distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy
+            text equal, up to near ties), or arithmetic (are products right equally often).
+        gate: true ends with exit code 1 if the suite fails, for CI.
+        num_prompts: of suite=arithmetic, the products to compute.
+        margin: of suite=arithmetic; rates that differ by less count as equivalent.
+        near_tie: of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null
+            takes 0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.
+        default_prompts: prompts of suite=distribution and suite=agreement without prompt= or prompts=.
+    """
 
     name: str = "evaluate"
     suite: str = "distribution"
@@ -393,7 +426,13 @@ register(
 
 @dataclass(kw_only=True)
 class CalibrateConfig(TaskConfig):
-    """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
+    """Measure this machine without a checkpoint, and write a file of `conf/hardware`.
+
+    Attributes:
+        output: file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
+        refresh: true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that
+            has become faster or slower.
+    """
 
     name: str = "calibrate"
     output: str | None = None

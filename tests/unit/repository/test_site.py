@@ -1,7 +1,7 @@
 """The pages that are made from the code: every module, setting and finding is on one, with words of its own."""
 
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -38,15 +38,6 @@ def test_every_public_module_has_a_page_of_the_api() -> None:
 
 def test_every_setting_has_a_meaning() -> None:
     assert [each.key for each in settings.described() if not each.meaning] == []
-
-
-@pytest.mark.parametrize("text", ["key: 1\n", "key: 1 # of it\n"])
-def test_a_setting_is_described_by_the_comment_behind_its_default(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(f"# A heading\n{text}group:\n  inner: 2 # first\n           # second\n  other: 3\n")
-    wanted = {"group.inner": "first second"} | ({"key": "of it"} if "#" in text else {})
-    assert settings.comments(file) == wanted
-    assert settings.headings(file) == {"key": "A heading", "group": "A heading"}
 
 
 def test_every_finding_has_a_question_a_method_a_result_and_a_decision_and_the_newest_comes_first() -> None:
