@@ -24,8 +24,7 @@ from llama_ssp.engine.executors import CudaRecorder
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.cache import CacheView, StaticCache
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
-from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
-from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 from llama_ssp.models.varlen import Heads, VarlenAttention, capability_of
 from llama_ssp.sampling.rules import make_rule
 

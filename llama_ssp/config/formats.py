@@ -189,7 +189,7 @@ register(  # half a byte per weight, and a word of 4 bytes per 128 weights; also
         name="int4_weight_only",
         order=4,
         short_name="int4wo",
-        kernel="llama_ssp.models.quantization.int4_weight_only:Int4WeightOnlyLinear",
+        kernel="llama_ssp.models.quantization.weight_only:Int4WeightOnlyLinear",
         matrix_bytes=_int4_bytes,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,

@@ -13,8 +13,6 @@ from llvmlite import ir
 
 from llama_ssp.kernels.emit import F32, F32S, I64, INT64, LANES, POINTER, Code, Torch, Value, function, i64, smaller
 
-FEATURES = ("avx512dq",)
-"""Instructions that it needs: others convert one number at a time."""
 _F64 = ir.DoubleType()
 _I64S = ir.VectorType(I64, LANES)
 

@@ -1,18 +1,20 @@
 """Linear layers with the kernel that is fastest on this machine.
 
 All kernels compute y = x W^T + b and agree up to rounding. For the few rows of a decoding step, the usual fp32 matrix
-product of a CPU stays far below memory bandwidth, which `linear_cpu` reaches; it takes fp32 weights, in
-16 bits where fp16 holds them. For other layers (of another number format, no whole blocks, or tied to an embedding)
-each weight shape is timed once, with one row and with a few. Ranks may choose different kernels, and then differ only
-by rounding.
+product of a CPU stays far below memory bandwidth. `make_linear` takes the first of these that can be had:
+
+    kernel          weights                                                  elsewhere
+    `NativeLinear`  fp32 of whole blocks, in 16 bits where fp16 holds them   `linear_cpu` writes it
+    `HalfLinear`    fp32 that fp16 holds, of any size                        FBGEMM
+    `PackedLinear`  others that may be copied (tied ones may not)            oneDNN
+    `PlainLinear`   all, and those of GPUs                                   torch
 
 Shapes: M rows (tokens), I inputs, O outputs.
 """
 
 import math
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Protocol
 
@@ -35,8 +37,8 @@ FLOATS = {"singles": torch.float32, "halves": torch.float16}
 COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "int4_weight_only": NIBBLES}
 """The kinds of the storage formats."""
 
-_TIMED_ROWS = (1, 5)
-_MIN_CALLS, _TURN, _BUDGET_S = 8, 4, 2e-3
+_FEW_ROWS = 5
+"""For which oneDNN packs a weight."""
 _HALF_TOP = 14
 """Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
@@ -77,21 +79,6 @@ class PlainLinear(Linear):
         return self(x_MI).add_(residual_MO)
 
 
-class ColumnsLinear(PlainLinear):
-    """For a few rows the transposed product W x^T, which is faster in MKL; otherwise the plain one."""
-
-    def __call__(self, x_MI: Tensor) -> Tensor:
-        """See `Linear`."""
-        if not 1 < x_MI.shape[0] <= 8:  # noqa: PLR2004 - the rows of a verification
-            return super().__call__(x_MI)
-        y_MO = torch.mm(self.weight_OI, x_MI.t()).t().contiguous()
-        return y_MO if self.bias_O is None else y_MO.add_(self.bias_O)
-
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self(x_MI).add_(residual_MO)
-
-
 def packed_linear(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     """OneDNN's product on a packed weight, as an operator without a list argument, which a trace cannot hold."""
     y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
@@ -108,7 +95,7 @@ class PackedLinear(Linear):
     """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _TIMED_ROWS[-1])
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _FEW_ROWS)
         self._bias_O = bias_O
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -374,19 +361,16 @@ def _is_held(weight_OI: Tensor, scale: float, largest: float) -> bool:
     )
 
 
-_fastest: dict[tuple[torch.Size, torch.dtype, bool], Kernel] = {}
-
-
 def make_linear(
     weight_OI: Tensor, bias_O: Tensor | None, *, kernel: Kernel | None = None, keeps_weight: bool = False
 ) -> Linear:
-    """Make a linear layer with the fastest kernel; timed once per shape and process, if there is a choice.
+    """Make a linear layer with the fastest kernel for this weight.
 
     In fp32 on the CPU a weight from a 16-bit checkpoint is kept in 16 bits: half the bytes are fastest, and the memory
     plan relies on it.
 
     The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
-    stays in memory anyway, as a tied embedding does, and no packed kernel is chosen. A given `kernel` is not timed.
+    stays in memory anyway, as a tied embedding does, and no packed kernel is chosen.
     """
     if kernel is None:
         kernel = _choose(weight_OI, keeps_weight=keeps_weight)
@@ -403,35 +387,4 @@ def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
             return partial(HalfLinear, scale=scale)
     if weight_OI.dtype == torch.float32 and not keeps_weight and fits("singles", weight_OI.shape):
         return partial(native_floats, "singles")
-    key = weight_OI.shape, weight_OI.dtype, keeps_weight
-    if key not in _fastest:
-        kernels: list[Kernel] = [PlainLinear, ColumnsLinear]
-        if not keeps_weight and can_pack(weight_OI.dtype):
-            kernels.append(PackedLinear)
-        _fastest[key] = _find_fastest(kernels, weight_OI)
-    return _fastest[key]
-
-
-@torch.inference_mode()
-def _find_fastest(kernels: Sequence[Kernel], weight_OI: Tensor) -> Kernel:
-    """The kernel with the least total time for one row and for a few rows.
-
-    Kernels alternate after a few calls each, because the layers of a model use the same kernel in sequence.
-    Alternating single calls would favour kernels that share a weight, and would find every kernel's code cold.
-    """
-    linears = [kernel(weight_OI, None) for kernel in kernels]
-    sums_s = [0.0] * len(kernels)
-    for num_rows in _TIMED_ROWS:
-        x_MI = torch.ones(num_rows, weight_OI.shape[1], dtype=weight_OI.dtype)
-        best_s = [float("inf")] * len(kernels)
-        began = time.perf_counter()
-        num_calls = 0
-        while num_calls < _MIN_CALLS or time.perf_counter() - began < _BUDGET_S * len(kernels):
-            for number, linear in enumerate(linears):
-                for _ in range(_TURN):
-                    started = time.perf_counter()
-                    linear(x_MI)
-                    best_s[number] = min(best_s[number], time.perf_counter() - started)
-            num_calls += _TURN
-        sums_s = [total + best for total, best in zip(sums_s, best_s, strict=True)]
-    return kernels[sums_s.index(min(sums_s))]
+    return PackedLinear if not keeps_weight and can_pack(weight_OI.dtype) else PlainLinear

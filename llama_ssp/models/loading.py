@@ -283,7 +283,7 @@ def weights_for(
     if precision.rounds_inputs:
         model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
     dtype, progress = loading["dtype"] or origin.dtype, loading.get("progress")
-    # On a CPU the kernels of unquantized layers are timed while loading, so no thread may read ahead meanwhile.
+    # On a CPU an unquantized weight is loaded once it is read: reading ahead would take memory alone.
     num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
     return Weights(
         model=model, origin=origin, sources=sources, places=places or {},

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.sampling.compiled_draw import Draw, compile_draw
+from llama_ssp.kernels.draw import Draw, find_draw
 from llama_ssp.shapes import static_shape
 
 _log = logging.getLogger(__name__)
@@ -116,21 +116,15 @@ def _draw_on_cpu(weights_BV: Tensor) -> Draw | None:
 
 @cache
 def _compiled_draw() -> Draw | None:
-    """Compile the operator, and compare its ids with those of torch's operators; a CPU that it is not for is silent."""
-    try:
-        compiled = compile_draw()
-        if compiled is None:
-            return None
+    """The operator, compared with torch's operators."""
+
+    def check(draw: Draw) -> None:
         weights_BV, uniforms_BP = _some_draws(8)
-        found_B1 = compiled(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
-        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        reason = None if torch.equal(found_B1, wanted_B1) else "the compiled one is wrong on this CPU"
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-    if reason is None:
-        return compiled
-    _log.warning("continuing with a draw of twenty operators, which is slower: %s", reason)
-    return None
+        found_B1 = draw(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
+        if not torch.equal(found_B1, _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)):
+            raise RuntimeError("the compiled one is wrong on this CPU")
+
+    return find_draw(check)
 
 
 def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:

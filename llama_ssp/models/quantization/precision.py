@@ -3,7 +3,7 @@
     int8               bitsandbytes: int8 inputs and weights, integer sums, a scale per row of each
     nf4                bitsandbytes: weights only, 4 bits each, a scale per 64 weights
     int8_weight_only   `weight_only`: weights only, int8, a scale per output
-    int4_weight_only   `int4_weight_only`: weights only, 4 bits each, a scale and a zero per 128 weights
+    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128 weights
 
 Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
 its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not

@@ -1,32 +1,30 @@
-"""Linear layers whose weights alone are quantized: their base class, and int8 with a scale per output.
+"""Linear layers whose weights alone are quantized: int8 with a scale per output, int4 with a scale and a zero a group.
 
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
 
-Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block.
+Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups of 128 inputs.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from llama_ssp.config.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.kernels.linear import Linear, NativeLinear, native_linear
+from llama_ssp.config.formats import INT4_GROUP as GROUP
+from llama_ssp.distributed.comms import is_recording
+from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
 from llama_ssp.models.triton_tools import attempt
+from llama_ssp.weights import int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 """Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
-_FEW_ROWS = {"cpu": 8, "cuda": FEW_ROWS}
-"""Up to so many rows the kernels for packed weights are faster than unpacking."""
-_LARGEST_BYTE = 127
-_CPU_VECTOR = 16
-"""Weights that torch's CPU operator reads at a time, even past the end of a row."""
+_LARGEST_BYTE, _STEPS = 127, 15
 
 ProductOfFewRows = Callable[..., Tensor]
 
@@ -48,7 +46,7 @@ class WeightOnlyLinear(QuantizedForm):
         operands: the packed weights with their outputs first, and their scales, as the kernel takes them.
         num_inputs: of the layer.
         bias_O: of the layer; None for none.
-        few_rows: the kernel for a few rows; None if this machine has no fast one.
+        few_rows: the kernel for up to `FEW_ROWS` rows of a GPU; None for none.
     """
 
     def __init__(
@@ -79,12 +77,9 @@ class WeightOnlyLinear(QuantizedForm):
         """The product with bias and residual, which a GPU's kernel adds itself."""
         if self.native:
             return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
-        if self._few_rows is None or x_MI.shape[0] > _FEW_ROWS[x_MI.device.type]:
-            y_MO = self._unpacked(x_MI)
-        elif x_MI.is_cuda:
+        if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
             return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
-        else:
-            y_MO = self._few_rows(x_MI, *self._operands)
+        y_MO = self._unpacked(x_MI)
         if self._bias_O is not None:
             y_MO.add_(self._bias_O)
         return y_MO if residual_MO is None else y_MO.add_(residual_MO)
@@ -117,7 +112,7 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
         if self.native:
             return
         num_inputs = weight_OI.shape[1]
-        kernel = _product_of_few_rows(weight_OI.device.type, weight_OI.dtype, num_inputs % _CPU_VECTOR == 0)
+        kernel = kernel_of_gpus("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
         super().__init__(quantize(), num_inputs, bias_O, kernel)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
@@ -152,32 +147,21 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _product_of_few_rows(device: str, dtype: torch.dtype, has_whole_vectors: bool) -> ProductOfFewRows | None:
-    """The int8 kernel for a few rows, if this build has a fast one.
-
-    torch's operator is fast only on a CPU in bf16; unpacking is faster in fp32 and fp16. On a GPU each of its threads
-    reads a row of the weights alone, which is slow.
-    """
-    if device == "cuda":
-        return kernel_of_gpus("int8_weight_only", (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)))
-    if device == "cpu" and dtype is torch.bfloat16 and has_whole_vectors:
-        ones = torch.ones(2, _CPU_VECTOR, dtype=dtype)
-        with suppress(AttributeError, RuntimeError):
-            product: ProductOfFewRows = torch.ops.aten._weight_int8pack_mm
-            product(ones, ones.to(torch.int8), ones[:, 0])
-            return product
-    return None
-
-
-def kernel_of_gpus(name: str, operands: tuple[Tensor, Tensor]) -> ProductOfFewRows | None:
-    """Triton's kernel, tried with small operands for 256 inputs, so that a GPU that cannot compile it unpacks instead.
+def kernel_of_gpus(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
+    """Triton's kernel for a few rows, tried with small operands for 256 inputs; None for a CPU, which unpacks.
 
     It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
     with inputs in fp16 and in bf16, if the GPU computes in that.
     Without it a warning says, once, what the format of this `name` costs.
     """
+    if device != "cuda":
+        return None
+    samples = {
+        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
+        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
+    }
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
-    return attempt(partial(_tried_kernel, operands), instead=instead)
+    return attempt(partial(_tried_kernel, samples[name]), instead=instead)
 
 
 def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
@@ -189,3 +173,67 @@ def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
         for num_rows in (1, FEW_ROWS):
             product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
     return product_of_few_rows
+
+
+class Int4WeightOnlyLinear(WeightOnlyLinear):
+    """The format `int4_weight_only`.
+
+    Checkpoints that hold such weights are read as they are. Others are rounded to the nearest of 16 equal steps between
+    the smallest and the largest weight of a group of 128 inputs, or zero.
+
+    Args:
+        weight_OI: numbers, or the rows of bytes of `int4_rows`.
+        bias_O: None for no bias.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        is_packed = weight_OI.dtype is torch.uint8
+        codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
+        num_inputs = 2 * codes_OI.shape[1]
+        if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
+            self.native = NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
+            return
+        kernel = kernel_of_gpus("int4_weight_only", weight_OI.device.type, torch.float16)
+        # The kernel reads the words of neighbouring outputs together.
+        operands = codes_OI, words_OG.t().contiguous()
+        super().__init__(operands, num_inputs, bias_O, kernel)
+
+    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
+        """See `WeightOnlyLinear`."""
+        codes_OI, words_GO = self._operands
+        if into_CI.is_cuda and self._few_rows:
+            from llama_ssp.models.quantization.few_rows_kernel import unpack_codes  # noqa: PLC0415 - imports Triton
+
+            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
+            return
+        groups = into_CI.unflatten(1, (-1, 2, GROUP // 2))
+        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, GROUP // 2)))
+        groups[:, :, 0].copy_(first)
+        groups[:, :, 1].copy_(last)
+        words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
+        # A trace cannot hold the change from bits to numbers, but it can hold an operator.
+        scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
+        # Zeros are integers and scales in fp32, so that a weight is rounded once.
+        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+
+
+def _one_by_one(codes_OI: Tensor) -> Tensor:
+    """The codes of bytes of two, in the order of inputs."""
+    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, GROUP // 2))), dim=2).flatten(1)
+
+
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("int4_scales(Tensor words) -> Tensor")
+_library.impl("int4_scales", int4_rows.scales_of, "CPU")
+
+
+def _rounded(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the codes (C, I / 2) and the words (C, G) of the nearest weights in int4."""
+    weight_CGI = weight_CI.float().unflatten(1, (-1, GROUP))
+    least_CG1 = weight_CGI.amin(2, keepdim=True).clamp_(max=0)
+    range_CG1 = weight_CGI.amax(2, keepdim=True).clamp_(min=0).sub_(least_CG1)
+    tiny = torch.finfo(torch.float32).smallest_normal
+    scales_CG1 = int4_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
+    zeros_CG1 = (-least_CG1 / scales_CG1).round_().clamp_(0, _STEPS)
+    codes_CGI = (weight_CGI / scales_CG1).round_().add_(zeros_CG1).clamp_(0, _STEPS).to(torch.uint8)
+    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))

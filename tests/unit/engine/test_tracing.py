@@ -17,13 +17,12 @@ from torch import Tensor
 from llama_ssp.distributed.comms import Comm, is_recording
 from llama_ssp.distributed.memory import anonymous_bytes
 from llama_ssp.engine.tracing import Traced, find_tensors
-from llama_ssp.kernels.linear import ColumnsLinear, HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
 from llama_ssp.models.cache import Workspace
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
-from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import Nf4Linear
-from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
-    "columns": (ColumnsLinear, lambda: True),
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),
     "half": (HalfLinear, can_halve),
     "int8_weight_only": (Int8WeightOnlyLinear, lambda: True),

@@ -3,7 +3,7 @@
 import logging
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CalledProcessError
 from types import ModuleType
@@ -14,17 +14,16 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.config.formats import FEW_ROWS
 from llama_ssp.models import triton_tools
-from llama_ssp.models.quantization import int4_weight_only, weight_only
+from llama_ssp.models.quantization import weight_only
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
     triton_tools._said.clear()
-    weight_only._product_of_few_rows.cache_clear()
-    int4_weight_only._product_of_few_rows.cache_clear()
+    weight_only.kernel_of_gpus.cache_clear()
     yield
-    weight_only._product_of_few_rows.cache_clear()
+    weight_only.kernel_of_gpus.cache_clear()
 
 
 @pytest.fixture
@@ -88,13 +87,9 @@ def test_a_form_goes_on_without_its_kernel_and_says_so_once(
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(weight_only, "_tried_kernel", no_compiler)
-    find: dict[str, Callable[[], object]] = {
-        "int8_weight_only": lambda: weight_only._product_of_few_rows("cuda", torch.float16, True),
-        "int4_weight_only": lambda: int4_weight_only._product_of_few_rows("cuda"),
-    }
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert find[form]() is None
+            assert weight_only.kernel_of_gpus(form, "cuda", torch.float16) is None
     [record] = caplog.records
     assert record.getMessage().startswith(f"{form} unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")

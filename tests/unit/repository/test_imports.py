@@ -20,7 +20,7 @@ def lint(folder: Path) -> str:
     return "" if result.returncode == 0 else result.stdout + result.stderr
 
 
-NO_TORCH = "planning, reports, evaluation, architectures, config and errors"
+NO_TORCH = "planning, reports, evaluation, console, architectures, config and errors"
 BACKENDS = "bitsandbytes, deepspeed, accelerate, llvmlite and lm_eval"
 
 

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import precision, weight_only
-from llama_ssp.models.quantization.int4_weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
-from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear, QuantizedForm, quantize_by_blocks
+from llama_ssp.models.quantization.weight_only import (
+    Int4WeightOnlyLinear,
+    Int8WeightOnlyLinear,
+    QuantizedForm,
+    quantize_by_blocks,
+)
 from tests.helpers.lanes import grid
 
 KINDS: dict[str, type] = {
@@ -188,25 +192,6 @@ def test_a_row_of_zeros_stays_zero() -> None:
         y = make(form, weight)(torch.cat([numbers(1, 128), torch.zeros(1, 128)]))
         assert torch.equal(y[:, 3], torch.zeros(2))
         assert torch.equal(y[1], torch.zeros(16))
-
-
-def test_without_the_private_operator_bytes_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_args: object) -> None:
-        raise RuntimeError("no kernel")
-
-    weight, x = numbers(48, 192, dtype=torch.bfloat16), numbers(5, 192, dtype=torch.bfloat16)
-    monkeypatch.setattr(weight_only, "native_linear", lambda *_: None)
-    packed = make("int8_weight_only", weight)(x)
-    find = weight_only._product_of_few_rows
-    monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", absent)
-    find.cache_clear()
-    try:
-        found = make("int8_weight_only", weight)
-        assert isinstance(found, Int8WeightOnlyLinear)
-        assert found._few_rows is None
-        torch.testing.assert_close(found(x), packed, atol=0.2, rtol=0.02)
-    finally:
-        find.cache_clear()
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.engine.tracing import Traced
+from llama_ssp.kernels import compiled
 from llama_ssp.kernels.compiled import has_features
-from llama_ssp.kernels.draw_cpu import FEATURES
+from llama_ssp.kernels.draw import NEEDS, Draw, find_draw
 from llama_ssp.sampling import processors
-from llama_ssp.sampling.compiled_draw import Draw, compile_draw
 from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
 from tests.helpers.lanes import grid
 from tests.helpers.operator_count import OperatorCount
@@ -27,10 +27,9 @@ ONE = {"llama_ssp.draw.default": 1}
 
 
 def made() -> Draw:
-    # Not what `processors` uses: a wrong draw must fail here, where a run would do without it.
-    if not has_features(FEATURES):
+    if not has_features(NEEDS):
         pytest.skip("this processor has no such draw")
-    found = compile_draw()
+    found = processors._compiled_draw()
     assert found
     return found
 
@@ -106,16 +105,14 @@ def test_draws_in_other_formats_and_on_other_devices_are_torchs_operators() -> N
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """A draw that is looked for again, in the test and after it."""
-    for found in (compile_draw, processors._compiled_draw):
-        found.cache_clear()
+    processors._compiled_draw.cache_clear()
     yield
-    for found in (compile_draw, processors._compiled_draw):
-        found.cache_clear()
+    processors._compiled_draw.cache_clear()
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_the_check_runs_once_from_python_and_a_trace_holds_the_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_features(FEATURES):
+    if not has_features(NEEDS):
         pytest.skip("this processor has no such draw")
     some_draws, is_traced = processors._some_draws, []
 
@@ -134,33 +131,29 @@ def test_the_check_runs_once_from_python_and_a_trace_holds_the_draw_alone(monkey
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_draw_that_is_wrong_on_this_machine_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", ["wrong", "no compiler", "no instructions"])
+def test_where_the_operator_cannot_be_had_torchs_operators_draw(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = made()
-    monkeypatch.setattr(processors, "compile_draw", lambda: lambda *given: right(*given).add_(1))
-    assert_torch_draws(caplog)
-    assert "wrong on this CPU" in caplog.text
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_without_the_compiler_torchs_operators_draw_and_one_sentence_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in ("compiled", "draw_operator"):
-        monkeypatch.delitem(sys.modules, f"llama_ssp.kernels.{name}", raising=False)
-        monkeypatch.delattr(f"llama_ssp.kernels.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    assert_torch_draws(caplog)
-    assert "llvmlite" in caplog.text
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_a_cpu_without_the_instructions_is_silent(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(processors, "compile_draw", lambda: None)
-    assert_torch_draws(caplog, num_sentences=0)
+    right, find = made(), find_draw
+    processors._compiled_draw.cache_clear()
+    if fault == "wrong":
+        monkeypatch.setattr(
+            processors, "find_draw",
+            lambda check: find(lambda _: check(lambda *given: right(*given).add_(1))),
+        )  # fmt: skip
+        assert_torch_draws(caplog)
+        assert "wrong on this CPU" in caplog.text
+    elif fault == "no compiler":
+        for name in ("compiled", "emit", "draw_cpu"):
+            monkeypatch.delitem(sys.modules, f"llama_ssp.kernels.{name}", raising=False)
+            monkeypatch.delattr(f"llama_ssp.kernels.{name}", raising=False)
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
+        assert_torch_draws(caplog)
+        assert "llvmlite" in caplog.text
+    else:
+        monkeypatch.setattr(compiled, "has_features", lambda _needs: False)
+        assert_torch_draws(caplog, num_sentences=0)
 
 
 def assert_torch_draws(caplog: pytest.LogCaptureFixture, *, num_sentences: int = 1) -> None:
