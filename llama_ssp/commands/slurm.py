@@ -8,24 +8,29 @@ arguments are in files:
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp.commands.points import Point, for_all
-from llama_ssp.commands.staging import Copy, stage
 from llama_ssp.config import checks, folders, slurm
+from llama_ssp.config.effects import is_synthetic
+from llama_ssp.config.folders import read_path
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.model_files import CONFIG_FILE
 from llama_ssp.config.plan import PlanFormat
+from llama_ssp.config.schema import ModelConfig, RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain
 from llama_ssp.distributed.signals import AGENT
@@ -49,12 +54,21 @@ ARGUMENTS_FILE = "job.args"
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A folder of weights, its copy on every node's own disk, and the model's entry in the config, which takes that."""
+
+    entry: str
+    source: Path
+    target: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """A point with its plan, the copies that its nodes make first, and how messages name missing settings."""
 
     point: Point
     plan: Plan
-    copies: list[Copy]
+    copies: list[_Copy]
     words: dict[str, str]
 
 
@@ -103,7 +117,7 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
     words = settings_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
-    return _Job(point=point, plan=plan, copies=stage(point.run, settings.stage_to), words=words)
+    return _Job(point=point, plan=plan, copies=list(_copies(point.run, settings.stage_to)), words=words)
 
 
 def _require_room(job: _Job) -> None:
@@ -230,10 +244,11 @@ def _named(group: Sequence[_Job]) -> str:
     return first.name if first is last else f"{len(group)} jobs, {first.number} to {last.number}, as one array"
 
 
-def _settings_of_job(point: Point, copies: Sequence[Copy]) -> list[str]:
+def _settings_of_job(point: Point, copies: Sequence[_Copy]) -> list[str]:
     """The point's settings as a user would type them, without dry_run; the prompt literally, the rest quoted."""
-    replaced = {"run_dir": str(point.run_dir)} | {copy.key: str(copy.target) for copy in copies}
-    left_out = {"run_dir", "prompt", "dry_run"}.union(*(copy.replaced for copy in copies))
+    replaced = {"run_dir": str(point.run_dir)} | {f"{copy.entry}.path": str(copy.target) for copy in copies}
+    left_out = {"run_dir", "prompt", "dry_run"}
+    left_out |= {f"{copy.entry}.{name}" for copy in copies for name in ("path", "hub_id", "revision")}
     kept = [setting for setting in point.settings if setting.partition("=")[0] not in left_out]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
@@ -277,3 +292,43 @@ def _expected(plan: Plan) -> str:
     if timed.speculative_s is None:
         return f"{room}, {plain}"
     return f"{room}, {plain}, {1e3 * timed.speculative_s:.2f} speculative"
+
+
+def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
+    """Name the copies of target and draft below `folder`, except of shipped and synthetic weights.
+
+    launch/slurm.sbatch makes them. Raises ConfigError without weights.
+    """
+    if folder is None or is_synthetic(run):
+        return
+    for entry, model in (("model", run.model), ("draft.model", run.draft.model)):
+        if model is not None and (model.path is not None or not model.shipped):
+            source = _weights_here(model)
+            files = sorted(file for file in source.rglob("*") if file.is_file())
+            # A copy is made once and then trusted.
+            facts = repr([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+            name = model.name.replace("/", "--")  # an id of the hub
+            target = Path(folder) / f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+            yield _Copy(entry=entry, source=source, target=target)
+
+
+def _weights_here(model: ModelConfig) -> Path:
+    """Return the model's folder, or its snapshot in the hub's cache; never downloads."""
+    if model.path is not None:
+        source = read_path(model.path).resolve()
+        if not source.is_dir():
+            raise ConfigError(
+                f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it"
+            )
+        return source
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only staged hub models need it
+
+    from llama_ssp.weights.hub import WEIGHTS, download_command  # noqa: PLC0415 - as above
+
+    found = try_to_load_from_cache(str(model.hub_id), CONFIG_FILE, revision=model.revision)
+    # Planning may have downloaded this one file.
+    if not isinstance(found, str) or not any(Path(found).parent.glob(WEIGHTS)):
+        raise ConfigError(
+            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {download_command(model)}"
+        )
+    return Path(found).parent

@@ -33,7 +33,7 @@ from llama_ssp.library.arguments import (
 )
 from llama_ssp.library.pair import Pair
 from llama_ssp.library.words import in_library_words
-from llama_ssp.session.checkpoints import Held, find_sources
+from llama_ssp.session.checkpoints import Loaded, find_sources
 from llama_ssp.session.loading import load_models
 from llama_ssp.weights.in_memory import weights_of
 
@@ -80,10 +80,10 @@ def load(
         kind, number = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
         formats = [*zip(for_each_model(dtype), for_each_model(quantization), strict=True)]
-        target_entry, held_target = _read_model("target", target, tokenizers[0], *formats[0])
-        drafter, held_draft = drafter_without_model(draft), Held()
+        target_entry, loaded_target = _read_model("target", target, tokenizers[0], *formats[0])
+        drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
-            draft_entry, held_draft = _read_model("draft", draft, tokenizers[1], *formats[1])
+            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], *formats[1])
             drafter = model_drafter(draft_entry, tokenizer=choice, matching=matching)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, placement=PlacementConfig(),
@@ -94,15 +94,15 @@ def load(
                 message = "the library works in one process: use llama-ssp run with ranks=N for several"
                 raise ConfigError(message)
             world = _on_gpu(number, started)
-            sources = find_sources(config, world, held=(held_target, held_draft))
+            sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
             return Pair(models=load_models(config, world, sources), config=config)
 
 
 def _read_model(
     what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, dtype: object, quantization: object
-) -> tuple[ModelConfig, Held]:
+) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):
-        return entry_of(what, given, dtype=dtype, quantization=quantization), Held(tokenizer=tokenizer)
+        return entry_of(what, given, dtype=dtype, quantization=quantization), Loaded(tokenizer=tokenizer)
     weights = weights_of(given, what=what)
     if tokenizer is None and not weights.folder.is_dir():
         raise ConfigError(
@@ -110,7 +110,7 @@ def _read_model(
             "such as AutoTokenizer.from_pretrained(...)"
         )
     entry = in_format(ModelConfig(name=weights.name), dtype=dtype, quantization=quantization)
-    return entry, Held(weights=weights, tokenizer=tokenizer)
+    return entry, Loaded(weights=weights, tokenizer=tokenizer)
 
 
 def _read_device(given: object) -> tuple[DeviceKind, int | None]:

@@ -54,51 +54,54 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What of a model is in memory already, and is not read from its files."""
+class Loaded:
+    """The parts of a model that the library's user has loaded, which are not read from files."""
 
     weights: WeightsInMemory | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-_NOTHING = Held()
+_NOTHING = Loaded()
 
 
 def find_sources(
-    config: RunConfig, world: World, *, held: tuple[Held, Held] = (_NOTHING, _NOTHING)
+    config: RunConfig, world: World, *, loaded: tuple[Loaded, Loaded] = (_NOTHING, _NOTHING)
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    The first rank of each node downloads missing files, and compares them with their manifest. `held` says what of
-    target and draft the library's user has loaded. Raises CheckpointError for a missing or faulty checkpoint,
-    ConfigError if the tokenizers differ or a model cannot be served or quantized, and PlacementError if one cannot be
-    split over this many ranks, or not in its precision.
+    The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
+    and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
+    model cannot be served or quantized, and PlacementError if one cannot be split over this many ranks, or not in its
+    precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
-    kind = config.placement.target.kind
+    kind, device = config.placement.target.kind, world.device.type
     tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
     num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
     wholes = (WholeParts.none, config.placement.draft.whole)
+    entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
-            for entry in [entry for entry, of_user in zip(_entries(config), held, strict=False) if not of_user.weights]:
+            for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
                 folder = hub.resolve(entry)
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with raise_on_all_ranks(world.comm):
-        is_synthetic = config.weights is WeightsKind.synthetic
-        origins = _synthesize(config, world.device.type) if is_synthetic else _inspect(config, held)
+        if config.weights is WeightsKind.synthetic:
+            from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
+
+            # On a CPU 16 bits hold the numbers, as planned.
+            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.synthetic.agreement
+            origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
+        else:
+            origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 
             choose_accelerator(world.device)
-            shape, quantization = origins[0].shape, config.model.quantization
-            check_auto_tp(shape, quantization=quantization, num_ranks=len(layout.target_ranks))
+            check_auto_tp(origins[0].shape, quantization=config.model.quantization, num_ranks=len(layout.target_ranks))
         target, *drafts = (
-            _check(entry, origin, of_user, num_ranks=number, whole=whole, device=world.device.type)
-            for entry, origin, of_user, number, whole in zip(
-                _entries(config), origins, held, num_ranks, wholes, strict=False
-            )
+            _check(*each, device=device) for each in zip(entries, origins, loaded, num_ranks, wholes, strict=False)
         )
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
@@ -114,14 +117,14 @@ def find_sources(
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
     """Fill in the number formats that both models are loaded in, those of their files, and unknown shapes."""
 
-    def settled(source: Source) -> ModelConfig:
+    def filled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
         shape = source.entry.shape or source.origin.shape
         return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=shape)
 
     target, draft = sources
-    config = replace(config, model=settled(target))
-    return replace(config, draft=replace(config.draft, model=settled(draft))) if draft else config
+    config = replace(config, model=filled(target))
+    return replace(config, draft=replace(config.draft, model=filled(draft))) if draft else config
 
 
 def _member(dtype: torch.dtype) -> Dtype:
@@ -143,48 +146,28 @@ def offload_folder(config: RunConfig, world: World) -> Path:
     return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
 
 
-def _entries(config: RunConfig) -> list[ModelConfig]:
-    return [config.model] + ([config.draft.model] if config.draft.model else [])
-
-
-def _inspect(config: RunConfig, held: tuple[Held, Held]) -> list[WeightSource]:
-    """Inspect the files of each model, and compare them with the shape in its catalogue entry."""
-    origins: list[WeightSource] = []
-    for entry, of_user in zip(_entries(config), held, strict=False):
-        if of_user.weights:
-            origins.append(of_user.weights)
-            continue
-        checkpoint = inspect(hub.resolve(entry))
-        check_shape(entry, checkpoint)
-        origins.append(checkpoint)
-    return origins
-
-
-def _synthesize(config: RunConfig, device: str) -> list[WeightSource]:
-    """Make the synthetic weights of each model; on a CPU 16 bits hold their numbers, as planned."""
-    from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
-
-    shapes = [entry.shape for entry in _entries(config) if entry.shape]
-    return list(synthesize(shapes, agreement=config.synthetic.agreement, in_16_bits=device == "cpu"))
+def _inspect(entry: ModelConfig) -> WeightSource:
+    """Inspect the files of a model, and compare them with the shape in its catalogue entry."""
+    checkpoint = inspect(hub.resolve(entry))
+    check_shape(entry, checkpoint)
+    return checkpoint
 
 
 def _check(
-    entry: ModelConfig, origin: WeightSource, of_user: Held, *, num_ranks: int, whole: WholeParts, device: str
+    entry: ModelConfig, origin: WeightSource, loaded: Loaded, num_ranks: int, whole: WholeParts, *, device: str
 ) -> Source:
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     compiles = device == "cpu" and not entry.int8_threshold
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     dtype = number_format(entry, device=device)
-    tokenizer = _read_tokenizer(origin.folder) if of_user.tokenizer is None else of_user.tokenizer
     return Source(
-        entry=entry,
-        origin=origin,
-        tokenizer=tokenizer,
-        eos_ids=of_user.weights.eos_ids if of_user.weights else read_eos_ids(origin.folder),
+        entry=entry, origin=origin,
+        tokenizer=_read_tokenizer(origin.folder) if loaded.tokenizer is None else loaded.tokenizer,
+        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(origin.folder),
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
-    )
+    )  # fmt: skip
 
 
 def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -230,19 +213,15 @@ def _check_vocabularies(target: Source, draft: Source, matching: Matching | None
             "leave it out"
         )
     if matching is Matching.intersection:
-        _check_intersection(target, draft)
+        sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
+        if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
+            raise ConfigError(
+                f"draft.matching=intersection drafts the tokens that both vocabularies have, and "
+                f"draft={draft.entry.name} shares none with model={target.entry.name}: give draft.matching=text"
+            )
     elif target_ids != draft_ids and not matching:
         num_shared = len(target_ids.items() & draft_ids.items())
         raise ConfigError(
             f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens the draft has "
             f"{num_shared} with the same id; choose a draft of the target's family, or give draft.tokenizer=own"
-        )
-
-
-def _check_intersection(target: Source, draft: Source) -> None:
-    sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
-    if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
-        raise ConfigError(
-            f"draft.matching=intersection drafts the tokens that both vocabularies have, and draft={draft.entry.name} "
-            f"shares none with model={target.entry.name}: give draft.matching=text"
         )

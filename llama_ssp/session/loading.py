@@ -148,9 +148,9 @@ def _load(
 
 def _has_thread_choice(models: Models) -> bool:
     """Whether nothing fixes the number of threads: the user, other ranks that wait, or bits that depend on it."""
-    held = [runner for runner in (models.target, models.draft) if runner]
+    runners = [runner for runner in (models.target, models.draft) if runner]
     is_free = models.mesh.replica.size == 1 and not has_own_threads(models.mesh.world.size)
-    return is_free and models.target.device.type == "cpu" and all(runner.is_thread_invariant for runner in held)
+    return is_free and models.target.device.type == "cpu" and all(runner.is_thread_invariant for runner in runners)
 
 
 def build_decoder(

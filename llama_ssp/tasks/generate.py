@@ -62,17 +62,17 @@ class _InOrder(Viewer):
         keys = [(job.request.index, mode, job.request.sample) for job in jobs]
         self._viewer = viewer
         self._missing = deque(key for key in keys if key not in finished)
-        self._held: dict[LineKey, CompletionLine] = {}
+        self._waiting: dict[LineKey, CompletionLine] = {}
 
     def end(self, line: CompletionLine) -> None:
-        self._held[line.key] = line
-        while self._missing and self._missing[0] in self._held:
-            self._viewer.end(self._held.pop(self._missing.popleft()))
+        self._waiting[line.key] = line
+        while self._missing and self._missing[0] in self._waiting:
+            self._viewer.end(self._waiting.pop(self._missing.popleft()))
 
     def release(self) -> None:
         """Show what is held back of a run that was stopped."""
-        for key in sorted(self._held):
-            self._viewer.end(self._held.pop(key))
+        for key in sorted(self._waiting):
+            self._viewer.end(self._waiting.pop(key))
 
 
 def generate(session: Session, jobs: list[PromptTask]) -> None:

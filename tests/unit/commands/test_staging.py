@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.commands import staging
 from llama_ssp.config import catalogue
 from llama_ssp.weights import hub
-from tests.helpers.composed import compose_run
 from tests.helpers.hub import COMMIT, put
 from tests.helpers.sbatch import Sweep, composed
 
@@ -77,8 +75,3 @@ def test_synthetic_weights_are_not_staged(sweep: Sweep) -> None:
     [job] = ended.jobs
     assert "--stage" not in job
     assert composed(job).model.path is None
-
-
-def test_nothing_is_staged_without_a_folder_for_it() -> None:
-    config, _ = compose_run("model=7B", "draft=none")
-    assert staging.stage(config, None) == []

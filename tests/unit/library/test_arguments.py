@@ -1,16 +1,14 @@
 """Wrong arguments raise the package's errors, in words of the library."""
 
-import inspect
 import re
 from collections.abc import Callable
-from inspect import Parameter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from llama_ssp import Pair, compare_machines, load, plan, speculative_generate
+from llama_ssp import Pair, compare_machines, load, plan
 from llama_ssp.config import catalogue
 from llama_ssp.config.schema import DeviceKind, Dtype
 from llama_ssp.errors import ConfigError, SspError
@@ -220,14 +218,6 @@ def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(pair: Pai
 def test_load_and_plan_name_the_argument_that_was_meant(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         call()
-
-
-@pytest.mark.parametrize("function", [load, plan, compare_machines, Pair.generate, speculative_generate])
-def test_notebooks_show_every_argument(function: Callable[..., object]) -> None:
-    parameters = inspect.signature(function).parameters
-    assert {"draft", "prompts"} & parameters.keys()
-    assert not {parameter.kind for parameter in parameters.values()} & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
-    assert function.__doc__
 
 
 def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """What `Pair.generate` takes, gives and keeps."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +40,6 @@ def ids(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def test_a_call_selects_the_gpu_of_its_pair(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another pair, or another thread, may have selected another one since it was loaded."""
-    selected: list[int] = []
-
-    @contextmanager
-    def select(index: int) -> Iterator[None]:
-        selected.append(index)
-        yield
-        selected.append(-2)
-
-    monkeypatch.setattr(torch.cuda, "device", select)
-    pair.generate("a", max_new_tokens=2)
-    monkeypatch.setattr(Pair, "device", torch.device("cuda", 1))
-    pair.generate("a", max_new_tokens=2)
-    assert selected == [-1, -2, 1, -2], "-1 selects none"
-
-
 def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     trace = Traced._trace
@@ -88,14 +69,6 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
         fresh.generate("import os\n" * (1 + number // 4), max_new_tokens=6 + number // 2)
     assert recorder.num_recorded == 2, "the draft and the verification, each once"
     assert recorder.num_replayed >= 18
-
-
-def test_the_decoders_used_last_are_kept(pair: Pair) -> None:
-    fresh = Pair(models=pair.models, config=pair.config)
-    for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 0.5):
-        fresh.generate("a", max_new_tokens=2, temperature=temperature)
-    kept: list[Any] = list(fresh._decoders)
-    assert [sampling[0] for *_, sampling in kept] == [0.7, 0.8, 0.9, 0.5]
 
 
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -264,25 +266,20 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
         encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
 
 
-def test_a_prompt_with_a_token_that_the_model_lacks_is_refused() -> None:
-    """As where a tokenizer was given a token for padding, and the model was not."""
-    check_ids([1, 19], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
-    with pytest.raises(ConfigError, match="has token id 20, and the model knows 20 ids"):
-        check_ids([1, 20, 3], max_new_tokens=4, context=10, vocab_size=20, prompt="a")
-
-
 @pytest.mark.parametrize(
-    ("num_tokens", "remedy"), [(7, "max_new_tokens=3 would fit"), (9, "=1 would fit"), (10, "has room for 9 at most")]
-)
-def test_a_prompt_that_leaves_no_room_is_told_with_what_would_fit(num_tokens: int, remedy: str) -> None:
-    check_ids(range(6), max_new_tokens=4, context=10, vocab_size=20, prompt="a")
-    with pytest.raises(ConfigError, match=f"has {num_tokens} tokens.*{remedy}"):
-        check_ids(range(num_tokens), max_new_tokens=4, context=10, vocab_size=20, prompt="a")
-
-
-def test_a_later_turn_leaves_room_for_the_answers_before_it() -> None:
-    check_ids(range(4), max_new_tokens=2, context=10, vocab_size=20, prompt="a", num_answers=2)
-    with pytest.raises(ConfigError, match=r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"):
-        check_ids(range(4), max_new_tokens=3, context=10, vocab_size=20, prompt="a", num_answers=2)
-    with pytest.raises(ConfigError, match="has room for 7 at most"):
-        check_ids(range(8), max_new_tokens=3, context=10, vocab_size=20, prompt="a", num_answers=2)
+    ("ids", "max_new_tokens", "num_answers", "sentence"),
+    [
+        (range(6), 4, 0, None), ([1, 19], 4, 0, None), (range(4), 2, 2, None),
+        # As where a tokenizer was given a token for padding, and the model was not.
+        ([1, 20, 3], 4, 0, "has token id 20, and the model knows 20 ids"),
+        (range(7), 4, 0, "has 7 tokens.*max_new_tokens=3 would fit"), (range(9), 4, 0, "has 9 tokens.*=1 would fit"),
+        (range(10), 4, 0, "has 10 tokens.*has room for 9 at most"),
+        (range(4), 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
+        (range(8), 3, 2, "has room for 7 at most"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(
+    ids: Sequence[int], max_new_tokens: int, num_answers: int, sentence: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        check_ids(ids, max_new_tokens=max_new_tokens, context=10, vocab_size=20, prompt="a", num_answers=num_answers)

@@ -1,7 +1,6 @@
 """What a session asks of its decoder, and what it writes down of a completion."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,15 +8,12 @@ import pytest
 import torch
 
 from llama_ssp import load
-from llama_ssp.config.schema import SpeculationConfig
 from llama_ssp.engine.completion import RowCompletion
 from llama_ssp.engine.loop import Decoder, Update
 from llama_ssp.engine.state import Request
-from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.records import CompletionLine
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.prompts import Prompt
-from llama_ssp.session.session import Session, Viewer, to_line
+from llama_ssp.session.session import Session, to_line
 from tests.helpers.decoders import make_decoder
 from tests.helpers.recorded import FakeRecorder
 
@@ -106,48 +102,3 @@ def test_the_first_completion_of_a_mode_is_preceded_by_a_warm_up_that_no_later_o
     for mode in ("plain", "speculative", "plain"):
         Session._warm_once(session, decoder, mode, [long, job()])
     assert seen == [2, (16, 1)] * 2
-
-
-class Notes(Viewer):
-    """Notes what it is shown."""
-
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def begin(self, job: PromptTask, mode: str) -> None:
-        self.seen.append((job.prompt, mode))
-
-    def show(self, pieces: list[Piece]) -> None:
-        self.seen.extend(pieces)
-
-    def end(self, line: CompletionLine) -> None:
-        self.seen.append(line.text)
-
-
-def test_what_is_streamed_knows_its_origin_and_holds_nothing_back_at_the_end() -> None:
-    """The second job is on record already, and is neither decoded nor shown again."""
-    viewer, wanted = Notes(), job()
-    done = PromptTask(request=Request(index=4, prompt_ids=(0,), max_new_tokens=2), source=Prompt(text="done"))
-
-    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
-        assert list(requests) == [wanted.request]
-        completion = RowCompletion(request=wanted.request)
-        for new_ids, num_drafted in ((b"a", 0), (b"bc", 1), ("d🙂".encode()[:3], 3)):
-            completion.token_ids += new_ids
-            completion.finish_reason = "length" if num_drafted == 3 else None
-            yield [Update(completion, list(new_ids), num_drafted)]
-
-    nothing = SimpleNamespace(sample=lambda: None, reach=lambda _step: None, append=lambda _line: None)
-    session: Any = SimpleNamespace(
-        config=SimpleNamespace(placement=SimpleNamespace(num_replicas=1), speculation=SpeculationConfig()),
-        models=SimpleNamespace(mesh=SimpleNamespace(number=0), tokenizer=BYTES),
-        ready_decoder=lambda _mode, _jobs: SimpleNamespace(run=run, stopped=False),
-        count=lambda *_counts, **_more: None,
-        memory=nothing, start_clock=nothing, folder=nothing, streams=True, num_prompts=2,
-        finished={(4, "plain", 0)}, _warm={"plain"},
-    )  # fmt: skip
-    session._with_answers = partial(Session._with_answers, session)
-    session._warm_once = partial(Session._warm_once, session)
-    Session.complete(session, [wanted, done], "plain", viewer)
-    pieces = [Piece("a", False), Piece("b", True), Piece("c", False), Piece("d", True), Piece("\ufffd", True)]
-    assert viewer.seen == [("ab", "plain"), *pieces, "abcd\ufffd"]
