@@ -190,7 +190,7 @@ def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
 
 
 def _resources(job: _Job, settings: SlurmConfig) -> dict[str, object]:
-    """What a job asks for, as options of sbatch."""
+    """The resources of a job, as options of sbatch."""
     ranks_per_node = job.plan.hardware.num_gpus
     gpus = f"gpu:{ranks_per_node}" if job.plan.hardware.device == "cuda" else None
     return {

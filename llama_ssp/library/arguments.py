@@ -89,7 +89,7 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "num_gpus": (_whole_or_none, "a whole number, or None"),
     "num_nodes": (_whole_or_none, "a whole number, or None"),
 }  # fmt: skip
-"""How each argument is read, and what it must be, for the error."""
+"""The reader of each argument, and its description in an error."""
 _MEANT = {
     **dict.fromkeys(("max_tokens", "max_length", "n_predict", "num_tokens"), "max_new_tokens"),
     **dict.fromkeys(("k", "gamma", "num_speculative_tokens", "num_assistant_tokens"), "num_draft_tokens"),

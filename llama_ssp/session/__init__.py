@@ -1,1 +1,1 @@
-"""What all tasks share: models in memory, prompts, decoders, and completions with their records."""
+"""All tasks and the library share it: from settings to sources, models, prompts, decoders and completions."""

@@ -4,44 +4,21 @@ from itertools import product
 from pathlib import Path
 
 from llama_ssp.config.tasks import CompareConfig
-from llama_ssp.console.terminal import Terminal
-from llama_ssp.engine.stream import Piece
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.session.jobs import PromptTask
-from llama_ssp.session.session import Session, Viewer
-
-
-class _Streamed(Viewer):
-    """Streams a heading, the prompt and its completion, for a batch of one."""
-
-    def __init__(self, terminal: Terminal, num_prompts: int | None) -> None:
-        self._terminal = terminal
-        self._num_prompts = num_prompts
-
-    def begin(self, job: PromptTask, mode: str) -> None:
-        self._terminal.heading(mode, number=job.request.index + 1, total=self._num_prompts)
-        self._terminal.prompt(job.prompt)
-
-    def show(self, pieces: list[Piece]) -> None:
-        self._terminal.stream(pieces)
-
-    def end(self, line: CompletionLine) -> None:  # noqa: ARG002 - its text has been streamed
-        self._terminal.end_of_text()
-
-
-class _Whole(_Streamed):
-    """Prints whole completions in the order in which they end, since the rows of a batch cannot share a screen."""
-
-    def end(self, line: CompletionLine) -> None:
-        self._terminal.heading(line.mode, number=line.index + 1, total=self._num_prompts)
-        self._terminal.prompt(line.prompt)
-        self._terminal.stream([Piece(line.text, accepted=False)])
-        super().end(line)
+from llama_ssp.session.session import Session
+from llama_ssp.tasks.generate import Texts
 
 
 def compare(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs in both modes, one mode after the other: for each prompt if streaming, else for all jobs."""
-    viewer = (_Streamed if session.streams else _Whole)(session.terminal, session.num_prompts)
+    terminal = session.terminal
+
+    def head(index: int, _sample: int, prompt: str, mode: str) -> None:
+        terminal.heading(mode, number=index + 1, total=session.num_prompts)
+        terminal.prompt(prompt)
+
+    viewer = Texts(session, head)
     groups = [[job] for job in jobs] if session.streams else [jobs]
     modes = (PLAIN, SPECULATIVE)
     session.warm_up(jobs, modes, num_jobs=1)

@@ -85,7 +85,7 @@ def finalize(session: Session) -> None:
 
 
 def _activities(session: Session) -> list[RankActivity]:
-    """What each rank did in rounds that overlap; empty in any other run."""
+    """The activity of each rank in rounds that overlap; empty in any other run."""
     if not session.config.speculation.overlap:
         return []
     comm, decoder = session.world.comm, session.decoders.get(SPECULATIVE)

@@ -17,32 +17,43 @@ _EXCERPT = 60
 """Longest excerpt of a prompt in the name of its completion."""
 
 
-class _Text(Viewer):
-    """Prints completions as text, streamed if the batch size is one, else whole; on a screen, each with its name."""
+class Texts(Viewer):
+    """Prints completions as text: streamed with one row at a time, else whole in the order in which they end.
 
-    def __init__(self, session: Session, jobs: Sequence[PromptTask]) -> None:
-        self._terminal = session.terminal
-        self._streams = session.streams
-        self._num_samples, self._num_prompts = session.config.num_samples, session.num_prompts
-        self._names = len(jobs) > 1 and self._terminal.is_screen
+    Args:
+        head: prints what stands before a completion, of the index, the sample and the text of its prompt, and its mode.
+    """
 
-    def begin(self, job: PromptTask, mode: str) -> None:  # noqa: ARG002
-        self._name(job.request.index, job.request.sample, job.prompt)
+    def __init__(self, session: Session, head: Callable[[int, int, str, str], None]) -> None:
+        self._terminal, self._streams, self._head = session.terminal, session.streams, head
+
+    def begin(self, job: PromptTask, mode: str) -> None:
+        """Print its head."""
+        self._head(job.request.index, job.request.sample, job.prompt, mode)
 
     def show(self, pieces: list[Piece]) -> None:
+        """Print new text."""
         self._terminal.stream(pieces)
 
     def end(self, line: CompletionLine) -> None:
+        """End the text, after all of it if it has not been streamed."""
         if not self._streams:
-            self._name(line.index, line.sample, line.prompt)
+            self._head(line.index, line.sample, line.prompt, line.mode)
             self._terminal.stream([Piece(line.text, accepted=False)])
         self._terminal.end_of_text()
 
-    def _name(self, index: int, sample: int, prompt: str) -> None:
-        if self._names:
-            of_samples = f"sample {sample + 1}: " if self._num_samples > 1 else ""
+
+def _name(session: Session, jobs: Sequence[PromptTask]) -> Callable[[int, int, str, str], None]:
+    """On a screen, each of several completions has a name."""
+    terminal, has_names = session.terminal, len(jobs) > 1 and session.terminal.is_screen
+
+    def name(index: int, sample: int, prompt: str, _mode: str) -> None:
+        if has_names:
+            of_samples = f"sample {sample + 1}: " if session.config.num_samples > 1 else ""
             excerpt = textwrap.shorten(prompt, _EXCERPT, placeholder="...") or "no text"
-            self._terminal.heading(of_samples + excerpt, number=index + 1, total=self._num_prompts)
+            terminal.heading(of_samples + excerpt, number=index + 1, total=session.num_prompts)
+
+    return name
 
 
 class _Lines(Viewer):
@@ -80,7 +91,7 @@ def generate(session: Session, jobs: list[PromptTask]) -> None:
     task, mode = session.config.task, session.best_mode
     assert isinstance(task, GenerateConfig)
     shows_texts = task.format is OutputFormat.text
-    viewer: Viewer = _Text(session, jobs) if shows_texts else _Lines(session.terminal.line)
+    viewer: Viewer = Texts(session, _name(session, jobs)) if shows_texts else _Lines(session.terminal.line)
     with ExitStack() as stack:
         if task.in_order and not session.streams:
             viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)

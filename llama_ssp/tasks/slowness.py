@@ -25,7 +25,7 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What can slow a run down.
+    """Causes of a slow run.
 
     Attributes:
         device: cpu or cuda.
@@ -133,7 +133,7 @@ def _reason(around: Surroundings) -> str:
 
 
 def _known_reason(around: Surroundings) -> str:
-    """What this machine shows; empty if nothing."""
+    """The causes that this machine shows; empty if none."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     own = around.num_threads if is_on_cpu else around.num_ranks
     others = 0.0 if around.load is None else around.load - own
