@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from llama_ssp.commands.ranks.number import launcher_of
 from llama_ssp.config import checks
 from llama_ssp.config.compose import Composed, to_run_config
 from llama_ssp.config.schema import DeviceKind, RunConfig
 from llama_ssp.config.tasks import task_of
-from llama_ssp.distributed.environment import Ranks
+from llama_ssp.distributed.environment import Ranks, launcher_of
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room
 from llama_ssp.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run

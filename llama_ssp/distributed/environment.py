@@ -43,6 +43,13 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     return Ranks(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
+def launcher_of(environ: Mapping[str, str]) -> str | None:
+    """Name what started this process as a rank; None if nothing did. A shell in a step of one task is no rank."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torchrun"
+    return "srun" if read_ranks(environ).size > 1 else None
+
+
 def _of_node(counts: str, *, node: int) -> int:
     """A node's number of tasks: SLURM writes "4(x2),3" for four on each of two nodes and three on the last one."""
     number = ""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llama_ssp.engine.state import Request
-from llama_ssp.engine.stops import StopWatch
+from llama_ssp.engine.text import StopWatch
 
 FinishReason = Literal["length", "eos", "stop"]
 PARTS = ("draft", "verify", "other")

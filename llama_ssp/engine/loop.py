@@ -15,13 +15,13 @@ from torch import Tensor
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
 from llama_ssp.drafting.drafter import HostTimed
+from llama_ssp.engine.adaptive import DraftLength, FixedLength, num_chunks
 from llama_ssp.engine.clock import Clock, clock_for
 from llama_ssp.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.engine.draft_length import DraftLength, FixedLength, num_chunks
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import DraftChoice, EagerExecutor, Executor, Round
 from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.text import StopStrings
 from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError

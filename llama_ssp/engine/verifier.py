@@ -14,9 +14,8 @@ from torch import Tensor
 
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.drafting.shared import BatchSplit
-from llama_ssp.sampling.ahead import verify_ahead
 from llama_ssp.sampling.context import Context
-from llama_ssp.sampling.rules import Draft, Rule, Verdict
+from llama_ssp.sampling.rules import Draft, Rule, Verdict, verify_ahead
 from llama_ssp.sampling.uniforms import Draws
 from llama_ssp.shapes import static_shape
 
@@ -102,7 +101,7 @@ class Verifier:
     def verify_ahead(
         self, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
     ) -> Decision:
-        """Examine what is in flight and the first token behind it; see `sampling.ahead`."""
+        """Examine what is in flight and the first token behind it; see `rules.verify_ahead`."""
         decision = None
         if self._decides:
             verdict, goes_on_B1 = verify_ahead(

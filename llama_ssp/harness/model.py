@@ -18,7 +18,7 @@ from llama_ssp import load
 from llama_ssp.config.checks import check_values
 from llama_ssp.continuation import decode_after
 from llama_ssp.distributed.gpu.devices import selected
-from llama_ssp.engine.scoring import ScoredText, log_likelihoods
+from llama_ssp.engine.likelihoods import ScoredText, log_likelihoods
 from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings

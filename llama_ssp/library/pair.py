@@ -23,8 +23,7 @@ from llama_ssp.distributed.gpu.devices import selected
 from llama_ssp.engine.completion import FinishReason, RowCompletion
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.engine.stops import StopStrings
-from llama_ssp.engine.stream import StreamerAdapter
+from llama_ssp.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.errors import ConfigError
 from llama_ssp.library.arguments import check_types, known_arguments
 from llama_ssp.library.words import in_library_words

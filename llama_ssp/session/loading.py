@@ -23,7 +23,7 @@ from llama_ssp.engine.executors import TracedPrefill, make_executor
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import Round
-from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.text import StopStrings
 from llama_ssp.engine.threads import ThreadChoice
 from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import NullRunner, Runner

@@ -21,7 +21,7 @@ from llama_ssp.distributed.result_queue import ResultQueue
 from llama_ssp.distributed.world import World
 from llama_ssp.engine.completion import RowCompletion, StopRequest
 from llama_ssp.engine.loop import Decoder, Update
-from llama_ssp.engine.stream import IncrementalText, Piece
+from llama_ssp.engine.text import IncrementalText, Piece
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.reports.folder import RunFolder

@@ -15,7 +15,7 @@ from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.config.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.distributed.comms import Comm
 from llama_ssp.distributed.failures import raise_on_all_ranks
-from llama_ssp.engine.draft_length import AdaptiveLength, RoundCosts
+from llama_ssp.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.overlap import OverlappedRound
 from llama_ssp.engine.round import DraftChoice

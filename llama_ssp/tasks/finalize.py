@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.config.drafters import draft_name
 from llama_ssp.config.registry import imported
 from llama_ssp.config.tasks import task_of
-from llama_ssp.engine.stream import IncrementalText
+from llama_ssp.engine.text import IncrementalText
 from llama_ssp.errors import ConfigError, FailedEvaluation
 from llama_ssp.reports.records import (
     SPECULATIVE,

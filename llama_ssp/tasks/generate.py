@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from llama_ssp.config.tasks import GenerateConfig, OutputFormat
-from llama_ssp.engine.stream import Piece
+from llama_ssp.engine.text import Piece
 from llama_ssp.reports.records import CompletionLine, LineKey
 from llama_ssp.session.jobs import PromptTask
 from llama_ssp.session.session import Session, Viewer

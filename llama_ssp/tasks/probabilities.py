@@ -29,9 +29,8 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.evaluation.martingales import TextSums
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.context import Context, Rows
+from llama_ssp.sampling.context import Context, Rows, penalty
 from llama_ssp.sampling.law import NUM_NEWEST, LawSums
-from llama_ssp.sampling.penalties import penalty
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import make_rule
 from llama_ssp.sampling.uniforms import PER_DRAW

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling import penalties, rules, uniforms
+from llama_ssp.sampling import context, rules, uniforms
 from llama_ssp.sampling.context import Context
 from llama_ssp.sampling.processors import draw
 from llama_ssp.sampling.rules import Draft, Verdict
@@ -81,14 +81,14 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in names:
             monkeypatch.setattr(rules, name, _OF_VERIFICATION[fault](getattr(rules, name)))
     elif fault == "forgetful penalty":
-        count = penalties.count_tokens
+        count = context.count_tokens
 
         def forgetful(context: Context, *, vocab_size: int) -> Tensor:
             """Of several scored positions all know what the first one knows."""
             first = context._replace(last_BT=context.last_BT[:, :1])
             return count(first, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
 
-        monkeypatch.setattr(penalties, "count_tokens", forgetful)
+        monkeypatch.setattr(context, "count_tokens", forgetful)
     elif fault == "key of the run":
         all_uniforms = uniforms.UniformTable.uniforms
 

@@ -13,7 +13,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.engine.loop import Decoder
 from llama_ssp.engine.state import Request
-from llama_ssp.engine.stops import StopStrings
+from llama_ssp.engine.text import StopStrings
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights import hub
 from tests.helpers.decoders import complete, make_decoder

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from llama_ssp.engine.stream import IncrementalText, Piece, StreamerAdapter
+from llama_ssp.engine.text import IncrementalText, Piece, StreamerAdapter
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
 TEXT = "def tête(n):\n\treturn '🙂🙂' + \"你好, wörld\"  # 👩‍👩‍👧 naïve\n"

@@ -18,7 +18,7 @@ import yaml
 from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp import plan as load_plan
 from llama_ssp.commands import command_line, plan
-from llama_ssp.commands.ranks.number import read_start
+from llama_ssp.commands.ranks.own import read_start
 from llama_ssp.config.compose import compose, to_run_config
 from llama_ssp.config.formats import BITSANDBYTES
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS

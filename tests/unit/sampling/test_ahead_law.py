@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.sampling.ahead import AheadVerdict, verify_ahead
 from llama_ssp.sampling.processors import processor
-from llama_ssp.sampling.rules import Draft, Rule, make_rule
+from llama_ssp.sampling.rules import AheadVerdict, Draft, Rule, make_rule, verify_ahead
 from llama_ssp.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.exact_law import _law, draw_law
 from tests.helpers.lanes import grid

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.sampling.context import Context, Rows
-from llama_ssp.sampling.penalties import count_tokens, penalty
+from llama_ssp.sampling.context import Context, Rows, count_tokens, penalty
 from llama_ssp.sampling.processors import processor
 from llama_ssp.sampling.rules import Rule, make_rule
 from tests.helpers.exact_law import exact_law

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llama_ssp.engine.draft_length import FixedLength
+from llama_ssp.engine.adaptive import FixedLength
 from llama_ssp.errors import ConfigError
 from llama_ssp.session.tuning import _read_waits, measure_pieces
 

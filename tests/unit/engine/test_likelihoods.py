@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine import scoring
-from llama_ssp.engine.scoring import ScoredText, TokenScores, log_likelihoods
+from llama_ssp.engine import likelihoods
+from llama_ssp.engine.likelihoods import ScoredText, TokenScores, log_likelihoods
 from llama_ssp.errors import NumericError
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import NullRunner, Runner
@@ -94,7 +94,7 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
         for length, num_given in ((30, 20), (14, 2), (29, 28))
     ]
     alone = [scores_of(PrefixRunner(), [text], batch_size=1, comm=Comm.single())[0] for text in texts]
-    monkeypatch.setattr(scoring, "_MOST_LOGITS", num_logits)
+    monkeypatch.setattr(likelihoods, "_MOST_LOGITS", num_logits)
     together = scores_of(PrefixRunner(), texts, batch_size=3, comm=Comm.single())
     for one, other in zip(alone, together, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)

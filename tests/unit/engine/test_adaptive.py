@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.engine.draft_length import PROBE_SHARE, AdaptiveLength, RoundCosts
+from llama_ssp.engine.adaptive import PROBE_SHARE, AdaptiveLength, RoundCosts
 from llama_ssp.engine.round import DraftChoice
 from llama_ssp.engine.state import Request
 from llama_ssp.sampling.rules import Rule
