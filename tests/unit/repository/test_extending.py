@@ -1,0 +1,210 @@
+"""A drafter with a model, a task, a storage format and a family of the package: the files that docs/extending.md names."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers.models import FAMILIES, build_checkpoint
+from tests.helpers.repository import ROOT
+
+CHECKPOINT = "CHECKPOINT"
+"""Stands for the folder of a tiny Helium checkpoint in the words of a run."""
+
+
+class Addition(NamedTuple):
+    """What somebody adds.
+
+    Attributes:
+        name: of the new thing, NAME on the page.
+        section: of the page.
+        files: text by path; it goes to the end of a file that exists.
+        words: a run that uses it.
+        found: what the run prints.
+    """
+
+    name: str
+    section: str
+    files: dict[str, str]
+    words: str
+    found: str
+
+
+DRAFTER = Addition(
+    name="patient",
+    section="drafter",
+    files={
+        "llama_ssp/drafting/patient.py": '''
+"""Drafts as the draft model does."""
+
+from llama_ssp.drafting.drafter import Drafter, DrafterParts
+from llama_ssp.drafting.model import ModelDrafter
+
+
+class PatientDrafter(ModelDrafter):
+    """The draft model itself."""
+
+
+def make(parts: DrafterParts) -> Drafter:
+    """Make the drafter of a rank."""
+    assert parts.runner
+    return PatientDrafter(
+        parts.runner, rule=parts.rule, num_draft_tokens=parts.num_draft_tokens, vocab_size=parts.vocab_size
+    )
+''',
+        "llama_ssp/config/drafters.py": """
+
+@dataclass(kw_only=True)
+class PatientConfig(ModelDraftConfig):
+    \"\"\"Nothing of its own.\"\"\"
+
+
+register(
+    DrafterRecord(name="patient", make="llama_ssp.drafting.patient:make", config=PatientConfig, has_model=True)
+)
+""",
+        "conf/draft/patient.yaml": """
+defaults:
+  - /schema/draft_patient@_here_
+  - /model@model: tiny-draft
+  - _self_
+kind: patient
+""",
+    },
+    words="draft=patient task=compare prompt=x max_new_tokens=8",
+    found=r"speculative\W",
+)
+TASK = Addition(
+    name="count",
+    section="task",
+    files={
+        "llama_ssp/tasks/count.py": '''
+"""Counts jobs."""
+
+
+def count(session, jobs):
+    """Print their number."""
+    session.terminal.line(f"{len(jobs)} jobs")
+''',
+        "llama_ssp/config/tasks.py": """
+
+@dataclass(kw_only=True)
+class CountConfig(TaskConfig):
+    \"\"\"Count jobs.\"\"\"
+
+    name: str = "count"
+    default_prompts: list[str] = field(default_factory=list)
+
+
+register(TaskSpec(config=CountConfig, run="llama_ssp.tasks.count:count"))
+""",
+        "conf/task/count.yaml": """
+defaults:
+  - /schema/count@_here_
+  - _self_
+default_prompts: [a, b]
+""",
+    },
+    words="task=count",
+    found="2 jobs",
+)
+FORMAT = Addition(
+    name="halves",
+    section="format",
+    files={
+        "llama_ssp/models/quantization/halves.py": '''
+"""Weights in bf16, whatever the number format of the model."""
+
+import torch
+
+from llama_ssp.kernels.linear import Linear
+
+
+class HalvesLinear(Linear):
+    """A layer whose weights are widened for each product."""
+
+    def __init__(self, weight_OI, bias_O):
+        self._weight_OI, self._bias_O = weight_OI.bfloat16(), bias_O
+
+    def __call__(self, x_MI):
+        """See `Linear`."""
+        return torch.nn.functional.linear(x_MI, self._weight_OI.to(x_MI.dtype), self._bias_O)
+
+    def add(self, x_MI, residual_MO):
+        """See `Linear`."""
+        return self(x_MI) + residual_MO
+''',
+        "llama_ssp/config/formats.py": """
+register(
+    StorageFormat(
+        name="halves",
+        kernel="llama_ssp.models.quantization.halves:HalvesLinear",
+        matrix_bytes=lambda num_weights, value_bytes: 2 * num_weights,  # noqa: ARG005
+    )
+)
+""",
+    },
+    words="task=generate prompt=x max_new_tokens=4 model.quantization=halves draft.model.quantization=halves",
+    found=r"\w",
+)
+FAMILY = Addition(
+    name="helium",
+    section="family",
+    files={
+        "llama_ssp/architectures/helium.py": '''
+"""Helium: the parameters of a Llama, rotated in pairs of neighbours."""
+
+from llama_ssp.architectures.family import Family
+from llama_ssp.architectures.gated import gated
+
+FAMILY = Family(model_type="helium", parameters=gated)
+''',
+    },
+    words=f"model=local model.path={CHECKPOINT} draft=none task=generate prompt=x max_new_tokens=4 sampling=greedy",
+    found=r"\w",
+)
+
+
+def _copy(folder: Path) -> Path:
+    """A copy of what an installation runs."""
+    skip = shutil.ignore_patterns("__pycache__")
+    for name in ("llama_ssp", "conf", "launch"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def _run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "launch/run.py", f"run_dir={copy / 'run'}", *words]
+    return subprocess.run(
+        command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("added", [DRAFTER, TASK, FORMAT, FAMILY], ids=lambda added: added.section)
+def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_path: Path) -> None:
+    copy = _copy(tmp_path / "copy")
+    page = (ROOT / "docs" / "extending.md").read_text()
+    section = re.split(r"^## ", page.partition(f"<!-- extend: {added.section} -->")[2], flags=re.MULTILINE)[0]
+    checkpoint = str(tmp_path / "checkpoint")
+    if CHECKPOINT in added.words:
+        build_checkpoint(Path(checkpoint), "helium", **FAMILIES["llama"], head_dim=8)
+        shutil.copy(ROOT / "llama_ssp/shipped/tiny/tokenizer.json", checkpoint)
+    words = added.words.replace(CHECKPOINT, checkpoint).split()
+    assert _run(copy, *words).returncode == 2, "it is there already"
+    for path, text in added.files.items():
+        assert path.replace(f"{added.name}.", "NAME.") in section, f"{path}: the page does not name it"
+        with (copy / path).open("a") as file:
+            file.write(text.lstrip("\n") if not (copy / path).stat().st_size else text)
+    ended = _run(copy, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(added.found, ended.stdout)
+    planned = _run(copy, "dry_run=true", *words)
+    assert planned.returncode == 0, planned.stderr
