@@ -1,4 +1,4 @@
-"""A drafter with a model, a task, a storage format and a family of the package: the files that docs/extending.md names."""
+"""A new drafter, task, storage format or family of the package touches the files that docs/extending.md names."""
 
 import os
 import re
