@@ -404,7 +404,7 @@ _REMEDY = "run the same command with the same run_dir to resume"
 
 @dataclass(kw_only=True)
 class Phase:
-    """What a run is doing, for messages: a verb such as "loading", and the setting of its timeout with the value."""
+    """The phase of a run, for messages: a verb such as "loading", and the setting of its timeout with the value."""
 
     doing: str
     limit: str

@@ -1,1 +1,1 @@
-"""What proposes tokens, and on which ranks."""
+"""Drafters, and the ranks that draft."""

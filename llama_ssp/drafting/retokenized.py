@@ -60,7 +60,7 @@ class RetokenizedDrafter(HostTimed):
         self._comm = self.comm or Comm.single()
         self._into_draft = self.tokenizers.into_draft(size=self.runner.vocab_size)
         self._cached: list[list[int]] = []
-        self._settled: list[tuple[int, list[int]]] = []
+        self._kept: list[tuple[int, list[int]]] = []
         self._num_slots = 0
 
     @property
@@ -79,14 +79,14 @@ class RetokenizedDrafter(HostTimed):
         self.runner.allocate(batch_size=batch_size, capacity=self._num_slots)
         self._buckets = Buckets(step=self._num_slots, num_slots=self._num_slots)  # until prompts come: warm rounds read
         self._cached = [[] for _ in range(batch_size)]
-        self._settled = [(0, list[int]()) for _ in range(batch_size)]
+        self._kept = [(0, list[int]()) for _ in range(batch_size)]
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts in the draft's own tokens."""
         self._buckets = Buckets(step=buckets.step, num_slots=self._num_slots)
         texts = zip(rows, self._comm.read(prompts.tokens_RS).tolist(), prompts.lengths, strict=True)
         for row in rows:
-            self._settled[row] = 0, []
+            self._kept[row] = 0, []
         self._read({row: self._own_ids(row, ids[:length]) for row, ids, length in texts})
 
     def propose(
@@ -121,16 +121,16 @@ class RetokenizedDrafter(HostTimed):
     def _own_ids(self, row: int, ids: list[int]) -> list[int]:
         """A row's text in the draft's tokens, without its beginning if it is too long.
 
-        The ids of all but the last tokens are settled from time to time, so that a round encodes a bounded text.
+        The ids of all but the last tokens are kept from time to time, so that a round encodes a bounded text.
         """
-        num_settled, settled = self._settled[row]
-        if num_settled > len(ids):  # a vacated row
-            num_settled, settled = 0, []
-        if len(ids) - num_settled >= 2 * _WINDOW:
-            settled = settled + self._own_ids_from(ids[:-_WINDOW], num_settled)
-            num_settled = len(ids) - _WINDOW
-            self._settled[row] = num_settled, settled
-        own = settled + self._own_ids_from(ids, num_settled)
+        num_kept, kept = self._kept[row]
+        if num_kept > len(ids):  # a vacated row
+            num_kept, kept = 0, []
+        if len(ids) - num_kept >= 2 * _WINDOW:
+            kept = kept + self._own_ids_from(ids[:-_WINDOW], num_kept)
+            num_kept = len(ids) - _WINDOW
+            self._kept[row] = num_kept, kept
+        own = kept + self._own_ids_from(ids, num_kept)
         excess = len(own) - (self._num_slots - self.num_draft_tokens - 1)
         step = max(self._num_slots // _CUT, 1)
         return own[-(-excess // step) * step :] if excess > 0 else own

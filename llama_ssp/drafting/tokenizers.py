@@ -23,7 +23,7 @@ from llama_ssp.architectures.sizes import MOST_PIECES
 from llama_ssp.continuation import INCOMPLETE, TextAfter
 
 Meaning = bytes | str
-"""What a token adds to a text; for a special token, which adds nothing, its name."""
+"""The bytes that a token adds to a text; for a special token, which adds nothing, its name."""
 
 _END = "end of sequence"
 _SPACE = "▁"
@@ -94,7 +94,7 @@ def _ids_by_meaning(meanings: Mapping[int, Meaning], *, size: int) -> dict[Meani
 
 
 def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
-    """What each token of a tokenizer means, by id."""
+    """The meaning of each token of a tokenizer, by id."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
     kind = _Kind.of(tokenizer)
     found: dict[int, Meaning] = {}
@@ -130,7 +130,7 @@ class _Kind:
         return cls(is_byte_level="ByteLevel" in names, marks_spaces=replaces or "Metaspace" in names)
 
     def meaning(self, text: str) -> bytes:
-        """What a token that is written so adds to a text."""
+        """Return the meaning of a token from the way it is written."""
         if self.is_byte_level:
             letters = _byte_of_letter()
             known = [letters[letter] for letter in text if letter in letters]

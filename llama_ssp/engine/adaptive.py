@@ -129,7 +129,7 @@ class AdaptiveLength:
             self._plans.clear()
 
     def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
-        """What gains most and what to probe; the same until a drafted round was observed or more was skipped."""
+        """The choice that gains most and the one to probe; the same until a drafted round was observed or more was skipped."""
         chunks = (*map(num_chunks, num_skipped),)
         if (plan := self._plans.get(chunks)) is None:
             plan = self._plans[chunks] = self._plan_of(chunks)
@@ -158,7 +158,7 @@ class _Plan(NamedTuple):
 
 
 class _Source:
-    """What the drafts of one drafter gain.
+    """The gains of one drafter.
 
     Args:
         costs: of its choices.

@@ -110,7 +110,7 @@ class BatchState(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """What drafters and rules see of the batch."""
+        """The part of the batch that drafters and rules see."""
         return Rows(self.tokens_BS, self.lengths_B, self.keys_B)
 
     @property

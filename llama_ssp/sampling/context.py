@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What precedes each scored position.
+    """The tokens before each scored position.
 
     Tokens and keys are those of `Rows`. The last token before each scored position stands at `last_BT` (B, T), which
     grows by 1 along T.

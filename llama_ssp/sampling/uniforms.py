@@ -39,7 +39,7 @@ PER_DRAW = 2
 
 
 class Purpose(IntEnum):
-    """What a uniform is used for; each purpose has its own counters."""
+    """The use of a uniform; each purpose has its own counters."""
 
     draft = 0
     accept = 1
@@ -87,7 +87,7 @@ def row_key(*, seed: int, prompt: int, sample_index: int) -> int:
 
 
 def _mixed(bits: int) -> int:
-    """What `_mix_` makes of the low 64 bits, unsigned."""
+    """`_mix_` of the low 64 bits, unsigned."""
     bits %= 1 << 64
     for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
         bits = (bits ^ (bits >> shift)) * factor % (1 << 64)

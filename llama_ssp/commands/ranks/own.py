@@ -35,7 +35,7 @@ _ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "dev
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the words of a command line say of ranks.
+    """The ranks that a command line asks for.
 
     Attributes:
         words: the others.

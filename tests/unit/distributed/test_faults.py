@@ -21,7 +21,7 @@ RESUME = "run the same command with the same run_dir to resume"
 
 @dataclass(kw_only=True)
 class Others(ControlChannel):
-    """What the other ranks would say."""
+    """The other ranks' answers."""
 
     size: int = 3
     rank: int = 1
