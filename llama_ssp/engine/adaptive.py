@@ -129,7 +129,7 @@ class AdaptiveLength:
             self._plans.clear()
 
     def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
-        """The choice that gains most and the one to probe; the same until a drafted round was observed or more was skipped."""
+        """The best choice and the one to probe, until a drafted round was observed or more was skipped."""
         chunks = (*map(num_chunks, num_skipped),)
         if (plan := self._plans.get(chunks)) is None:
             plan = self._plans[chunks] = self._plan_of(chunks)
