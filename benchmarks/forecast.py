@@ -53,9 +53,8 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.acceptance import implied_acceptance
-from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.spec import PlannedModel, PlanSpec
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, read_config
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.tasks.dry_run import forecast

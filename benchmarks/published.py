@@ -17,7 +17,7 @@ from llama_ssp.config.drafters import Matching
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.schema import DraftLayout, TargetKind
-from llama_ssp.planning.acceptance import Point, expected, implied_acceptance, points, tokens_per_round
+from llama_ssp.planning.acceptance import KnownPoint, expected, implied_acceptance, points, tokens_per_round
 from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
@@ -108,7 +108,7 @@ PAIRS = (
 )
 
 
-def points_by_row() -> dict[str, Point]:
+def points_by_row() -> dict[str, KnownPoint]:
     """The points of conf/acceptance.yaml that have a row in the page."""
     return {point.row: point for point in points() if point.row}
 

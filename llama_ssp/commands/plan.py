@@ -20,9 +20,8 @@ from llama_ssp.config import folders, plan
 from llama_ssp.config.compose import compose, to_dataclasses
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.registry import load_plugins
-from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.comparisons import show_comparison, show_search
-from llama_ssp.tasks.dry_run import plan_job, show_plan, with_hub_sizes
+from llama_ssp.planning.spec import job_of_plan
+from llama_ssp.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
 
 
 def read_settings(settings: list[str]) -> plan.PlanConfig:
@@ -43,19 +42,12 @@ def _show(given: argparse.Namespace) -> None:
     load_plugins()
     folders.use(given.config_dir)
     config = read_settings(given.settings)
-    config.model = with_hub_sizes(config.model, any_family=True)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
-    settle_models(config)
-    plan.check(config)
+    resolve(config)
     machine, names = hardware.build(config.hardware), machines.compared(given.settings)
     if names or config.compares:
         machines.check_placement(given.settings)
         show_comparison(config, machines.load(names, given.settings) if names else [machine])
-        return
-    job = make_job(config, machine)
-    if config.search:
-        show_search(job, machine, config.format, figure=config.figure)
+    elif config.search:
+        show_search(job_of_plan(config, machine), machine, config.format, figure=config.figure)
     else:
-        auto_ranks = machine.num_ranks if config.placement.auto else None
-        chosen = plan_job(job, machine, auto_ranks=auto_ranks, divides=True)
-        show_plan(chosen, config.format, figure=config.figure)
+        show_plan(plan_on(config, machine), config.format, figure=config.figure)

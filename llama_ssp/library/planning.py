@@ -10,7 +10,7 @@ from llama_ssp.config.drafters import DraftTokenizer, Matching
 from llama_ssp.config.machines import hardware as machines
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware
-from llama_ssp.config.plan import Objective, PlanConfig, PlannedSampling, check
+from llama_ssp.config.plan import Objective, PlanConfig, PlannedSampling
 from llama_ssp.config.registry import load_plugins
 from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig, TextKind
 from llama_ssp.errors import ConfigError, unknown_name
@@ -26,8 +26,7 @@ from llama_ssp.library.arguments import (
 from llama_ssp.library.words import in_library_words
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.search import MachineChoice, compare
-from llama_ssp.planning.spec import make_job, settle_models
-from llama_ssp.tasks.dry_run import plan_job, with_hub_sizes
+from llama_ssp.tasks.dry_run import plan_on, resolve
 
 _AUTO = "auto"
 
@@ -93,9 +92,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
             matching=matching, text=text,
         )  # fmt: skip
         config.placement = _placement(placement)
-        _settle(config)
-        auto_ranks = machine.num_ranks if config.placement.auto else None
-        return plan_job(make_job(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+        resolve(config)
+        return plan_on(config, machine)
 
 
 @known_arguments
@@ -170,7 +168,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         config.objective = member(Objective, "objective", objective)
         for name in ("prices", "search", "max_price", "max_ms_per_token"):
             setattr(config, name, read[name])
-        _settle(config)
+        resolve(config)
         return compare(config, compared)
 
 
@@ -194,14 +192,6 @@ def _config(
         ),
         **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
     )  # fmt: skip
-
-
-def _settle(config: PlanConfig) -> None:
-    """Fill in the shapes of the models, and check the config; raises as `plan`."""
-    config.model = with_hub_sizes(config.model, any_family=True)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
-    settle_models(config)
-    check(config)
 
 
 def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:

@@ -92,7 +92,7 @@ _LIKE_NOTHING = Acceptance(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class KnownPoint:
     """One figure of a known pair.
 
     Attributes:
@@ -181,8 +181,8 @@ def nearest(pair: DraftedPair) -> Acceptance:
     )  # fmt: skip
 
 
-def _nearest_points(pair: DraftedPair) -> list[Point]:
-    others: dict[tuple[str, str], list[Point]] = {}
+def _nearest_points(pair: DraftedPair) -> list[KnownPoint]:
+    others: dict[tuple[str, str], list[KnownPoint]] = {}
     for point in points():
         if point.is_known and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
             others.setdefault((point.pair.target, point.pair.draft), []).append(point)
@@ -206,7 +206,7 @@ def _distance_of_draws(one: DraftedPair, other: DraftedPair) -> float:
 
 
 @cache
-def points() -> tuple[Point, ...]:
+def points() -> tuple[KnownPoint, ...]:
     """All points of conf/acceptance.yaml, by pair."""
     found = []
     for entry in folders.read(folders.conf_dir() / POINTS)["pairs"]:
@@ -218,7 +218,7 @@ def points() -> tuple[Point, ...]:
                 temperature=point["temperature"], text=TextKind[point["text"]], rule=point.get("rule", DEFAULT),
             )  # fmt: skip
             found.append(
-                Point(
+                KnownPoint(
                     pair=pair, num_draft_tokens=point["K"], tokens_per_round=point["tokens_per_round"],
                     source=point["source"], row=point.get("row"), is_known=point.get("k_is_published", True),
                 )

@@ -13,7 +13,6 @@ from llama_ssp.errors import CapacityError
 from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer
-from llama_ssp.planning.config_file import notes_on_families
 from llama_ssp.planning.memory import (
     RankMemoryPlan,
     kv_bytes_per_token,
@@ -24,7 +23,7 @@ from llama_ssp.planning.memory import (
     waiting_bytes,
 )
 from llama_ssp.planning.roofline import ForwardTime
-from llama_ssp.planning.spec import PlannedModel, PlanSpec
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families
 from llama_ssp.planning.timing import Timing, round_messages, timing
 from llama_ssp.words import rounded
 

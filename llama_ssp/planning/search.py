@@ -23,7 +23,6 @@ from llama_ssp.config.plan import Objective, PlanConfig
 from llama_ssp.config.schema import DraftLayout, ModelConfig, PlacementConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.advice import has_its_own_number
-from llama_ssp.planning.config_file import notes_on_families
 from llama_ssp.planning.layouts import (
     by_length,
     layouts,
@@ -33,7 +32,7 @@ from llama_ssp.planning.layouts import (
     placement_settings,
 )
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, make_job, planned_model
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, job_of_plan, notes_on_families, planned_model
 from llama_ssp.planning.timing import Timing, timing
 
 GIB = 2**30
@@ -428,7 +427,7 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     With search=true, for every storage format of the target, and with further drafts.
     """
     alone = replace(machine, num_gpus=1, num_nodes=1)
-    asked = make_job(replace(config, placement=PlacementConfig()), alone)
+    asked = job_of_plan(replace(config, placement=PlacementConfig()), alone)
     plain = replace(asked, draft=None, free_draft=None, matching=None, draft_ranks=())
     if not config.search:
         return [asked, plain] if asked.drafts else [plain]

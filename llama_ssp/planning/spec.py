@@ -1,10 +1,17 @@
-"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
+"""The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes.
 
+Sizes of a model that the catalogue lacks are read from its config.json, without the library that wrote it. A plan knows
+more families than the engine runs: any dense decoder whose sizes the file has is planned as a Llama of these sizes. A
+run needs a family of `architectures`.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import families, family_of, record_of
 from llama_ssp.architectures.sizes import (
     ENGINE_KERNELS,
     MOST_PIECES,
@@ -18,6 +25,7 @@ from llama_ssp.config.folders import read_path
 from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.machines.hardware import HardwareConfig
+from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder
 from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules import AT_ZERO, DEFAULT
 from llama_ssp.config.schema import (
@@ -26,13 +34,12 @@ from llama_ssp.config.schema import (
     ModelConfig,
     ModelShape,
     Offload,
+    RunConfig,
     TargetKind,
-    TargetPlacement,
     TextKind,
     WholeParts,
 )
-from llama_ssp.errors import ConfigError
-from llama_ssp.planning.config_file import read_config
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
@@ -196,24 +203,40 @@ class PlanSpec:
         return self.num_draft_tokens + 1 if self.drafts else 1
 
 
-def settle_models(config: PlanConfig) -> None:
+def resolve_shapes(config: PlanConfig) -> None:
     """Fill in the shape and the stored number format of models that have only a folder, of any family.
 
     Raises as `planned_model`.
     """
     for model in (config.model, config.draft.model):
         if model is not None:
-            settled = planned_model(model, device="cpu", any_family=True)
-            model.shape, model.stored_dtype = settled.shape, settled.stored
+            resolved = planned_model(model, device="cpu", any_family=True)
+            model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
 
-def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
-    """Resolve a checked config; raises as `planned_model`."""
-    draft = planned_model(config.draft.model, device=hardware.device) if config.draft.model else None
-    placement = config.placement
-    layout = lay_out_replica(placement, world_size=hardware.num_ranks, has_draft=draft is not None)
+def make_job(
+    config: PlanConfig | RunConfig, *, world_size: int, num_gpus: int, device: str, prompt_tokens: int
+) -> PlanSpec:
+    """Resolve a checked config of a plan or of a run, for nodes of `num_gpus`; raises as `planned_model`.
+
+    A layer-wise target also uses GPUs of its node that no rank has.
+    """
+    draft = planned_model(config.draft.model, device=device) if config.draft.model else None
+    placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
+    layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
+    first = layout.target_ranks[0] // num_gpus * num_gpus
+    is_layer_wise, rule = placement.target.kind is TargetKind.accelerate, DEFAULT
+    if isinstance(config, RunConfig):
+        rule = config.verification.rule
     return PlanSpec(
-        **target_fields(config.model, placement.target, layout, num_gpus=hardware.num_gpus, device=hardware.device),
+        target=replace(
+            planned_model(config.model, device=device), by_library=placement.target.kind is not TargetKind.tensor
+        ),
+        target_kind=placement.target.kind,
+        target_ranks=layout.target_ranks,
+        spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
+        offload=placement.target.offload,
+        max_device_bytes=max_device_bytes(placement.target),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
         matching=matching_of(config.draft),
@@ -221,39 +244,28 @@ def make_job(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
         draft_ranks=layout.draft_ranks,
         draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas,
-        num_draft_tokens=config.speculation.most_draft_tokens,
-        adapts=config.speculation.adapts,
-        overlap=config.speculation.overlap,
-        acceptance=config.speculation.acceptance,
-        temperature=config.sampling.temperature,
-        text=config.speculation.text,
-        rule=DEFAULT if config.sampling.temperature > 0 else AT_ZERO,
+        num_draft_tokens=speculation.most_draft_tokens,
+        adapts=speculation.adapts,
+        overlap=speculation.overlap,
+        acceptance=speculation.acceptance,
+        temperature=temperature,
+        text=speculation.text,
+        rule=rule if temperature > 0 else AT_ZERO,
+        counts_tokens=isinstance(config, RunConfig) and config.sampling.penalizes,
         batch_size=config.batch_size,
-        prompt_tokens=config.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and hardware.device == "cuda" and may_capture(placement.target),
-        device=hardware.device,
+        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
+        device=device,
     )
 
 
-def target_fields(
-    model: ModelConfig, target: TargetPlacement, layout: Layout, *, num_gpus: int, device: str
-) -> dict[str, Any]:
-    """The fields of a `PlanSpec` that describe the target.
-
-    A layer-wise target also uses GPUs of its node (`num_gpus` per node) that no rank has. Raises as `planned_model`.
-    """
-    is_layer_wise = target.kind is TargetKind.accelerate
-    first = layout.target_ranks[0] // num_gpus * num_gpus
-    spare = [gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks]
-    return {
-        "target": replace(planned_model(model, device=device), by_library=target.kind is not TargetKind.tensor),
-        "target_kind": target.kind,
-        "target_ranks": layout.target_ranks,
-        "spare_devices": tuple(spare),
-        "offload": target.offload,
-        "max_device_bytes": max_device_bytes(target),
-    }
+def job_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
+    """The job of `llama-ssp plan` on all ranks of a machine; raises as `make_job`."""
+    return make_job(
+        config, world_size=hardware.num_ranks, num_gpus=hardware.num_gpus, device=hardware.device,
+        prompt_tokens=config.prompt_tokens,
+    )  # fmt: skip
 
 
 def number_format(model: ModelConfig, *, device: str) -> Dtype:
@@ -296,3 +308,97 @@ def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) 
         stored=model.stored_dtype,
         quantized_dtype=_quantized_number_format(model),
     )
+
+
+_ALIASES = {
+    "num_hidden_layers": ("num_layers", "n_layer"),
+    "num_attention_heads": ("num_heads", "n_head"),
+    "hidden_size": ("n_embd",),
+}
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+_OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
+"""Sizes that must be in the file of a family that the engine runs, and in that of any other."""
+_ALL_SIZES = (*_OF_RUNS, "intermediate_size", "num_key_value_heads", "head_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Endings of the library's classes that continue a text."""
+_UNSAID_POSITIONS = 2**17
+"""Context of a model whose file names no limit."""
+
+
+def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, Dtype]:
+    """Read the sizes and the number format of a checkpoint from its config.json.
+
+    With `any_family`, families that the engine does not run are read too. A file that is missing, not
+    JSON, or without a size raises CheckpointError, a family that is not read PlacementError.
+    """
+    file = folder / CONFIG_FILE
+    content: Mapping[str, Any] = read_json(file)
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise _incomplete(file, "model_type")
+    family = record_of(model_type) if any_family else family_of(model_type)
+    required = _OF_RUNS
+    if model_type not in families():
+        content, required = _of_text(model_type, content), _OF_PLANS
+    sizes = {key: size for key in _ALL_SIZES if (size := _size(content, key))}
+    if missing := [key for key in required if key not in sizes]:
+        raise _incomplete(file, ", ".join(missing))
+    num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+    unsaid = {
+        "num_key_value_heads": num_heads,
+        "head_dim": width // num_heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": _UNSAID_POSITIONS,
+    }
+    is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
+    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes)
+    if shape.head_dim < 1:
+        wanted = f"at least the {num_heads} of num_attention_heads is required"
+        raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
+    stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
+    return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
+
+
+def check_family(folder: Path) -> None:
+    """Raise PlacementError if the engine does not run the family of a checkpoint; reads its config.json alone.
+
+    Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
+    """
+    require_folder(folder)
+    model_type = read_json(folder / CONFIG_FILE).get("model_type")
+    if isinstance(model_type, str):
+        family_of(model_type)
+
+
+def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
+    """Say which models the engine does not run, so that their plan is that of a Llama of the same sizes."""
+    for model in models:
+        if model.shape and model.shape.model_type not in families():
+            yield (
+                f"the engine does not run {model.shape.model_type} models: {model.name} is planned as a Llama of its "
+                "sizes, and bytes and times are estimates"
+            )
+
+
+def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no dense decoder."""
+    text = content.get("text_config")
+    part = {**content, **text} if isinstance(text, dict) else content
+    if any(isinstance(part.get(key), int) and part[key] > 1 for key in _EXPERTS):
+        raise PlacementError(f"{model_type} models have experts, whose sizes no plan knows: a dense model is required")
+    classes = content.get("architectures") or []
+    if content.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
+        named = f" ({', '.join(classes)})" if classes else ""
+        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
+    return part
+
+
+def _size(content: Mapping[str, Any], key: str) -> int | None:
+    """A size by its name, or by another one that some families have for it; None if the file lacks it."""
+    names = (key, *_ALIASES.get(key, ()))
+    return next((content[name] for name in names if type(content.get(name)) is int and content[name] > 0), None)
+
+
+def _incomplete(file: Path, missing: str) -> CheckpointError:
+    return CheckpointError(f"{file} lacks {missing}: a config.json as save_pretrained writes it is required")

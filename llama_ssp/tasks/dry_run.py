@@ -1,6 +1,6 @@
 """Plans as a task: for a described machine, or for the job that a run is about to start. Never imports torch.
 
-`planning` computes plans; `reports` prints and draws them.
+`planning` computes plans, searches and comparisons of machines; `reports.plan_tables` and `plan_figures` show them.
 """
 
 import json
@@ -10,21 +10,26 @@ from pathlib import Path
 from statistics import fmean
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.config.drafters import draft_name, matching_of
 from llama_ssp.config.folders import read_path
-from llama_ssp.config.layout import lay_out_replica, may_capture
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.rules import AT_ZERO
+from llama_ssp.config.plan import PlanConfig, PlanFormat, check
 from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
 from llama_ssp.config.tasks import task_of
-from llama_ssp.errors import ConfigError, one_message
-from llama_ssp.planning.config_file import check_family, read_config
-from llama_ssp.planning.layouts import AutoPlacement, choose_placement
-from llama_ssp.planning.plan import Plan, document, make_plan, require_room
-from llama_ssp.planning.spec import PlanSpec, number_format, planned_model, target_fields
+from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.planning.layouts import AutoPlacement, choose_placement, notes_on_guesses
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
+from llama_ssp.planning.search import compare, comparison_document, nothing_left, search, search_document
+from llama_ssp.planning.spec import (
+    PlanSpec,
+    check_family,
+    job_of_plan,
+    make_job,
+    number_format,
+    read_config,
+    resolve_shapes,
+)
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.session.prompts import STANDARD_INPUT, Prompt, read_prompts
@@ -66,6 +71,48 @@ def show_plan(
     require_room(plan, words=words)
 
 
+def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
+    check_figure(figure)
+    choices = search_document(search(job, machine))
+    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
+    if form is PlanFormat.json:
+        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.plan_tables import print_search  # noqa: PLC0415 - JSON needs no rich
+
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine), notes=notes)
+    if figure:
+        from llama_ssp.reports.plan_figures import draw_search  # noqa: PLC0415 - only figures need matplotlib
+
+        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
+
+
+def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+    """Print what a job needs on each machine, the best first, and draw it.
+
+    Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
+    """
+    check_figure(config.figure)
+    choices = compare(config, machines)
+    left = {choice.machine for choice in choices if choice.reason is None}
+    used = [machine for machine in machines if machine.name in left] or machines
+    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, used)))}
+    if config.format is PlanFormat.json:
+        print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.plan_tables import print_machines  # noqa: PLC0415 - JSON needs no rich
+
+        print_machines(content)
+    if config.figure:
+        from llama_ssp.reports.plan_figures import draw_machines  # noqa: PLC0415 - as above
+
+        draw_machines(content, Path(config.figure))
+    if problem := nothing_left(choices):
+        raise CapacityError(problem)
+
+
 def check_figure(figure: str | None) -> None:
     """Raise ConfigError if the folder of a figure does not exist."""
     if figure and not Path(figure).parent.is_dir():
@@ -91,6 +138,20 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     job, machine = job_ahead(config, world_size=world_size)
     plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
+
+
+def resolve(config: PlanConfig) -> None:
+    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
+    config.model = with_hub_sizes(config.model, any_family=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
+    resolve_shapes(config)
+    check(config)
+
+
+def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
+    """Plan a resolved config on a machine, with `placement=auto` on all its ranks."""
+    auto_ranks = machine.num_ranks if config.placement.auto else None
+    return plan_job(job_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
 
 
 def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConfig:
@@ -235,28 +296,20 @@ def job_of_run(
     """Describe a run to the planner, with the longest prompt's tokens and a node's GPUs (None: one per rank)."""
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
-    placement = config.placement
-    target, drafting, acceptance = config.model, config.draft.model, config.speculation.acceptance
     if config.weights is WeightsKind.synthetic:
-        target, drafting = _synthesized(target, device=device), drafting and _synthesized(drafting, device=device)
+        draft = config.draft.model and _synthesized(config.draft.model, device=device)
+        acceptance = config.speculation.acceptance
         acceptance = config.synthetic.agreement if acceptance is None else acceptance
-    for model in (target, drafting):
+        config = replace(
+            config, model=_synthesized(config.model, device=device), draft=replace(config.draft, model=draft),
+            speculation=replace(config.speculation, acceptance=acceptance),
+        )  # fmt: skip
+    for model in (config.model, config.draft.model):
         if model and model.shape:
             family_of(model.shape.model_type)  # a plan alone takes others too
-    draft = planned_model(drafting, device=device) if drafting else None
-    layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
-    return PlanSpec(
-        **target_fields(target, placement.target, layout, num_gpus=num_gpus or world_size, device=device),
-        draft=draft, free_draft=None if draft else draft_name(config.draft), matching=matching_of(config.draft),
-        draft_kind=layout.draft_kind, draft_ranks=layout.draft_ranks, draft_whole=placement.draft.whole,
-        num_replicas=placement.num_replicas, num_draft_tokens=config.speculation.most_draft_tokens,
-        adapts=config.speculation.adapts, overlap=config.speculation.overlap, acceptance=acceptance,
-        temperature=config.sampling.temperature, text=config.speculation.text,
-        rule=config.verification.rule if config.sampling.temperature > 0 else AT_ZERO,
-        counts_tokens=config.sampling.penalizes,
-        batch_size=config.batch_size, prompt_tokens=prompt_tokens, max_new_tokens=config.max_new_tokens,
-        cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target), device=device,
-    )  # fmt: skip
+    return make_job(
+        config, world_size=world_size, num_gpus=num_gpus or world_size, device=device, prompt_tokens=prompt_tokens
+    )
 
 
 def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:

@@ -40,7 +40,7 @@ def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_
     names = {row["machine"] for row in found["machines"]}
     assert names == set(hardware.names())
     assert "mybox" in names
-    assert found["plan_version"] == 2
+    assert found["plan_version"] == 3
     assert [row["rank"] for row in found["machines"]] == list(range(1, len(found["machines"]) + 1))
 
 

@@ -14,15 +14,15 @@ from llama_ssp.config.machines import hardware
 from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.spec import make_job, settle_models
+from llama_ssp.planning.spec import job_of_plan, resolve_shapes
 from llama_ssp.weights import hub
 
 
 def by_command(*settings: str) -> dict[str, Any]:
     config = read_settings([*settings])
-    settle_models(config)
+    resolve_shapes(config)
     machine = hardware.build(config.hardware)
-    return document(make_plan(make_job(config, machine), machine))
+    return document(make_plan(job_of_plan(config, machine), machine))
 
 
 @pytest.mark.parametrize(

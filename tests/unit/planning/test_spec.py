@@ -25,9 +25,8 @@ from llama_ssp.config.schema import (
     TargetPlacement,
 )
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.planning.config_file import read_config
 from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import PlanSpec, make_job, planned_model
+from llama_ssp.planning.spec import PlanSpec, job_of_plan, planned_model, read_config
 from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")
@@ -40,7 +39,7 @@ def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig
         hardware={},
         placement=PlacementConfig(target=target, draft=draft),
     )
-    return make_job(config, machine)
+    return job_of_plan(config, machine)
 
 
 @pytest.mark.parametrize(
