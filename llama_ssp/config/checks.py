@@ -18,7 +18,7 @@ from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats import problem_of
 from llama_ssp.config.rules import at_every_temperature, rule_of, rules
 from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
-from llama_ssp.config.tasks import NoEffect, default_of, task_of
+from llama_ssp.config.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
 _NEVER_IGNORED = {"dry_run"}
@@ -112,6 +112,15 @@ _RANGES = (
     _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     _Range("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
     _Range("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
+    _Range("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
+    _Range("task.repetitions", lambda n: n >= 1, "at least 1"),
+    _Range(
+        "task.num_prompts",
+        lambda n: 1 <= n <= MOST_PROMPTS,
+        f"at least 1 and at most {MOST_PROMPTS}, for example 1000",
+    ),
+    _Range("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
+    _Range("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or null for the number format's own"),
 )
 
 

@@ -213,8 +213,6 @@ class LatencyConfig(TaskConfig):
 def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
     task = config.task
     assert isinstance(task, LatencyConfig)
-    if task.num_warmup < 0:
-        yield f"task.num_warmup={task.num_warmup} must be 0 or more prompts"
     nameless = [f"{key}={LOCAL}" for key, model in _models(config) if model.name == LOCAL]
     if task.store and nameless and not _has_nothing_to_store(config):
         yield (
@@ -283,8 +281,6 @@ def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iter
         values = getattr(task, name)
         if not values or min(values) < 1:
             yield f"task.{name}={values} must be a list of numbers of at least 1, for example [1,4]"
-    if task.repetitions < 1:
-        yield f"task.repetitions={task.repetitions} must be at least 1"
     if config.prompts == "-":
         yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
     if config.placement.num_replicas > 1:
@@ -380,12 +376,6 @@ def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
 def _problems_of_evaluate(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
     task = config.task
     assert isinstance(task, EvaluateConfig)
-    if not 1 <= task.num_prompts <= MOST_PROMPTS:
-        yield f"task.num_prompts={task.num_prompts} must be at least 1 and at most {MOST_PROMPTS}, for example 1000"
-    if not 0 < task.margin < 1:
-        yield f"task.margin={task.margin} must be a difference of two rates, between 0 and 1, for example 0.1"
-    if task.near_tie is not None and not 0 <= task.near_tie < float("inf"):
-        yield f"task.near_tie={task.near_tie} must be 0 or more nats, or null for the number format's own"
     if config.prompts == "-":
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
     if problem := SUITES.problem_of(task.suite):
