@@ -82,7 +82,7 @@ def test_a_round_has_two_messages_and_the_probabilities_between_two_ranks(
         sends = setting.rule != "coupled" and rank in {0, num_target}
         for piece in {"exchange", "exchange alone"} & {*setting.pieces}:
             assert nodes[piece].count("nccl") == 1 + sends
-        assert nodes["settle"].count("nccl") == 1
+        assert nodes["verify"].count("nccl") == 1
         assert bool(nodes["draft"].count("nccl")) == (rank >= num_target and setting.num_draft_ranks > 1)
         assert bool(nodes["score"].count("nccl")) == (rank < num_target and num_target > 1)
 
