@@ -175,9 +175,10 @@ def nearest(pair: DraftedPair) -> Acceptance:
     )
     ratios = [point.pair.size_ratio or 0.0 for point in found]
     is_smaller = pair.size_ratio is not None and pair.size_ratio > max(ratios)
+    smaller = "; the draft is smaller than theirs, and has the lowest" if is_smaller else ""
     return Acceptance(
         probability=min(figures) if is_smaller else figures[0], low=min(figures), high=max(figures), is_forecast=True,
-        source=f"no figure of this pair: nearest is {first}, then {' and '.join(others)}",
+        source=f"no figure of this pair: nearest is {first}, then {' and '.join(others)}{smaller}",
     )  # fmt: skip
 
 

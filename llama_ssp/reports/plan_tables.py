@@ -13,6 +13,7 @@ from llama_ssp.config.formats import formats
 from llama_ssp.config.schema import ADAPTIVE, DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
 from llama_ssp.visible import visible
+from llama_ssp.words import rounded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,7 +195,8 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
         }
         best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
-        low_to_high = f"; {_in_brackets(time['speculative_ms_per_token_range'])} ms/token" if ends else ""
+        ms = time["speculative_ms_per_token_range"]
+        low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""
         lines.append(
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
             f"c = {time['cost_ratio']:.3f}; best K = {best}{between}{low_to_high}"

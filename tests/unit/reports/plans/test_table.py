@@ -1,6 +1,7 @@
 """The plan's table and figure say what its document says."""
 
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,13 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     parts = plan["time"]["target_forward"]
     assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
     assert f"4 x {plan['time']['draft_step_ms']:.2f} draft" in " ".join(text.split())
+
+
+def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
+    job = replace(make_job("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
+    plan = document(make_plan(job, hardware.load("8xa100_80gb")))
+    console = Console(record=True, width=400, file=io.StringIO())
+    print_plan(plan, console)
+    (line,) = (line for line in console.export_text().splitlines() if "tokens per round at" in line)
+    assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
+    assert re.search(r"; [\d.]+ to [\d.]+ ms/token$", line)
