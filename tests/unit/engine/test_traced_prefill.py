@@ -72,7 +72,7 @@ def texts(pair: Pair, monkeypatch: pytest.MonkeyPatch, *, most_tokens: int, **se
     fresh = Pair(models=pair.models, config=pair.config)
     prompts = ["import os\n" * number for number in (1, 3, 2, 9, 4, 3, 1, 5)]
     found = [fresh.generate(prompt, max_new_tokens=6, seed=7, **settings)[0].token_ids for prompt in prompts]  # type: ignore[arg-type]
-    (decoder,) = fresh._decoders._kept.values()
+    (decoder,) = fresh._decoders.values()
     prefill = decoder.prefill
     assert isinstance(prefill, TracedPrefill)
     assert not prefill.traced.failed
@@ -101,7 +101,7 @@ def test_prefills_that_take_long_are_never_traced(
 
 
 def traces(pair: Pair) -> Sequence[bool]:
-    prefills = [decoder.prefill for decoder in pair._decoders._kept.values()]
+    prefills = [decoder.prefill for decoder in pair._decoders.values()]
     return [any(prefill.traced.replays.values()) for prefill in prefills if isinstance(prefill, TracedPrefill)]
 
 

@@ -106,7 +106,7 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
     (old,), (new,) = (hardware.build(figures).profiles for figures in (before, after))
-    kept = {"forward_ratio": 1.0, "forward_ratio_apart": 1.0, "first_draft_s": 0.0}
+    kept: dict[str, Any] = {"forward_ratio": 1.0, "forward_ratio_apart": 1.0, "first_draft_s": 0.0}
     assert replace(new, **kept) == replace(old, **kept)
     assert new.forward_ratio != old.forward_ratio
     assert "whole forwards measured again on 20" in after["sources"].pop("profiles")
