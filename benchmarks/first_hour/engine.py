@@ -71,8 +71,8 @@ def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
 def path_expected(where: Where, dtype: torch.dtype, *, has_graphs: bool) -> dict[str, str]:
     """Which path they should take: what the documentation promises of this GPU, and of this torch."""
     path = {"rounds": "graphs" if where.is_gpu and has_graphs else "no graphs"}
-    has_pages = torch_attention() is not None and capability_of(where.device) >= FIRST_PAGED_CAPABILITY
-    if has_pages and dtype.itemsize == 2:  # noqa: PLR2004 - bytes
+    is_half = dtype.itemsize == 2  # noqa: PLR2004 - bytes
+    if is_half and torch_attention() is not None and capability_of(where.device) >= FIRST_PAGED_CAPABILITY:
         return path | {"attention": "lengths", "layers": "few kernels"}
     return path | ({"attention": "masks"} if where.is_gpu else {})
 

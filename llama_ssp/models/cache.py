@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import PAGE_SLOTS, whole_pages
-from llama_ssp.models.huggingface.families import windows_of
 from llama_ssp.shapes import static_shape
 
 _T = TypeVar("_T")
@@ -266,7 +266,7 @@ class CachedRunner:
         self.max_position_embeddings: int = config.max_position_embeddings
         self.num_allocations = 0
         self._num_layers: int = config.num_hidden_layers
-        self._windows = windows_of(config)
+        self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:

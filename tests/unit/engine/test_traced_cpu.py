@@ -49,7 +49,9 @@ def recordings(decoder: Decoder) -> tuple[Traced[Any], Traced[Any]]:
     """Those of the draft and of the verification; none of them has failed."""
     executor = decoder.executor
     assert isinstance(executor, TracedExecutor)
-    drafts, verifications = executor.traced.get("draft", Traced(lambda: torch.empty(0))), executor.traced["verify"]
+    drafts, verifications = (
+        executor.traced.get(stage, Traced(lambda: torch.empty(0))) for stage in ("draft", "verify")
+    )
     assert not drafts.failed
     assert not verifications.failed
     return drafts, verifications

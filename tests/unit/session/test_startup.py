@@ -35,8 +35,8 @@ def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> 
     program = (
         "import json, sys; from llama_ssp.commands import run; from llama_ssp.tasks import run as task; "
         "from llama_ssp.console import terminal; "
-        "first = [*sys.modules]; closing = terminal.Terminal.closing; shown = []; "
-        "terminal.Terminal.closing = lambda *a, **k: (closing(*a, **k), shown.extend(sys.modules)); "
+        "first = [*sys.modules]; results = terminal.Terminal.results; shown = []; "
+        "terminal.Terminal.results = lambda *a, **k: (results(*a, **k), shown.extend(sys.modules)); "
         f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); "
         "print(json.dumps([code, first, shown, [*sys.modules]]))"
     )
