@@ -95,5 +95,7 @@ def _fields(file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
         base_file = _file(base) if isinstance(base, str) else None
         if base_file is None or base in (*names_below, file.stem):
             raise ConfigError(f"{folders.shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
-        fields = _fields(base_file, names_below=(*names_below, file.stem)) | fields
+        inherited = _fields(base_file, names_below=(*names_below, file.stem))
+        shape = (inherited.get("shape") or {}) | (fields.get("shape") or {})
+        fields = inherited | fields | ({"shape": shape} if shape else {})
     return fields

@@ -139,8 +139,11 @@ def test_a_users_file_that_is_wrong_is_named_with_the_reason(text: str, reason: 
 def test_a_users_entry_inherits_one_of_the_package_and_replaces_its_namesake(own_conf: OwnConf) -> None:
     shipped = catalogue.load("7B")
     own_conf("model/mine.yaml", "defaults: [7B, _self_]\nname: mine\nhub_id: acme/mine\n")
+    own_conf("model/short.yaml", "defaults: [7B, _self_]\nname: short\nshape: {num_hidden_layers: 2}\n")
     own_conf("model/13B.yaml", "name: 13B\nhub_id: acme/mirror\n")
     assert catalogue.load("mine") == replace(shipped, name="mine", hub_id="acme/mine")
+    assert shipped.shape
+    assert catalogue.load("short") == replace(shipped, name="short", shape=replace(shipped.shape, num_hidden_layers=2))
     assert catalogue.load("13B").hub_id == "acme/mirror"
     assert catalogue.names().count("13B") == 1
 
