@@ -5,10 +5,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_type_hints
 
 from docs.hooks.repository import ROOT, comment
-from llama_ssp.config.described import DERIVED, DescribedSetting, is_schema, meanings, settings_of, task_settings
+from llama_ssp.config.described import (
+    DERIVED,
+    DescribedSetting,
+    is_schema,
+    meanings,
+    settings_of,
+    settings_of_plan,
+    task_settings,
+)
 from llama_ssp.config.drafters import drafters
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import DrafterConfig, RunConfig
 from llama_ssp.config.slurm import KEY as LAUNCHER
 from llama_ssp.config.slurm import SlurmConfig
@@ -79,7 +86,7 @@ def described() -> list[DescribedSetting]:
     """Return every setting that must have a meaning."""
     found = [each for group in groups() if group != "task" for each in group_settings(group)]
     found += [each for group in ("draft", "task") for _, own in option_settings(group) for each in own]
-    found += [*top_settings(RunConfig), *top_settings(PlanConfig), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
+    found += [*top_settings(RunConfig), *settings_of_plan(), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
     return [*found, *hardware_settings()]
 
 
@@ -106,7 +113,7 @@ def page() -> str:
         ]
     parts += ["## `hardware=`", options("hardware"), table(hardware_settings())]
     parts.append("## `launch/plan.py`")
-    parts.append("Model, draft and placement are those of `launch/run.py`; these are the plan's own settings.")
-    parts.append(table(top_settings(PlanConfig)))
+    parts.append("A plan has the settings of a run, and these.")
+    parts.append(table(settings_of_plan()))
     parts += ["## `-m hydra/launcher=slurm`", table(settings_of(SlurmConfig, f"{LAUNCHER}."))]
     return "\n\n".join(parts) + "\n"

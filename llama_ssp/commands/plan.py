@@ -7,21 +7,23 @@
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
     llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
 
-Takes the settings of conf/plan.yaml as KEY=VALUE. hardware.KEY=VALUE changes a figure of the machine, for example
-hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the message names changes that would
-fit, the smallest first), 2 a setting is wrong.
+Takes the settings of a run, which `llama-ssp run --help all` lists, and those below. hardware.KEY=VALUE changes a
+figure of the machine, for example hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the
+message names changes that would fit, the smallest first), 2 a setting is wrong.
 """
 
 import argparse
 from collections.abc import Sequence
 from typing import Any, cast
 
-from llama_ssp.commands import options
-from llama_ssp.config import folders, plan, unknown
-from llama_ssp.config.compose import compose, parser, to_dataclasses
+from llama_ssp.commands import options, topics
+from llama_ssp.config import folders, unknown
+from llama_ssp.config.compose import compose, parser, to_run_config
+from llama_ssp.config.described import settings_of_plan
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.registry import load_plugins
+from llama_ssp.config.schema import PlanConfig
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.spec import job_of_plan
 from llama_ssp.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
@@ -30,17 +32,18 @@ ALL = "all"
 _KEY = "hardware"
 
 
-def read_settings(settings: list[str]) -> plan.PlanConfig:
+def read_settings(settings: list[str]) -> PlanConfig:
     """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
     (composed,) = compose(for_one(settings, compared(settings)), root="plan")
-    return cast("plan.PlanConfig", to_dataclasses(composed.config, explicit=composed.explicit))
+    return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
 
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", __doc__)
+    own = topics.entries(settings_of_plan())
+    parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
-    parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="of conf/plan.yaml, for example model=7B")
+    parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
     return options.run(parser, arguments, _show)
 
 

@@ -29,8 +29,7 @@ from llama_ssp.config.folders import read_path
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.model_files import CONFIG_FILE
-from llama_ssp.config.plan import PlanFormat
-from llama_ssp.config.schema import ModelConfig, RunConfig
+from llama_ssp.config.schema import ModelConfig, PlanFormat, RunConfig
 from llama_ssp.config.slurm import KEY, SlurmConfig
 from llama_ssp.console.unread import complain
 from llama_ssp.distributed.signals import AGENT

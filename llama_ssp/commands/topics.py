@@ -6,7 +6,7 @@ one section, `--help SETTING` every section that explains the setting, `--help a
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,11 @@ def _filled(place: re.Match[str]) -> str:
         return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
     if kind == "tasks":
         return "\n".join(_of_task(name, said) for name, said in options_of("task").items())
-    settings = [each for each in _settings() if any(_is_of(each.key, word) for word in words)]
+    return entries(each for each in _settings() if any(_is_of(each.key, word) for word in words))
+
+
+def entries(settings: Iterable[DescribedSetting]) -> str:
+    """Write settings as entries of a section."""
     return "\n".join(_entry(f"{each.key}={each.default}", each.meaning) for each in settings)
 
 

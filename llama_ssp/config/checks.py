@@ -16,8 +16,10 @@ from llama_ssp.config.drafters import drafter_of, drafters, drafts, problems_of_
 from llama_ssp.config.drafters import problem_of as problem_of_draft
 from llama_ssp.config.effects import is_synthetic, without_effect
 from llama_ssp.config.formats import problem_of
+from llama_ssp.config.machines.hardware import names as machine_names
+from llama_ssp.config.machines.hardware import problems_of as problems_of_machine
 from llama_ssp.config.rules import at_every_temperature, rule_of, rules
-from llama_ssp.config.schema import ADAPTIVE, ModelConfig, RunConfig
+from llama_ssp.config.schema import ADAPTIVE, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.config.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 
@@ -54,6 +56,24 @@ def check(
         if entry.name in {each.key for each in unread}:
             setattr(config, entry.name, default_of(config, entry.name))
     return unread
+
+
+def check_plan(config: PlanConfig) -> None:
+    """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
+    of_machine = problems_of_machine(config.hardware)
+    problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
+    for name, price in config.prices.items():
+        if name not in machine_names():
+            problems.append(unknown_name("machine in prices", name, machine_names()))
+        elif not 0 < price < math.inf:
+            problems.append(f"prices.{name}={price} must be above 0, for example 20")
+    if not of_machine:
+        num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
+        problems += layout.problems_of(
+            config.placement, world_size=num_ranks, has_draft=config.draft.model is not None, searched=config.search
+        )
+    if problems:
+        raise ConfigError(one_message(problems))
 
 
 def check_values(config: RunConfig) -> None:
@@ -108,6 +128,9 @@ _RANGES = (
     _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     _Range("batch_size", lambda n: n >= 1, "at least 1 sequence"),
+    _Range("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
+    _Range("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
+    _Range("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
     _Range("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     _Range("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
@@ -191,10 +214,9 @@ def _rule(name: str, temperature: float) -> Iterator[str]:
 
 
 def _models(config: RunConfig) -> Iterator[str]:
+    yield from _formats(config)
     chosen = _chosen_models(config)
     for group, key, model in chosen:
-        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
-            yield problem
         if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
@@ -211,6 +233,28 @@ def _models(config: RunConfig) -> Iterator[str]:
     elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
         chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
+
+
+def _formats(config: RunConfig) -> Iterator[str]:
+    for _, key, model in _chosen_models(config):
+        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+            yield problem
+
+
+def _sizes(config: PlanConfig) -> Iterator[str]:
+    """Problems with the sizes of a plan's models."""
+    context = config.prompt_tokens + config.max_new_tokens
+    for group, _, model in _chosen_models(config):
+        if model.shape is None:
+            continue
+        for name, value in vars(model.shape).items():
+            if isinstance(value, int) and value < 1 and not isinstance(value, bool):
+                yield f"{group}={model.name}: shape.{name}={value} must be at least 1"
+        if context > model.shape.max_position_embeddings:
+            yield (
+                f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
+                f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
+            )
 
 
 def _chosen_models(config: RunConfig) -> list[tuple[str, str, ModelConfig]]:

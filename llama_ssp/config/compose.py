@@ -33,8 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.config import catalogue, folders, unknown
 from llama_ssp.config.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.config.plan import PlanConfig
-from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig
+from llama_ssp.config.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.config.slurm import SlurmConfig
 from llama_ssp.config.tasks import task_of, task_specs
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -85,7 +84,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
     Raises:
         ConfigError: lists every word that cannot be read, and every name and value that is wrong.
     """
-    register()
+    register(root)
     with _sentences(), initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         groups = groups_of(root)
         read = [(text, _read(text, multirun=multirun)) for text in words]
@@ -97,7 +96,9 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
             elif word:
                 problems += found
         options: dict[tuple[str, ...], DictConfig] = {}
-        composed = [_compose(chosen, groups, root, options, problems) for chosen in product(*values)]
+        composed = [
+            _compose(chosen, groups, root, options, problems, multirun=multirun) for chosen in product(*values)
+        ]
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -193,13 +194,15 @@ def _compose(
     root: str,
     options: dict[tuple[str, ...], DictConfig],
     problems: list[str],
+    *,
+    multirun: bool,
 ) -> Composed:
     """Compose one combination of values, and note what is wrong with it in `problems`."""
     chosen = tuple(word.text for word in words if word.key in groups or _is_for_hydra(word))
     if chosen not in options:
         of_hydra = any(_is_for_hydra(word) for word in words)
         options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
-    config = deepcopy(options[chosen])
+    config = deepcopy(options[chosen]) if multirun else options[chosen]
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in filterfalse(_is_for_hydra, words):
         key = word.key
@@ -238,7 +241,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _full_key(key: str, config: DictConfig, keys: frozenset[str]) -> str:
     """Complete the key of a setting of the chosen task; settings of the run, and unknown ones, are as they are."""
-    if key in keys or "task" not in config:
+    if key in keys:
         return key
     full = f"task.{key.removeprefix(f'{config.task.name}.')}"
     return full if full in keys else key
@@ -274,15 +277,14 @@ def _escaped(text: str) -> str:
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
     """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
-    otherwise = "--help all lists all settings" if "task" in keys else "conf/plan.yaml lists them all"
-    similar = unknown.unknown_setting(key, keys, otherwise=otherwise)
+    similar = unknown.unknown_setting(key, keys, otherwise="--help all lists all settings")
     if any(known.endswith(f".{key}") for known in keys):
         return similar
     name_of = {name: key.removeprefix("task.").removeprefix(f"{name}.") for name in task_specs()}
     owners = [
         name
         for name, task in sorted(task_specs().items())
-        if name_of[name] in {each.name for each in fields(task.config)} - {"name"} and "task" in keys
+        if name_of[name] in {each.name for each in fields(task.config)} - {"name"}
     ]
     if owners:
         return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
@@ -297,8 +299,7 @@ def groups_of(root: str = "config") -> dict[str, list[str]]:
     names = [name for part in defaults if isinstance(part, dict) for name in part if " " not in name]
     groups = {name: folders.names(name) for name in names}
     groups["draft"] += catalogue.names()
-    if "task" in groups:
-        groups["task"] = [*task_specs()]  # those of plugins too
+    groups["task"] = [*task_specs()]  # those of plugins too
     return groups
 
 
@@ -325,7 +326,7 @@ def one_sentence(error: Exception) -> str:
 
 
 def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
-    """Turn a config composed from `conf/config.yaml` into dataclasses, resolve the draft, and let the task fill in.
+    """Turn a composed config into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
 
     Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
     `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
@@ -333,26 +334,20 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     Raises:
         ConfigError: the default draft is unknown, a group of settings is a plain value, or a value is missing.
     """
-    run = cast("RunConfig", to_dataclasses(config, explicit=explicit))
-    # A shell makes line ends and tabs hard to write.
-    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
-    task_of(run).fill_in(run, explicit)
-    return run
-
-
-def to_dataclasses(config: DictConfig, *, explicit: frozenset[str]) -> Any:  # noqa: ANN401 - the root's dataclass
-    """Turn a config into dataclasses, and resolve the draft; raises as `to_run_config`."""
     if config.draft.kind == DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
     if not problem_of(config.draft.kind) and not drafter_of(config.draft).has_model:
         config.draft.model = None
     with _sentences():
         try:
-            made = OmegaConf.to_object(config)
+            run = cast("RunConfig", OmegaConf.to_object(config))
         except MissingMandatoryValue as error:
             raise ConfigError(f"{error.full_key}=??? stands for a value that is still missing: give one") from None
-    _check_groups(made)
-    return made
+    _check_groups(run)
+    # A shell makes line ends and tabs hard to write.
+    run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    task_of(run).fill_in(run, explicit)
+    return run
 
 
 def _check_groups(part: object, prefix: str = "") -> None:
@@ -380,11 +375,10 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     return draft
 
 
-def register() -> None:
-    """Register with Hydra what the files in `conf` refer to; repeated calls are harmless."""
+def register(root: str = "config") -> None:
+    """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
     schemas: Iterable[tuple[str, Any]] = [
-        ("run", RunConfig),
-        ("plan", PlanConfig),
+        ("plan", PlanConfig) if root == "plan" else ("run", RunConfig),
         ("slurm", SlurmConfig),
         *((name, task.config) for name, task in task_specs().items()),
         *((f"draft_{name}", draft.config) for name, draft in drafters().items()),

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp.config import folders
+from llama_ssp.config.schema import PlanConfig, RunConfig
 from llama_ssp.config.tasks import task_specs
 
 DERIVED = ("task.name", "model.name", "draft.kind")
@@ -35,6 +36,12 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
             yield from settings_of(inner, f"{key}.")
         else:
             yield DescribedSetting(key=key, kind=_kind(hint), default=_default(each), meaning=said.get(each.name, ""))
+
+
+def settings_of_plan() -> list[DescribedSetting]:
+    """Describe the settings that a plan has and a run has not."""
+    of_runs = {each.name for each in dataclasses.fields(RunConfig)}
+    return [each for each in settings_of(PlanConfig) if each.key.partition(".")[0] not in of_runs]
 
 
 def task_settings(name: str) -> list[DescribedSetting]:

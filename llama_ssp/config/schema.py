@@ -1,4 +1,4 @@
-"""Every setting of a run, as typed dataclasses without logic.
+"""Every setting of a run and of a plan, as typed dataclasses without logic.
 
 `config.compose` makes them, and `config.checks` checks them. Below `commands` a config has only this form.
 Enum members are lower case because they are written that way on the command line.
@@ -408,9 +408,9 @@ class RunConfig:
     task: TaskConfig
     model: ModelConfig
     draft: DrafterConfig
-    placement: PlacementConfig
-    sampling: SamplingConfig
-    verification: VerificationConfig
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     weights: WeightsKind = WeightsKind.checkpoint
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
@@ -432,6 +432,52 @@ class RunConfig:
     dry_run: bool = False
     run_dir: str | None = None
     resume: Resume = Resume.if_unchanged
+
+
+class PlanFormat(Enum):
+    """What `llama-ssp plan` prints."""
+
+    table = "table"
+    json = "json"
+
+
+class Objective(Enum):
+    """What a comparison of machines is sorted by."""
+
+    latency = "latency"
+    throughput = "throughput"
+    price = "price"
+
+
+@dataclass(kw_only=True)
+class PlanConfig(RunConfig):
+    """A run that is not started, on a machine that is only described.
+
+    Attributes:
+        prompt_tokens: length of the longest prompt.
+        format: json prints the document that docs/reference/plan-document.md describes.
+        figure: a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
+        search: true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
+        objective: order of a comparison of machines: latency (null), throughput, or price per million tokens.
+        max_ms_per_token: machines that need more time per token are left out.
+        max_price: machines that cost more US dollars per hour are left out.
+        prices: US dollars per hour that replace those of the hardware files, such as {8xh100:20,1xl4:0.5}.
+    """
+
+    task: TaskConfig = field(default_factory=lambda: TaskConfig(name="generate"))
+    prompt_tokens: int = 128
+    format: PlanFormat = PlanFormat.table
+    figure: str | None = None
+    search: bool = False
+    objective: Objective | None = None
+    max_ms_per_token: float | None = None
+    max_price: float | None = None
+    prices: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
+        return bool(self.objective or self.max_ms_per_token is not None or self.max_price is not None or self.prices)
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -10,9 +10,18 @@ from llama_ssp.config.drafters import DraftTokenizer, Matching
 from llama_ssp.config.machines import hardware as machines
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware
-from llama_ssp.config.plan import Objective, PlanConfig, PlannedSampling
 from llama_ssp.config.registry import load_plugins
-from llama_ssp.config.schema import DraftLayout, DraftPlacement, Dtype, PlacementConfig, SpeculationConfig, TextKind
+from llama_ssp.config.schema import (
+    DraftLayout,
+    DraftPlacement,
+    Dtype,
+    Objective,
+    PlacementConfig,
+    PlanConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    TextKind,
+)
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.library.arguments import (
     check_types,
@@ -44,13 +53,13 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     quantization: str | tuple[str | None, str | None] | None = None,
     tokenizer: DraftTokenizer | str = DraftTokenizer.same,
     matching: Matching | str = Matching.intersection,
-    num_draft_tokens: int | str = 4,
+    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
     acceptance: float | None = None,
-    temperature: float = 0.8,
+    temperature: float = SamplingConfig.temperature,
     text: TextKind | str = TextKind.any,
-    batch_size: int = 1,
-    prompt_tokens: int = 128,
-    max_new_tokens: int = 64,
+    batch_size: int = PlanConfig.batch_size,
+    prompt_tokens: int = PlanConfig.prompt_tokens,
+    max_new_tokens: int = PlanConfig.max_new_tokens,
 ) -> Plan:
     """Forecast memory and time of a job; loads nothing, and needs neither a GPU nor torch.
 
@@ -111,13 +120,13 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     quantization: str | tuple[str | None, str | None] | None = None,
     tokenizer: DraftTokenizer | str = DraftTokenizer.same,
     matching: Matching | str = Matching.intersection,
-    num_draft_tokens: int | str = 4,
+    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
     acceptance: float | None = None,
-    temperature: float = 0.8,
+    temperature: float = SamplingConfig.temperature,
     text: TextKind | str = TextKind.any,
-    batch_size: int = 1,
-    prompt_tokens: int = 128,
-    max_new_tokens: int = 64,
+    batch_size: int = PlanConfig.batch_size,
+    prompt_tokens: int = PlanConfig.prompt_tokens,
+    max_new_tokens: int = PlanConfig.max_new_tokens,
 ) -> list[MachineChoice]:
     """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
 
@@ -185,7 +194,7 @@ def _config(
         drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
     return PlanConfig(
         model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
-        hardware=asdict(machine), sampling=PlannedSampling(temperature=read["temperature"]),
+        hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
             num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],
             text=member(TextKind, "text", text),

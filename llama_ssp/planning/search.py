@@ -19,8 +19,7 @@ from typing import Any
 from llama_ssp.config import catalogue
 from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.config.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
-from llama_ssp.config.plan import Objective, PlanConfig
-from llama_ssp.config.schema import DraftLayout, ModelConfig, PlacementConfig
+from llama_ssp.config.schema import DraftLayout, ModelConfig, Objective, PlacementConfig, PlanConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.planning.advice import has_its_own_number
 from llama_ssp.planning.layouts import (

@@ -26,7 +26,6 @@ from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder
-from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.rules import AT_ZERO, DEFAULT
 from llama_ssp.config.schema import (
     DraftLayout,
@@ -34,11 +33,14 @@ from llama_ssp.config.schema import (
     ModelConfig,
     ModelShape,
     Offload,
+    PlanConfig,
     RunConfig,
     TargetKind,
     TextKind,
+    WeightsKind,
     WholeParts,
 )
+from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
@@ -215,19 +217,27 @@ def resolve_shapes(config: PlanConfig) -> None:
 
 
 def make_job(
-    config: PlanConfig | RunConfig, *, world_size: int, num_gpus: int, device: str, prompt_tokens: int
+    config: RunConfig, *, world_size: int, device: str, prompt_tokens: int, num_gpus: int | None = None
 ) -> PlanSpec:
-    """Resolve a checked config of a plan or of a run, for nodes of `num_gpus`; raises as `planned_model`.
+    """Resolve a checked config for the planner; raises as `planned_model`.
 
-    A layer-wise target also uses GPUs of its node that no rank has.
+    Args:
+        config: of a run or a plan; a task with cells of its own is planned by the largest.
+        world_size: number of ranks.
+        device: cpu or cuda.
+        prompt_tokens: of the longest prompt.
+        num_gpus: of a node, None for one per rank. A layer-wise target also uses those that no rank has.
     """
+    if largest_cell := task_of(config).largest_cell:
+        config, prompt_tokens = largest_cell(config)
+    if config.weights is WeightsKind.synthetic:
+        config = _synthesized(config, device=device)
+    num_gpus = num_gpus or world_size
     draft = planned_model(config.draft.model, device=device) if config.draft.model else None
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
-    is_layer_wise, rule = placement.target.kind is TargetKind.accelerate, DEFAULT
-    if isinstance(config, RunConfig):
-        rule = config.verification.rule
+    is_layer_wise = placement.target.kind is TargetKind.accelerate
     return PlanSpec(
         target=replace(
             planned_model(config.model, device=device), by_library=placement.target.kind is not TargetKind.tensor
@@ -250,14 +260,28 @@ def make_job(
         acceptance=speculation.acceptance,
         temperature=temperature,
         text=speculation.text,
-        rule=rule if temperature > 0 else AT_ZERO,
-        counts_tokens=isinstance(config, RunConfig) and config.sampling.penalizes,
+        rule=config.verification.rule if temperature > 0 else AT_ZERO,
+        counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
         device=device,
     )
+
+
+def _synthesized(config: RunConfig, *, device: str) -> RunConfig:
+    """The config with models as `weights=synthetic` makes them, and the acceptance that it sets."""
+
+    def made(entry: ModelConfig) -> ModelConfig:
+        return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
+
+    draft, speculation = config.draft, config.speculation
+    acceptance = config.synthetic.agreement if speculation.acceptance is None else speculation.acceptance
+    return replace(
+        config, model=made(config.model), draft=replace(draft, model=draft.model and made(draft.model)),
+        speculation=replace(speculation, acceptance=acceptance),
+    )  # fmt: skip
 
 
 def job_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:

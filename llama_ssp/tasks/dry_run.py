@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import fmean
 
 from llama_ssp.architectures.family import family_of
+from llama_ssp.config.checks import check_plan
 from llama_ssp.config.folders import read_path
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.plan import PlanConfig, PlanFormat, check
-from llama_ssp.config.schema import DeviceKind, Dtype, ModelConfig, RunConfig, WeightsKind
+from llama_ssp.config.schema import DeviceKind, ModelConfig, PlanConfig, PlanFormat, RunConfig, WeightsKind
 from llama_ssp.config.tasks import task_of
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.planning.layouts import AutoPlacement, choose_placement, notes_on_guesses
@@ -26,7 +26,6 @@ from llama_ssp.planning.spec import (
     check_family,
     job_of_plan,
     make_job,
-    number_format,
     read_config,
     resolve_shapes,
 )
@@ -145,7 +144,7 @@ def resolve(config: PlanConfig) -> None:
     config.model = with_hub_sizes(config.model, any_family=True)
     config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
     resolve_shapes(config)
-    check(config)
+    check_plan(config)
 
 
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
@@ -182,7 +181,10 @@ def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, Hardware
 
 
 def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
-    job = job_of_run(
+    for model in (config.model, config.draft.model):
+        if model and model.shape:
+            family_of(model.shape.model_type)  # a plan alone takes others too
+    job = make_job(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
     has_own = task_of(config).largest_cell is not None
@@ -288,33 +290,6 @@ def forecast(timed: Timing) -> Forecast:
         speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
         speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
     )
-
-
-def job_of_run(
-    config: RunConfig, *, world_size: int, prompt_tokens: int, device: str, num_gpus: int | None = None
-) -> PlanSpec:
-    """Describe a run to the planner, with the longest prompt's tokens and a node's GPUs (None: one per rank)."""
-    if largest_cell := task_of(config).largest_cell:
-        config, prompt_tokens = largest_cell(config)
-    if config.weights is WeightsKind.synthetic:
-        draft = config.draft.model and _synthesized(config.draft.model, device=device)
-        acceptance = config.speculation.acceptance
-        acceptance = config.synthetic.agreement if acceptance is None else acceptance
-        config = replace(
-            config, model=_synthesized(config.model, device=device), draft=replace(config.draft, model=draft),
-            speculation=replace(config.speculation, acceptance=acceptance),
-        )  # fmt: skip
-    for model in (config.model, config.draft.model):
-        if model and model.shape:
-            family_of(model.shape.model_type)  # a plan alone takes others too
-    return make_job(
-        config, world_size=world_size, num_gpus=num_gpus or world_size, device=device, prompt_tokens=prompt_tokens
-    )
-
-
-def _synthesized(entry: ModelConfig, *, device: str) -> ModelConfig:
-    """The entry of a synthetic model: its own number format for arithmetic, 16 bits for storage."""
-    return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
 
 
 def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llama_ssp.planning.spec import make_job
 from llama_ssp.planning.timing import round_messages
-from llama_ssp.tasks.dry_run import job_of_run
 from llama_ssp.weights import hub
 from tests.distributed.cells import (
     CELLS,
@@ -146,7 +146,7 @@ def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(
 ) -> None:
     arriving = [seen[f"{cell} at {temperature}"]["round_bytes"] for seen in launched(num_ranks)]
     assert all(len(sizes) == 1 for sizes in arriving), "every round of a cell has the same messages"
-    job = job_of_run(cell_config(cell, pairs, temperature), world_size=num_ranks, prompt_tokens=8, device="cpu")
+    job = make_job(cell_config(cell, pairs, temperature), world_size=num_ranks, prompt_tokens=8, device="cpu")
     messages = vars(round_messages(job, job.num_draft_tokens)).values()
     assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages if message)
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 
 from llama_ssp.commands import manifest, plan, report
 from llama_ssp.config.compose import compose, groups_of, keys_of
-from llama_ssp.config.plan import PlanConfig
 from tests.helpers.in_process import Ended, launch
 
 pytestmark = pytest.mark.seconds
@@ -64,7 +62,7 @@ RUN_KEYS = sorted(
     {*keys_of(compose([])[0].config), *groups_of(), "task.format", "task.num_warmup", "hardware.num_gpus"} - {"dry_run"}
 )
 PLAN_KEYS = sorted(
-    {*(field.name for field in fields(PlanConfig)), "model.path", "model.shape.num_layers", "hardware.num_gpus"}
+    {*keys_of(compose([], root="plan")[0].config), "model.path", "model.shape.num_layers", "hardware.num_gpus"}
 )
 ODD_KEYS = (
     "", ".", "model.", ".model", "a.b.c", "hydra", "hydra.run.dir", "hydra/launcher", "hydra.launcher.nodes",

@@ -9,7 +9,7 @@ import pytest
 
 from llama_ssp.commands import plan as entry
 from llama_ssp.config.machines import hardware
-from llama_ssp.config.plan import Objective
+from llama_ssp.config.schema import Objective
 from tests.helpers.hub import put
 from tests.helpers.lanes import heavy
 from tests.helpers.own_conf import MACHINE, OwnConf

@@ -6,13 +6,14 @@ import pytest
 import yaml
 
 from llama_ssp.config import catalogue, folders, schema
+from llama_ssp.config.checks import check_plan as check
 from llama_ssp.config.drafters import DraftTokenizer, ModelDraftConfig, problems_of_pair
-from llama_ssp.config.plan import PlanConfig, check
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DraftLayout,
     DraftPlacement,
     PlacementConfig,
+    PlanConfig,
     TargetKind,
     TargetPlacement,
 )

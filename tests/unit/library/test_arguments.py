@@ -162,7 +162,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         ),
         (lambda: try_plan("30B", batch_size="two"), "batch_size='two' must be a whole number of rows"),
         (lambda: try_plan("30B", "7B", num_draft_tokens=0), "^num_draft_tokens=0 must be at least 1"),
-        (lambda: try_plan("30B", "7B", acceptance=2), "^acceptance=2.0 must be between 0 and 1"),
+        (lambda: try_plan("30B", "7B", acceptance=2), "^acceptance=2.0 must be a probability, between 0 and 1"),
         (lambda: try_plan("30B", "llama3_8B"), "^the draft must have the target's vocabulary: target=30B has 32000"),
         (lambda: try_plan("30B", prompt_tokens=4000), "the context of target=30B has 2048 tokens"),
     ],

@@ -9,8 +9,7 @@ from llama_ssp.config import catalogue
 from llama_ssp.config.drafters import ModelDraftConfig
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig, Price
-from llama_ssp.config.plan import Objective, PlanConfig
-from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig
+from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import MachineChoice, compare, nothing_left
 from llama_ssp.planning.timing import timing

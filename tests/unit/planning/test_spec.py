@@ -12,7 +12,6 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.config import catalogue
 from llama_ssp.config.machines import hardware
 from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.plan import PlanConfig
 from llama_ssp.config.schema import (
     MODEL_DRAFT,
     DrafterConfig,
@@ -21,6 +20,7 @@ from llama_ssp.config.schema import (
     Dtype,
     ModelConfig,
     PlacementConfig,
+    PlanConfig,
     TargetKind,
     TargetPlacement,
 )

@@ -26,6 +26,7 @@ from llama_ssp.config.schema import (
 from llama_ssp.config.tasks import CompareConfig
 from llama_ssp.errors import CapacityError, PlacementError
 from llama_ssp.planning.plan import require_room
+from llama_ssp.planning.spec import make_job
 from llama_ssp.tasks import dry_run as task
 
 
@@ -56,13 +57,13 @@ def test_a_run_of_a_family_that_the_engine_does_not_run_is_refused_before_anythi
     assert config.model.shape
     config.model.shape.model_type = "mamba"
     with pytest.raises(PlacementError, match="mamba models are not supported"):
-        task.job_of_run(config, world_size=1, prompt_tokens=50, device="cpu")
+        task.job_ahead(config, world_size=1)
 
 
 def test_a_run_is_planned_with_its_own_ranks() -> None:
     config = _run()
     config.placement.draft.ranks = [1]
-    job = task.job_of_run(config, world_size=2, prompt_tokens=50, device="cpu")
+    job = make_job(config, world_size=2, prompt_tokens=50, device="cpu")
     assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
     assert job.num_slots == 50 + 64 + 5 + 1, "a multiple of 8"
 
@@ -70,9 +71,7 @@ def test_a_run_is_planned_with_its_own_ranks() -> None:
 @pytest.mark.parametrize("name", ["tinyllama_1B", "7B", "llama3_1B"])
 def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(name: str) -> None:
     config = replace(_run(name, name), weights=WeightsKind.synthetic)
-    on_cpu, on_gpu = (
-        task.job_of_run(config, world_size=1, prompt_tokens=50, device=device) for device in ("cpu", "cuda")
-    )
+    on_cpu, on_gpu = (make_job(config, world_size=1, prompt_tokens=50, device=device) for device in ("cpu", "cuda"))
     assert on_cpu.draft
     for model in (on_cpu.target, on_cpu.draft):
         assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
@@ -85,7 +84,7 @@ def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_for
 def test_a_run_is_planned_with_graphs_where_it_captures_them(device: str, asked: bool, planned: bool) -> None:
     config = _run()
     config.cuda_graphs = asked
-    assert task.job_of_run(config, world_size=1, prompt_tokens=50, device=device).cuda_graphs is planned
+    assert make_job(config, world_size=1, prompt_tokens=50, device=device).cuda_graphs is planned
 
 
 @pytest.mark.parametrize(
