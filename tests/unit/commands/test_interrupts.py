@@ -19,7 +19,7 @@ INTERRUPTED = Ended(code=4, err="interrupted\n")
 def test_an_interrupt_that_a_library_replaces_ends_the_run_alike(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cleaned_up_too_early() -> None:
+    def cleaned_up_too_early(_root: str) -> None:
         try:
             signal.raise_signal(signal.SIGINT)
         finally:
@@ -30,10 +30,10 @@ def test_an_interrupt_that_a_library_replaces_ends_the_run_alike(
 
 
 def test_an_interrupt_that_a_library_loses_keeps_the_task_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf() -> None:
+    def deaf(root: str) -> None:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        register()
+        register(root)
 
     register = compose.register
     monkeypatch.setattr(compose, "register", deaf)
