@@ -96,9 +96,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
             elif word:
                 problems += found
         options: dict[tuple[str, ...], DictConfig] = {}
-        composed = [
-            _compose(chosen, groups, root, options, problems, multirun=multirun) for chosen in product(*values)
-        ]
+        composed = [_compose(chosen, groups, root, options, problems, multirun=multirun) for chosen in product(*values)]
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
