@@ -21,13 +21,13 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import Pair, load
-from llama_ssp.config import folders
-from llama_ssp.config.drafters import NgramConfig
-from llama_ssp.config.schema import SamplingConfig, SpeculationConfig, VerificationConfig
-from llama_ssp.engine.state import Request
-from llama_ssp.sampling.processors import processor
-from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import encode
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.settings import folders
+from llama_ssp.settings.drafters import NgramConfig
+from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.processors import processor
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "acceptance.md"
 TEMPERATURES, RULES, LENGTHS, DRAFTS = (

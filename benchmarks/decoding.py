@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import (
+from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.ranks.world import start
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
     DeviceKind,
@@ -23,15 +28,10 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import start
-from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance import implied_acceptance
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
-from llama_ssp.session.prompts import encode
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 
 AGREEMENT = 0.8
 TEXT = '''\

@@ -21,16 +21,16 @@ from rich.console import Console
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.timing import Goal, print_goals
 from llama_ssp import Pair, load
-from llama_ssp.calibration.interleave import interleave, median_ratio
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafters import NGRAM_DRAFT, NgramConfig
-from llama_ssp.config.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
-from llama_ssp.engine.state import Request
 from llama_ssp.reports.provenance import processor, versions
-from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import encode
-from llama_ssp.session.tuning import tune
-from llama_ssp.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.calibration.interleave import interleave, median_ratio
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
+from llama_ssp.settings.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"

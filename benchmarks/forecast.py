@@ -32,7 +32,20 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.calibration.model_pairs import (
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.machine import detect_hardware, machine_of_run
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.planning.acceptance import implied_acceptance
+from llama_ssp.planning.memory import memory
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, read_config
+from llama_ssp.planning.timing import timing
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.memory import anonymous_bytes
+from llama_ssp.ranks.world import World, start
+from llama_ssp.reports.records import Forecast
+from llama_ssp.run.calibration.model_pairs import (
     NUM_DRAFT_TOKENS,
     PLAIN,
     PROMPT_TOKENS,
@@ -41,23 +54,10 @@ from llama_ssp.calibration.model_pairs import (
     Pairs,
     seconds_per,
 )
-from llama_ssp.calibration.profiles import composed
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.config.schema import DeviceKind, DraftLayout, Dtype, TargetKind
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.memory import anonymous_bytes
-from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.completion import RowCompletion
-from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_model
-from llama_ssp.models.runner import Runner
-from llama_ssp.planning.acceptance import implied_acceptance
-from llama_ssp.planning.memory import memory
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, read_config
-from llama_ssp.planning.timing import timing
-from llama_ssp.reports.records import Forecast
-from llama_ssp.tasks.dry_run import forecast
+from llama_ssp.run.calibration.profiles import composed
+from llama_ssp.run.tasks.dry_run import forecast
+from llama_ssp.settings.schema import DeviceKind, DraftLayout, Dtype, TargetKind
+from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from unittest import mock
 
-from llama_ssp.commands import run
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.sampling import processors
+from llama_ssp.run.commands import run
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.sampling import processors
 
 ROOT = Path(run.__file__).resolve().parents[2]
 RUN = ("task=generate", "prompt=x", "max_new_tokens=8")

@@ -26,11 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafters import ModelDraftConfig
-from llama_ssp.config.formats import NO_QUANTIZATION
-from llama_ssp.config.layout import lay_out_replica
-from llama_ssp.config.schema import (
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm, Mesh
+from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import ModelDraftConfig
+from llama_ssp.settings.formats import NO_QUANTIZATION
+from llama_ssp.settings.layout import lay_out_replica
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
     DeviceKind,
@@ -45,16 +50,11 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WholeParts,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.comms import Comm, Mesh
-from llama_ssp.engine.executors import CudaRecorder
-from llama_ssp.engine.state import Request
-from llama_ssp.models.loading import load_model
-from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import make_rule
-from llama_ssp.sampling.uniforms import PER_DRAW
-from llama_ssp.session.loading import Models, build_decoder
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.executors import CudaRecorder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.weights.source import TensorFacts, Wanted
 from llama_ssp.weights.synthetic import llama_config
 from tests.stub_gpu import device

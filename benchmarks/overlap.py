@@ -24,8 +24,16 @@ import transformers
 
 from benchmarks.decoding import TEXT, decode_once
 from benchmarks.timing import ROOT, Row, markdown, store
-from llama_ssp.calibration.interleave import interleave
-from llama_ssp.config.schema import (
+from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
+from llama_ssp.planning.timing import OverlappedTime, alone_s
+from llama_ssp.ranks.world import World, start
+from llama_ssp.run.calibration.interleave import interleave
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import Models, build_decoder, load_models
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.tasks.benchmark import cut
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
@@ -41,17 +49,9 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
-from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
-from llama_ssp.planning.timing import OverlappedTime, alone_s
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import Models, build_decoder, load_models
-from llama_ssp.session.prompts import encode
-from llama_ssp.session.tuning import tune
-from llama_ssp.tasks.benchmark import cut
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 
 PROMPT_TOKENS, NEW_TOKENS = 24, 64
 WIDTH, TARGET_LAYERS, DRAFT_LAYERS, HEAD_DIM = 512, 20, 8, 64

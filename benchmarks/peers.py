@@ -26,18 +26,18 @@ from torch import Tensor
 from benchmarks.timing import Goal, print_goals, store
 from llama_ssp import load
 from llama_ssp.architectures.family import inventory
-from llama_ssp.calibration.interleave import interleave
-from llama_ssp.calibration.operators import copy_bytes_per_s, seconds_per_call
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, SamplingConfig, SpeculationConfig
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.engine.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
-from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import encode
-from llama_ssp.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.calibration.interleave import interleave
+from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import Dtype, SamplingConfig, SpeculationConfig
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.weights import hub
 
 PROMPTS = (

@@ -22,9 +22,17 @@ import transformers
 from benchmarks.decoding import TEXT, decode_once, tokens_per_round
 from benchmarks.timing import ROOT, Row, markdown, store
 from llama_ssp.architectures.family import inventory
-from llama_ssp.calibration.interleave import interleave
-from llama_ssp.config import catalogue, checks
-from llama_ssp.config.schema import (
+from llama_ssp.errors import SspError
+from llama_ssp.planning.memory import model_bytes
+from llama_ssp.planning.spec import planned_model
+from llama_ssp.ranks.world import World, start
+from llama_ssp.run.calibration.interleave import interleave
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.tasks.benchmark import cut
+from llama_ssp.settings import catalogue, checks
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
     DeviceKind,
@@ -41,17 +49,9 @@ from llama_ssp.config.schema import (
     TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
-from llama_ssp.errors import SspError
-from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import planned_model
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
-from llama_ssp.session.prompts import encode
-from llama_ssp.tasks.benchmark import cut
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 
 TARGET, DRAFT, NUM_DRAFT_TOKENS = "tiny", "tiny-draft", 4
 PROMPT_TOKENS, NEW_TOKENS = 32, 40

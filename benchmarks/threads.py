@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 
 from benchmarks.timing import Goal, print_goals
 from llama_ssp import load
-from llama_ssp.calibration.random_llama import RandomLlama
-from llama_ssp.config import catalogue
+from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 
 FOLDER = Path("outputs/threads")

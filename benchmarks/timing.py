@@ -1,6 +1,6 @@
 """Goals that measurements are held against, rows that are kept with what made them, and tables for pages.
 
-How candidates take turns is the business of `llama_ssp.calibration.interleave`.
+How candidates take turns is the business of `llama_ssp.run.calibration.interleave`.
 """
 
 import json

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from llama_ssp.commands import options
 from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.run.commands import options
 
 SIZE = 64
 MOST_LETTERS = 200

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llama_ssp.commands.program import main
+from llama_ssp.run.commands.program import main
 
 if __name__ == "__main__":
     main(["plan", *sys.argv[1:]])

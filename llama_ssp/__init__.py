@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.library.loading import load
-    from llama_ssp.library.pair import Completion, Pair, speculative_generate
-    from llama_ssp.library.planning import compare_machines, plan
+    from llama_ssp.api.loading import load
+    from llama_ssp.api.pair import Completion, Pair, speculative_generate
+    from llama_ssp.api.planning import compare_machines, plan
 
 __all__ = ["Completion", "Pair", "compare_machines", "load", "plan", "speculative_generate"]
 _MODULES = {
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(f"llama_ssp.library.{_MODULES[name]}"), name)
+    return getattr(import_module(f"llama_ssp.api.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

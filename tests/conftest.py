@@ -18,7 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from llama_ssp.config import folders
+from llama_ssp.settings import folders
 from tests.helpers import slurm
 from tests.helpers.own_conf import OwnConf, writer
 

@@ -17,11 +17,11 @@ import yaml
 from torch import Tensor
 
 from llama_ssp import load
-from llama_ssp.config import folders
-from llama_ssp.config.model_files import AGREEMENT_FILE
-from llama_ssp.config.schema import Dtype
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.loading import load_modules
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import folders
+from llama_ssp.settings.model_files import AGREEMENT_FILE
+from llama_ssp.settings.schema import Dtype
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
 

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
-from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.engine.executors import CudaRecorder
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.cache import CacheView, StaticCache
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
 from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 from llama_ssp.models.varlen import Heads, VarlenAttention, capability_of
-from llama_ssp.sampling.rules import make_rule
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.engine.executors import CudaRecorder
+from llama_ssp.speculate.sampling.rules import make_rule
 
 EPS, TOP_P = 1e-6, 0.9
 MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.first_hour.step import say
-from llama_ssp.config.schema import DeviceKind
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.world import start
-from llama_ssp.engine.executors import CudaRecorder
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.world import start
+from llama_ssp.settings.schema import DeviceKind
+from llama_ssp.speculate.engine.executors import CudaRecorder
 
 NUM_SUMS, NUM_TURNS = 20, 10
 

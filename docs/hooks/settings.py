@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_type_hints
 
 from docs.hooks.repository import ROOT, comment
-from llama_ssp.config.described import (
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.described import (
     DERIVED,
     DescribedSetting,
     is_schema,
@@ -14,16 +15,15 @@ from llama_ssp.config.described import (
     settings_of_plan,
     task_settings,
 )
-from llama_ssp.config.drafters import drafters
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DrafterConfig, RunConfig
-from llama_ssp.config.slurm import KEY as LAUNCHER
-from llama_ssp.config.slurm import SlurmConfig
-from llama_ssp.config.tasks import task_specs
+from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.slurm import KEY as LAUNCHER
+from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.tasks import task_specs
 
 CONF = ROOT / "conf"
 _INTRODUCTION = (
-    "The build makes this page from the dataclasses in `llama_ssp/config` and the files in `conf`. Every setting is "
+    "The build makes this page from the dataclasses in `llama_ssp/settings` and the files in `conf`. Every setting is "
     "`name=value` on the command line. `llama-ssp run --help all` prints the same settings by topic, and "
     "`--cfg job` prints the composed values of one run."
 )

@@ -1,4 +1,4 @@
-"""Records of the model families (`config.registry`), which the planner, the loader, the checks and the models read."""
+"""Records of the model families (`settings.registry`), read by planner, loader, checks and models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from typing import Any
 from llama_ssp import architectures
 from llama_ssp.architectures.gated import gated
 from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.config.registry import Registry
-from llama_ssp.config.schema import ModelShape
 from llama_ssp.errors import PlacementError
+from llama_ssp.settings.registry import Registry
+from llama_ssp.settings.schema import ModelShape
 
 Windows = Callable[[Any], tuple[int | None, ...]]
 """Maps a config of the library to the window of each layer in positions, its own included; None for no window."""

@@ -1,7 +1,7 @@
 """Parameters of Llama, Gemma and similar models: grouped-query attention, gated MLP, RMS norms."""
 
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.settings.schema import ModelShape
 
 
 def gated(

@@ -8,7 +8,7 @@ from typing import Any
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import head_of
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.settings.schema import ModelShape
 
 _TP_PLAN = {
     "transformer.wte": "embedding_rowwise",

@@ -3,7 +3,7 @@
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.gated import head_of
 from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.settings.schema import ModelShape
 
 
 def _parameters(shape: ModelShape) -> Inventory:

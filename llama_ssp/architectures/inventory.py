@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
-from llama_ssp.config.schema import WholeParts
+from llama_ssp.settings.schema import WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)

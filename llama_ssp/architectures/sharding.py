@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of
-from llama_ssp.config.schema import ModelShape, WholeParts
 from llama_ssp.errors import PlacementError
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.schema import ModelShape, WholeParts
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from llama_ssp.config.checks import check_values
-from llama_ssp.config.rules import DEFAULT
-from llama_ssp.config.schema import (
+from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,
     PlacementConfig,
@@ -15,8 +16,7 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.settings.tasks import GenerateConfig
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)}
 _OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}

@@ -15,15 +15,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from llama_ssp import load
-from llama_ssp.config.checks import check_values
 from llama_ssp.continuation import decode_after
-from llama_ssp.distributed.gpu.devices import selected
-from llama_ssp.engine.likelihoods import ScoredText, log_likelihoods
-from llama_ssp.engine.state import Request, count_equal_before
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
-from llama_ssp.session.loading import build_decoder
-from llama_ssp.session.prompts import Message, check_ids, in_template
+from llama_ssp.ranks.gpu.devices import selected
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.session.prompts import Message, check_ids, in_template
+from llama_ssp.settings.checks import check_values
+from llama_ssp.speculate.engine.likelihoods import ScoredText, log_likelihoods
+from llama_ssp.speculate.engine.state import Request, count_equal_before
 
 NAME = "llama_ssp"
 """The value of `--model`."""

@@ -23,7 +23,7 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.config import formats
+from llama_ssp.settings import formats
 from llama_ssp.weights import int4_rows
 
 _HASH_BYTES = hashlib.sha256().digest_size

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.kernels.linear import FLOATS, NIBBLES, NativeLinear
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights import int4_rows
 
 _TENSORS = ("x", "turns", "positions", "slots", "cache", *(

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.config.formats import INT4_GROUP as GROUP
-from llama_ssp.distributed.comms import is_recording
 from llama_ssp.kernels.choice import Operator, find_operator
+from llama_ssp.ranks.comms import is_recording
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights import int4_rows
 
 BLOCK = 16

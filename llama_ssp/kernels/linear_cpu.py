@@ -30,7 +30,6 @@ Shapes: M rows, I inputs, O outputs.
 
 from llvmlite import ir
 
-from llama_ssp.config.formats import INT4_GROUP, WORD_BYTES
 from llama_ssp.kernels.emit import (
     F32,
     F32S,
@@ -52,6 +51,7 @@ from llama_ssp.kernels.emit import (
     loaded,
     stored,
 )  # fmt: skip
+from llama_ssp.settings.formats import INT4_GROUP, WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}

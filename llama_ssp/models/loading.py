@@ -34,9 +34,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from llama_ssp.architectures.family import family_of, record_of
 from llama_ssp.architectures.sharding import RankShard, cut_of, split_model
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.config.schema import ModelShape, WholeParts
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
@@ -55,6 +52,9 @@ from llama_ssp.models.tensor_parallel import (
     is_sharded,
     shard,
 )  # fmt: skip
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
 

@@ -26,11 +26,11 @@ from llama_ssp.architectures.sharding import (
     stays_whole,
     widths,
 )
-from llama_ssp.config.formats import NO_QUANTIZATION
-from llama_ssp.config.schema import ModelShape, WholeParts
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.families import tp_plan_of
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.formats import NO_QUANTIZATION
+from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import folders
-from llama_ssp.config.drafters import draft_name, matching_of
-from llama_ssp.config.rules import DEFAULT
-from llama_ssp.config.schema import ModelShape, RunConfig, TextKind
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings import folders
+from llama_ssp.settings.drafters import draft_name, matching_of
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
 
 PAIRS, MEASURED, POINTS = "pairs.yaml", "measured_pairs.yaml", "acceptance.yaml"
 NUM_NEAREST = 3

@@ -17,12 +17,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import catalogue
-from llama_ssp.config.formats import format_of, formats
-from llama_ssp.config.machines import hardware as machines
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, Offload, TargetKind, WholeParts
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines import hardware as machines
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.layouts import block_sizes, by_length, length_setting, on_block, placement_settings, same_kind
 from llama_ssp.planning.memory import (
     GB,
@@ -37,6 +34,9 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.schema import DraftLayout, Dtype, Offload, TargetKind, WholeParts
 from llama_ssp.words import counted, rounded
 
 GIB = 2**30

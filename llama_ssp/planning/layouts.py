@@ -11,13 +11,13 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.layout import named
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, WholeParts
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings.layout import named
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, WholeParts
 from llama_ssp.words import rounded
 
 

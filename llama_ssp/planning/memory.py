@@ -23,13 +23,13 @@ from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.inventory import Inventory, Matrix
 from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_pages
-from llama_ssp.config.drafters import Matching
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.rules import rule_of
-from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
+from llama_ssp.settings.drafters import Matching
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.rules import rule_of
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16

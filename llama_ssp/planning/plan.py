@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.machines.hardware import HardwareConfig
 from llama_ssp.errors import CapacityError
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning import advice
 from llama_ssp.planning.acceptance import remarks
 from llama_ssp.planning.advice import Change, changes_that_fit, faster_on_fewer

@@ -24,12 +24,12 @@ from typing import NamedTuple, TypeAlias
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS, WHOLE_LAYER_TOKENS, Kernels
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import Dtype, TargetKind, WholeParts
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.schema import Dtype, TargetKind, WholeParts
 
 _X = itemgetter(0)
 _Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]

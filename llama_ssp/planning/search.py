@@ -16,11 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.config.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
-from llama_ssp.config.schema import DraftLayout, ModelConfig, Objective, PlacementConfig, PlanConfig
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
 from llama_ssp.planning.advice import has_its_own_number
 from llama_ssp.planning.layouts import (
     by_length,
@@ -33,6 +30,9 @@ from llama_ssp.planning.layouts import (
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, job_of_plan, notes_on_families, planned_model
 from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.schema import DraftLayout, ModelConfig, Objective, PlacementConfig, PlanConfig
 
 GIB = 2**30
 

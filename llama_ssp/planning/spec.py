@@ -20,14 +20,15 @@ from llama_ssp.architectures.sizes import (
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.config.drafters import Matching, draft_name, matching_of
-from llama_ssp.config.folders import read_path
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of
-from llama_ssp.config.layout import Layout, lay_out_replica, max_device_bytes, may_capture
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder
-from llama_ssp.config.rules import AT_ZERO, DEFAULT
-from llama_ssp.config.schema import (
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.drafters import Matching, draft_name, matching_of
+from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.layout import Layout, lay_out_replica, max_device_bytes, may_capture
+from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT
+from llama_ssp.settings.schema import (
     DraftLayout,
     Dtype,
     ModelConfig,
@@ -40,8 +41,7 @@ from llama_ssp.config.schema import (
     WeightsKind,
     WholeParts,
 )
-from llama_ssp.config.tasks import task_of
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.settings.tasks import task_of
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 

@@ -34,11 +34,8 @@ from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
-from llama_ssp.config.drafters import Matching
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.machines.profile import SizePoint
-from llama_ssp.config.rules import rule_of
-from llama_ssp.config.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.profile import SizePoint
 from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
@@ -60,6 +57,9 @@ from llama_ssp.planning.roofline import (
     message_s,
 )
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.drafters import Matching
+from llama_ssp.settings.rules import rule_of
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 
 ID_BYTES = 8
 VERDICT_BYTES = 3 * ID_BYTES

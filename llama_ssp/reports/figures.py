@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
-from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, SOFT, Chart, Look, look
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import Estimate, RunMeasures
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.settings import Axis, Setting, axes_of, axis_of, labels
 from llama_ssp.reports.summary import counted_rounds
+from llama_ssp.settings.schema import ADAPTIVE
 
 GIB, MIB = 2**30, 2**20
 WIDEST_BAR = 0.3

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.config.formats import formats
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, Chart, Point, look
 from llama_ssp.reports.plan_tables import GIB, ITEMS, headline
+from llama_ssp.settings.formats import formats
 
 ITEM_COLOURS = (
     "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",

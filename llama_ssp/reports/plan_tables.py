@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from llama_ssp.config.formats import formats
-from llama_ssp.config.schema import ADAPTIVE, DraftLayout, DraftPlacement
 from llama_ssp.errors import ConfigError
+from llama_ssp.settings.formats import formats
+from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, DraftPlacement
 from llama_ssp.visible import visible
 from llama_ssp.words import rounded
 

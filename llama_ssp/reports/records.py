@@ -9,8 +9,8 @@ import reprlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from llama_ssp.config.schema import ADAPTIVE
 from llama_ssp.reports.reading import read_json, restore
+from llama_ssp.settings.schema import ADAPTIVE
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024

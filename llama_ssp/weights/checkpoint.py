@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.config.model_files import CONFIG_FILE, read_json, require_folder, shown
-from llama_ssp.config.schema import ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder, shown
+from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.weights.packed import PackedLayout, PackedTensor, combine, layout_of
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 

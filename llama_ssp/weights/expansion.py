@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.config.schema import ModelShape
+from llama_ssp.settings.schema import ModelShape
 
 SPARE = -1
 _LOWEST, _LIFT = -(2.0**14), 32.0

@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llama_ssp.config.model_files import (
+from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.model_files import (
     AGREEMENT_FILE,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, summary
 
 MANIFEST_FILE = "sha256.json"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
 
-from llama_ssp.config.folders import read_path
-from llama_ssp.config.model_files import CONFIG_FILE
-from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.model_files import CONFIG_FILE
+from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.

@@ -13,8 +13,8 @@ Shapes: O outputs, I inputs, G groups of 128 inputs, W bytes of a row.
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import INT4_GROUP as GROUP
-from llama_ssp.config.formats import WORD_BYTES
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import WORD_BYTES
 
 CODE_BYTES = GROUP // 2
 GROUP_BYTES = CODE_BYTES + WORD_BYTES

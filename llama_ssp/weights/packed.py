@@ -19,9 +19,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import INT4_GROUP as GROUP
-from llama_ssp.config.model_files import shown
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.model_files import shown
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from llama_ssp.config.schema import (
+from llama_ssp.settings.schema import (
     DraftLayout,
     DraftPlacement,
     Offload,

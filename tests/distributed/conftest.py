@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config.schema import DeviceKind
-from llama_ssp.distributed.world import start
+from llama_ssp.ranks.world import start
+from llama_ssp.settings.schema import DeviceKind
 from tests.distributed.cells import HEAVY_PAIRS, ONLY_HEAVY, SLOW_PAIRS
 from tests.distributed.ranks import LANE, QUANTIZED, seen_by
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint

@@ -4,8 +4,8 @@ import runpy
 
 from torch import Tensor
 
-from llama_ssp.sampling import rules
-from llama_ssp.sampling.uniforms import Draws
+from llama_ssp.speculate.sampling import rules
+from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.repository import ROOT
 
 _verify = rules.verify_speculative

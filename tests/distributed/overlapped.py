@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import (
+from llama_ssp.ranks.world import start
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
@@ -21,12 +25,8 @@ from llama_ssp.config.schema import (
     TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import start
-from llama_ssp.engine.state import Request
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
-from llama_ssp.session.prompts import encode
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.state import Request
 from tests.helpers.prompts import PROMPTS
 
 NUM_NEW_TOKENS = 24

@@ -15,10 +15,17 @@ from typing import Any, TypedDict
 
 import torch
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafters import NGRAM_DRAFT
-from llama_ssp.config.formats import formats
-from llama_ssp.config.schema import (
+from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.ranks.world import World, start
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import Models, build_decoder, load_models
+from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.session.tuning import tune
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import NGRAM_DRAFT
+from llama_ssp.settings.formats import formats
+from llama_ssp.settings.schema import (
     ADAPTIVE,
     MODEL_DRAFT,
     DeviceKind,
@@ -31,15 +38,8 @@ from llama_ssp.config.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.failures import raise_on_all_ranks
-from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.state import Request
-from llama_ssp.errors import CheckpointError, SspError
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import Models, build_decoder, load_models
-from llama_ssp.session.prompts import encode
-from llama_ssp.session.tuning import tune
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.state import Request
 from tests.distributed.cells import (
     DEEPSPEED_CELLS,
     MOST_DEFAULT_RANKS,

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 # The other rank is still ending when rank 0, with the store, has ended.
 _SCRIPT = """
 import builtins, sys, time
-from llama_ssp.config.schema import DeviceKind
-from llama_ssp.distributed.world import start
+from llama_ssp.settings.schema import DeviceKind
+from llama_ssp.ranks.world import start
 from tests.helpers.gloo_threads import end_with_an_error_if_left
 
 class EndsLate:

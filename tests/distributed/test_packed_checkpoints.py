@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.config import catalogue
+from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
 from tests.helpers.packed_checkpoints import pack_checkpoint

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import formats
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.formats import formats
 from llama_ssp.weights.checkpoint import inspect
 from tests.distributed.ranks import QUANTIZED, QUANTIZED_RANKS
 

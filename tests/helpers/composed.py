@@ -1,7 +1,7 @@
 """Composes the settings of one run as `llama-ssp run` does."""
 
-from llama_ssp.config.compose import compose, to_run_config
-from llama_ssp.config.schema import RunConfig
+from llama_ssp.settings.compose import compose, to_run_config
+from llama_ssp.settings.schema import RunConfig
 
 
 def compose_run(*words: str) -> tuple[RunConfig, frozenset[str]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm, is_recording
+from llama_ssp.ranks.comms import Comm, is_recording
 
 
 @dataclass(frozen=True, kw_only=True)

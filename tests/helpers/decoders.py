@@ -5,21 +5,21 @@ from itertools import cycle
 
 import torch
 
-from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.drafter import Drafter
-from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.ngram import NgramDrafter
-from llama_ssp.drafting.shared import BroadcastDrafter
-from llama_ssp.engine.clock import HostClock
-from llama_ssp.engine.completion import RowCompletion, StopRequest
-from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.round import DraftChoice, EagerExecutor, Executor, Round
-from llama_ssp.engine.state import BatchState, Request
-from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import Rule, make_rule
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.drafters.shared import BroadcastDrafter
+from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
+from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.round import DraftChoice, EagerExecutor, Executor, Round
+from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
 
 
 def make_decoder(  # noqa: PLR0913

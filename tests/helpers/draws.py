@@ -6,7 +6,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling.uniforms import Draws, UniformTable, row_key
+from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable, row_key
 
 
 def keys_of(prompts: Sequence[int], samples: Iterable[int] = repeat(0), *, seed: int) -> Tensor:

@@ -16,9 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling.context import Context
-from llama_ssp.sampling.rules import Draft, Rule
-from llama_ssp.sampling.uniforms import PER_DRAW, Draws
+from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.table_models import TableModel
 
 LARGEST_UNIFORM = 1 - 2.0**-53

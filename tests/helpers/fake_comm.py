@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm, is_recording, record
+from llama_ssp.ranks.comms import Comm, is_recording, record
 
 Result = TypeVar("Result")
 

@@ -9,8 +9,8 @@ import warnings
 from dataclasses import dataclass
 from unittest import mock
 
-from llama_ssp.commands import run
-from llama_ssp.distributed.signals import STOP_SIGNALS
+from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.run.commands import run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import varlen
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama import kernels, split_kernels
@@ -27,8 +26,9 @@ from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
-from llama_ssp.sampling import processors
-from llama_ssp.sampling.draw_kernels import draw_tokens
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.sampling import processors
+from llama_ssp.speculate.sampling.draw_kernels import draw_tokens
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import build_checkpoint

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.sampling import context, rules, uniforms
-from llama_ssp.sampling.context import Context
-from llama_ssp.sampling.processors import draw
-from llama_ssp.sampling.rules import Draft, Verdict
+from llama_ssp.speculate.sampling import context, rules, uniforms
+from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.processors import draw
+from llama_ssp.speculate.sampling.rules import Draft, Verdict
 
 Verify = Callable[..., Verdict]
 

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llama_ssp.config.schema import SamplingConfig, VerificationConfig
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.model import ModelDrafter
-from llama_ssp.drafting.shared import AheadDrafter, ProbsReceiver
-from llama_ssp.engine.clock import HostClock
-from llama_ssp.engine.completion import RowCompletion, StopRequest
-from llama_ssp.engine.executors import GraphExecutor, Recorder, TracedExecutor
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.overlap import OverlappedRound
-from llama_ssp.engine.round import EagerExecutor, Executor
-from llama_ssp.engine.state import Request
-from llama_ssp.engine.verifier import Verifier
 from llama_ssp.models.runner import NullRunner, Runner
-from llama_ssp.sampling.rules import make_rule
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
+from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
+from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.overlap import OverlappedRound
+from llama_ssp.speculate.engine.round import EagerExecutor, Executor
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 

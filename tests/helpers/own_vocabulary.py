@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.intersection import IntersectionDrafter, VocabularyMap
-from llama_ssp.drafting.tokenizers import Alignment
 from llama_ssp.models.runner import Runner
-from llama_ssp.sampling.rules import Rule
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
+from llama_ssp.speculate.drafters.tokenizers import Alignment
+from llama_ssp.speculate.sampling.rules import Rule
 
 if TYPE_CHECKING:
-    from llama_ssp.drafting.tokenizers import Translator
+    from llama_ssp.speculate.drafters.tokenizers import Translator
 
 NUM_IDS, NUM_OWN_IDS = 11, 9
 ALIGNMENT = Alignment(

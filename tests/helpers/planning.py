@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import DraftLayout, Dtype, ModelShape, TargetKind
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import DraftLayout, Dtype, ModelShape, TargetKind
 
 
 def make_job(  # noqa: PLR0913 - every choice that tests make

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.commands import run
-from llama_ssp.config import checks
-from llama_ssp.config.schema import RunConfig
+from llama_ssp.run.commands import run
+from llama_ssp.settings import checks
+from llama_ssp.settings.schema import RunConfig
 from tests.helpers.composed import compose_run
 
 SBATCH = """#!{python}

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from llama_ssp.config.schema import SamplingConfig
-from llama_ssp.sampling.processors import processor
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.sampling.processors import processor
 from tests.helpers.prefix_runner import PrefixRunner
 
 _FEWEST = 8

@@ -2,9 +2,9 @@
 
 import torch
 
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.environment import Ranks
-from llama_ssp.distributed.world import World
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.world import World
 
 ONE_CORE = World(
     cores=frozenset({0}),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llama_ssp.engine.executors import CudaRecorder
+from llama_ssp.speculate.engine.executors import CudaRecorder
 from tests.stub_gpu import device
 
 CUDA = "cuda"

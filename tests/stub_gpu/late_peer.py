@@ -10,7 +10,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from llama_ssp.engine.round import Round
+from llama_ssp.speculate.engine.round import Round
 
 ROOT = Path(__file__).parents[2]
 """Not that of the tests' helpers, which import pytest: the interpreter with a CUDA build need not have it."""

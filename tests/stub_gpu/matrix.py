@@ -15,9 +15,13 @@ from typing import Any
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
-from llama_ssp.config.schema import (
+from llama_ssp.ranks.world import start
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.run.session.tuning import tune
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DeviceKind,
     Dtype,
@@ -28,14 +32,10 @@ from llama_ssp.config.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import start
-from llama_ssp.engine.executors import GraphExecutor
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.state import Request
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
-from llama_ssp.session.tuning import tune
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

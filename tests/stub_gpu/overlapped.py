@@ -14,8 +14,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.first_hour.engine import watched
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import (
+from llama_ssp.ranks.world import World, start
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DeviceKind,
     DrafterConfig,
@@ -28,14 +31,11 @@ from llama_ssp.config.schema import (
     TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.config.tasks import GenerateConfig
-from llama_ssp.distributed.world import World, start
-from llama_ssp.engine.executors import GraphExecutor
-from llama_ssp.engine.loop import Decoder
-from llama_ssp.engine.overlap import OverlappedRound
-from llama_ssp.engine.state import Request
-from llama_ssp.session.checkpoints import find_sources
-from llama_ssp.session.loading import build_decoder, load_models
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.overlap import OverlappedRound
+from llama_ssp.speculate.engine.state import Request
 from tests.stub_gpu import device
 from tests.stub_gpu.overlapped_settings import NEW_TOKENS, SETTINGS, Setting
 

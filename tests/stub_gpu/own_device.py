@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llama_ssp import load
-from llama_ssp.calibration.operators import operator_s
+from llama_ssp.run.calibration.operators import operator_s
 from tests.stub_gpu import device
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.engine.state import Request
-from llama_ssp.session.loading import build_decoder
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.speculate.engine.state import Request
 from tests.stub_gpu import device
 from tests.stub_gpu.matrix import load_group
 from tests.stub_gpu.settings import Group

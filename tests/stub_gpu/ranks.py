@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama_ssp.engine.executors import CudaRecorder
+from llama_ssp.speculate.engine.executors import CudaRecorder
 from tests.stub_gpu import device
 
 LATE_S = 2.0

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llama_ssp.config.rules import DEFAULT
-from llama_ssp.config.schema import SamplingConfig
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers.models import FAMILIES
 
 ANOTHER_TOKENIZER = "another tokenizer"

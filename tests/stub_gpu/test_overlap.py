@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import catalogue
+from llama_ssp.settings import catalogue
 from tests.stub_gpu.overlapped_settings import SETTINGS, Setting
 from tests.stub_gpu.process import Stub, lines_of
 

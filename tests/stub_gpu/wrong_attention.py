@@ -6,9 +6,9 @@ import sys
 import torch
 
 from benchmarks.gpu_nodes import CUDA, LAYER, Case, layer_nodes, load
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.models import varlen
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.ranks.comms import Comm
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
-from llama_ssp.config.compose import groups_of
 from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
+from llama_ssp.settings.compose import groups_of
 
 
 def mixed(name: str) -> str:

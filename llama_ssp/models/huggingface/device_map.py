@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.config.schema import Offload
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources, weights_for
 from llama_ssp.planning.memory import LayerPlacement, RowBytes, check_offload, split_row
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.schema import Offload
 from llama_ssp.weights.source import WeightSource
 
 _log = logging.getLogger(__name__)

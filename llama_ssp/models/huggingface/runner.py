@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.models.cache import CachedRunner, LibraryCache
 from llama_ssp.models.huggingface.families import check_servable, mask_argument
 from llama_ssp.models.runner import Pieces
+from llama_ssp.ranks.comms import Comm
 
 
 class ModuleRunner(CachedRunner):

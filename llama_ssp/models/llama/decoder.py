@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import PAGE_SLOTS
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.models.cache import CachedRunner
@@ -35,6 +34,7 @@ from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.triton_tools import attempt
 from llama_ssp.models.varlen import VarlenAttention, find_varlen, over_more_blocks
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.shapes import static_shape
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.cache import CacheView, StaticCache
 from llama_ssp.models.llama.attention import Attend
 from llama_ssp.models.llama.layer import Layer, ResidualLinear, gated
 from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm, RotateWrite
 from llama_ssp.models.triton_tools import attempt, missing_packages
+from llama_ssp.ranks.comms import Comm
 
 _MOST_ROWS = 32
 """Of a fused product."""

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.llama.rotary import RmsNorm
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.models.varlen import Heads
+from llama_ssp.ranks.comms import Comm
 
 
 class Layer:

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.config.formats import INT4_GROUP as GROUP
 from llama_ssp.models.quantization.few_rows_tiles import tiles_of
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""

@@ -21,10 +21,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import NF4_GROUP as GROUP
-from llama_ssp.config.formats import NO_QUANTIZATION, format_of
 from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear, native_of
 from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks
+from llama_ssp.settings.formats import NF4_GROUP as GROUP
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 
 _STEPS = 127
 

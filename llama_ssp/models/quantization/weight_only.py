@@ -13,11 +13,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from llama_ssp.config.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.config.formats import INT4_GROUP as GROUP
-from llama_ssp.distributed.comms import is_recording
 from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
 from llama_ssp.models.triton_tools import attempt
+from llama_ssp.ranks.comms import is_recording
+from llama_ssp.settings.formats import FEW_ROWS, UNPACKED_WEIGHTS
+from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights import int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}

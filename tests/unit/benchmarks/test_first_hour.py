@@ -18,7 +18,7 @@ from benchmarks.first_hour import engine, kernels, runner
 from benchmarks.first_hour.__main__ import all_steps
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
-from llama_ssp.config.schema import Dtype
+from llama_ssp.settings.schema import Dtype
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -44,8 +44,8 @@ elif "benchmarks.first_hour.kernels" in sys.orig_argv and "draws" in step:
 elif "benchmarks.first_hour.engine" in sys.orig_argv:
     import subprocess
     print('{"doing": "the third case"}', flush=True)
-    subprocess.Popen(["sleep", "654.25"], start_new_session=True)
-    time.sleep(654.25)
+    subprocess.Popen(["sleep", os.environ["PLANTED_SLEEP"]], start_new_session=True)
+    time.sleep(654)
 """
 
 
@@ -58,9 +58,10 @@ def test_the_whole_command_names_a_planted_crash_hang_and_wrong_kernel_and_carri
     }  # fmt: skip
     names = ["facts-machine", "kernels-rotary", "kernels-norms", "kernels-draws", "engine-greedy-text", "all-reduce"]
     folder = tmp_path / "hour"
+    settings = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PLANTED_SLEEP": f"654.{os.getpid()}"}
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.first_hour", "--limit", "30", "--folder", folder, "--only", *names],
-        cwd=ROOT, env=os.environ | secrets | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT, env=os.environ | secrets | settings,
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
@@ -76,7 +77,7 @@ def test_the_whole_command_names_a_planted_crash_hang_and_wrong_kernel_and_carri
     assert rows["engine-greedy-text"]["reason"] == "stopped after 30 s, at: the third case"
     assert rows["all-reduce"]["reason"] == "it needs 2 GPUs, and none can be used"
     assert rows["kernels-rotary"]["figures"]
-    assert "sleep\x00654.25" not in processes()
+    assert f"sleep\x00{settings['PLANTED_SLEEP']}" not in processes()
     contents = contents_of(folder)
     assert contents.keys() == {f"hour/{name}.txt" for name in names if name != "all-reduce"} | {"hour/results.jsonl"}
     assert [*map(json.loads, contents["hour/results.jsonl"].splitlines())] == [*rows.values()]
@@ -113,7 +114,7 @@ def processes() -> str:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         if file.parent.name != str(os.getpid()):
             try:
-                found.append(file.read_text())
+                found.append(file.read_text(errors="replace"))
             except OSError:
                 continue
     return "\n".join(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import decoding, placements
-from llama_ssp.config.schema import Dtype
+from llama_ssp.settings.schema import Dtype
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config.schema import SamplingConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
+from llama_ssp.settings.schema import SamplingConfig
 
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm_eval: pip install -e '.[lm-eval]'")
 

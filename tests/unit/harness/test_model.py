@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llama_ssp.config import catalogue
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.harness.__main__ import main
+from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.models import build_checkpoint
 from tests.helpers.repository import ROOT

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels.attention import NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.models.llama.attention import CompiledAttention
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.ranks.comms import Comm
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
 

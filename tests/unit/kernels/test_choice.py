@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.kernels import attention, choice, layer, linear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.ranks.comms import Comm
 from tests.helpers.models import tiny_model
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.engine.tracing import Traced
 from llama_ssp.kernels import compiled
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.draw import NEEDS, Draw, find_draw
-from llama_ssp.sampling import processors
-from llama_ssp.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
+from llama_ssp.speculate.engine.tracing import Traced
+from llama_ssp.speculate.sampling import processors
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
 from tests.helpers.lanes import grid
 from tests.helpers.operator_count import OperatorCount
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.loading import load_modules
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
@@ -186,7 +186,7 @@ MEASURE = """
 import json, os, sys, threading, time
 from pathlib import Path
 import torch
-from llama_ssp.distributed.comms import Comm
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.models.loading import build_empty, load_model
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.kernels.linear import can_halve

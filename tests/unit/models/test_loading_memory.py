@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.config.formats import formats
 from llama_ssp.models.loading import build_empty
+from llama_ssp.settings.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
@@ -28,10 +28,10 @@ MEASURE = """
 import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
-from llama_ssp.config.formats import formats
-from llama_ssp.config.schema import Dtype
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.settings.formats import formats
+from llama_ssp.settings.schema import Dtype
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.models.quantization.precision import Precision, bitsandbytes

@@ -12,11 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from llama_ssp import load as load_pair
-from llama_ssp.config import catalogue
-from llama_ssp.config.formats import formats
-from llama_ssp.config.schema import NO_DRAFT, DrafterConfig, Dtype
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.world import start as start_world
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -25,7 +20,12 @@ from llama_ssp.models.loading import QuantizedLinear, check_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
-from llama_ssp.session.checkpoints import find_sources
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.world import start as start_world
+from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import formats
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from llama_ssp.config.schema import WholeParts
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.tensor_parallel import RowLinear, shard
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from llama_ssp.config.formats import FEW_ROWS
 from llama_ssp.models import triton_tools
 from llama_ssp.models.quantization import weight_only
+from llama_ssp.settings.formats import FEW_ROWS
 
 
 @pytest.fixture(autouse=True)

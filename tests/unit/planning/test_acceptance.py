@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from benchmarks import published
-from llama_ssp.config import folders
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import TextKind
 from llama_ssp.errors import SspError
+from llama_ssp.machines import hardware
 from llama_ssp.planning import acceptance as module
 from llama_ssp.planning.acceptance import (
     Acceptance,
@@ -27,6 +25,8 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import timing
+from llama_ssp.settings import folders
+from llama_ssp.settings.schema import TextKind
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_job
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.profile import Profile
-from llama_ssp.config.schema import DraftLayout, Offload, TargetKind
+from llama_ssp.machines import hardware
+from llama_ssp.machines.profile import Profile
 from llama_ssp.planning import advice
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.schema import DraftLayout, Offload, TargetKind
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("8xa100_80gb")

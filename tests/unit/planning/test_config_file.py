@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config.schema import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, PlacementError
 from llama_ssp.planning.spec import notes_on_families, read_config
+from llama_ssp.settings.schema import Dtype, ModelConfig
 
 SIZES = {
     "model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "hidden_size": 128, "num_hidden_layers": 3,

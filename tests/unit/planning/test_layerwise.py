@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import Offload, TargetKind
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import (
     READ_BYTES_PER_S,
     RowBytes,
@@ -19,6 +18,7 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
+from llama_ssp.settings.schema import Offload, TargetKind
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("p4d_24xlarge")

@@ -6,10 +6,10 @@ import pytest
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import TargetKind
+from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes
 from llama_ssp.planning.timing import timing
+from llama_ssp.settings.schema import TargetKind
 from tests.helpers.planning import make_job
 
 A100 = hardware.load("8xa100_80gb")

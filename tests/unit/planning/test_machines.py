@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.drafters import ModelDraftConfig
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.hardware import PER_GPU, HardwareConfig, Price
-from llama_ssp.config.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import PER_GPU, HardwareConfig, Price
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import MachineChoice, compare, nothing_left
 from llama_ssp.planning.timing import timing
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import ModelDraftConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
 from tests.helpers.planning import make_job
 
 H100, A10G = hardware.load("8xh100"), hardware.load("g5_12xlarge")

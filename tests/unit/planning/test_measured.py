@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.config.machines.profile import LinearPoint
-from llama_ssp.config.schema import Dtype
+from llama_ssp.machines.profile import LinearPoint
 from llama_ssp.planning.roofline import LinearTable, between, line
+from llama_ssp.settings.schema import Dtype
 
 
 def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was() -> None:

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
-from llama_ssp.config import catalogue
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
@@ -21,6 +19,8 @@ from llama_ssp.planning.memory import (
     memory,
 )
 from llama_ssp.planning.spec import planned_model
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from tests.helpers.planning import make_job
 
 A100, MI250 = hardware.load("p4d_24xlarge"), hardware.load("mi250")

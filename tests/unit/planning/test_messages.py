@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.schema import DraftLayout
 from llama_ssp.planning.timing import round_messages
+from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
 VOCABULARY, ROWS, K = 32000, 3, 4

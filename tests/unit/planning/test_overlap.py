@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.machines.hardware import load
-from llama_ssp.config.schema import DraftLayout
+from llama_ssp.machines.hardware import load
 from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tokens_per_round
 from llama_ssp.planning.memory import replica_memory
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import WORTH_WAITING, OverlappedRounds, OverlappedTime, timing
+from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
 

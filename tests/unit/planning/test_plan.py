@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import CapacityError
+from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan, require_room
+from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
 A100, A10G = hardware.load("p4d_24xlarge"), hardware.load("g5_12xlarge")

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from llama_ssp import plan
-from llama_ssp.config.schema import Offload, PlacementConfig, TargetKind, TargetPlacement
 from llama_ssp.planning.plan import Plan, document
+from llama_ssp.settings.schema import Offload, PlacementConfig, TargetKind, TargetPlacement
 
 QUESTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("questions.yaml").read_text())
 MOST_DISAGREEMENTS = 2

@@ -6,10 +6,9 @@ import pytest
 
 from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.hardware import HardwareConfig, Link
-from llama_ssp.config.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.config.schema import Dtype, TargetKind
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig, Link
+from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.roofline import (
     LIBRARY_SHARE,
     MEASURED_SLOTS,
@@ -23,6 +22,7 @@ from llama_ssp.planning.roofline import (
     roofline_s,
 )
 from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.settings.schema import Dtype, TargetKind
 from tests.helpers.planning import small_model
 
 MACHINE = replace(

@@ -9,10 +9,13 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import catalogue
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import (
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.memory import model_bytes
+from llama_ssp.planning.spec import PlanSpec, job_of_plan, planned_model, read_config
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
     DraftLayout,
@@ -24,9 +27,6 @@ from llama_ssp.config.schema import (
     TargetKind,
     TargetPlacement,
 )
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import PlanSpec, job_of_plan, planned_model, read_config
 from llama_ssp.weights.checkpoint import shape_of
 
 A100 = hardware.load("p4d_24xlarge")

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import catalogue
-from llama_ssp.config.schema import Dtype, ModelShape
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import Dtype, ModelShape
 
 SHAPE = ModelShape(
     model_type="llama", num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,

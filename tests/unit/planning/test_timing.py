@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import OTHER_ENGINES
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.machines.hardware import HardwareConfig
-from llama_ssp.config.schema import DraftLayout, TargetKind
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, round_messages, timing
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from tests.helpers.planning import make_job, measured_machine, small_model
 
 A100 = hardware.load("8xa100_80gb")

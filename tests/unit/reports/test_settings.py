@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from llama_ssp.config.schema import to_yaml
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.settings import is_number, labels, varying, varying_settings
+from llama_ssp.settings.schema import to_yaml
 from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary
 

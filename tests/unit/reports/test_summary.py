@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama_ssp.console.tables import summary_table
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import CompletionLine, Forecast, RankActivity, RankMemory, Summary
 from llama_ssp.reports.summary import round_gains, speedup, summarise
+from llama_ssp.terminal.tables import summary_table
 from tests.helpers import runs
 from tests.helpers.runs import PLAIN
 

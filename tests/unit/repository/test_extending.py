@@ -39,11 +39,11 @@ DRAFTER = Addition(
     name="patient",
     section="drafter",
     files={
-        "llama_ssp/drafting/patient.py": '''
+        "llama_ssp/speculate/drafters/patient.py": '''
 """Drafts as the draft model does."""
 
-from llama_ssp.drafting.drafter import Drafter, DrafterParts
-from llama_ssp.drafting.model import ModelDrafter
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
+from llama_ssp.speculate.drafters.model import ModelDrafter
 
 
 class PatientDrafter(ModelDrafter):
@@ -57,16 +57,15 @@ def make(parts: DrafterParts) -> Drafter:
         parts.runner, rule=parts.rule, num_draft_tokens=parts.num_draft_tokens, vocab_size=parts.vocab_size
     )
 ''',
-        "llama_ssp/config/drafters.py": """
+        "llama_ssp/settings/drafters.py": """
 
 @dataclass(kw_only=True)
 class PatientConfig(ModelDraftConfig):
     \"\"\"Nothing of its own.\"\"\"
 
 
-register(
-    DrafterRecord(name="patient", make="llama_ssp.drafting.patient:make", config=PatientConfig, has_model=True)
-)
+MAKE = "llama_ssp.speculate.drafters.patient:make"
+register(DrafterRecord(name="patient", make=MAKE, config=PatientConfig, has_model=True))
 """,
         "conf/draft/patient.yaml": """
 defaults:
@@ -83,7 +82,7 @@ TASK = Addition(
     name="count",
     section="task",
     files={
-        "llama_ssp/tasks/count.py": '''
+        "llama_ssp/run/tasks/count.py": '''
 """Counts jobs."""
 
 
@@ -91,7 +90,7 @@ def count(session, jobs):
     """Print their number."""
     session.terminal.line(f"{len(jobs)} jobs")
 ''',
-        "llama_ssp/config/tasks.py": """
+        "llama_ssp/settings/tasks.py": """
 
 @dataclass(kw_only=True)
 class CountConfig(TaskConfig):
@@ -101,7 +100,7 @@ class CountConfig(TaskConfig):
     default_prompts: list[str] = field(default_factory=list)
 
 
-register(TaskSpec(config=CountConfig, run="llama_ssp.tasks.count:count"))
+register(TaskSpec(config=CountConfig, run="llama_ssp.run.tasks.count:count"))
 """,
         "conf/task/count.yaml": """
 defaults:
@@ -139,7 +138,7 @@ class HalvesLinear(Linear):
         """See `Linear`."""
         return self(x_MI) + residual_MO
 ''',
-        "llama_ssp/config/formats.py": """
+        "llama_ssp/settings/formats.py": """
 register(
     StorageFormat(
         name="halves",

@@ -20,7 +20,7 @@ def lint(folder: Path) -> str:
     return "" if result.returncode == 0 else result.stdout + result.stderr
 
 
-NO_TORCH = "planning, reports, evaluation, console, architectures, config and errors"
+NO_TORCH = "planning, reports, machines, terminal, architectures, settings and errors"
 BACKENDS = "bitsandbytes, deepspeed, accelerate, llvmlite and lm_eval"
 
 
@@ -31,14 +31,14 @@ def test_the_import_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("module", "fault", "contract"),
     [
-        ("llama_ssp/models/loading.py", "import llama_ssp.tasks", "Imports run one way"),
-        ("llama_ssp/sampling/processors.py", "import llama_ssp.models", "Imports run one way"),
+        ("llama_ssp/models/loading.py", "import llama_ssp.run.tasks", "Imports run one way"),
+        ("llama_ssp/speculate/sampling/processors.py", "import llama_ssp.models", "Imports run one way"),
         ("llama_ssp/weights/int4_rows.py", "import llama_ssp.kernels.emit", "Imports run one way"),
         ("llama_ssp/architectures/sharding.py", "import torch", NO_TORCH),
-        ("llama_ssp/config/checks.py", "import transformers", NO_TORCH),
-        ("llama_ssp/evaluation/statistics.py", "import torch", NO_TORCH),
-        ("llama_ssp/console/terminal.py", "from llama_ssp.engine import stream", "Imports run one way"),
-        ("llama_ssp/config/checks.py", "import omegaconf", "hydra and omegaconf are known to"),
+        ("llama_ssp/settings/checks.py", "import transformers", NO_TORCH),
+        ("llama_ssp/run/evaluation/statistics.py", "import torch", NO_TORCH),
+        ("llama_ssp/terminal/terminal.py", "from llama_ssp.speculate.engine import stream", "Imports run one way"),
+        ("llama_ssp/settings/checks.py", "import omegaconf", "hydra and omegaconf are known to"),
         ("llama_ssp/models/huggingface/runner.py", "import bitsandbytes", BACKENDS),
         ("llama_ssp/kernels/linear.py", "import llvmlite", BACKENDS),
     ],

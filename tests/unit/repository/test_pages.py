@@ -17,11 +17,11 @@ import yaml
 
 from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp import plan as load_plan
-from llama_ssp.commands import command_line, plan
-from llama_ssp.commands.ranks.own import read_start
-from llama_ssp.config.compose import compose, to_run_config
-from llama_ssp.config.formats import BITSANDBYTES
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
+from llama_ssp.run.commands import command_line, plan
+from llama_ssp.run.commands.ranks.own import read_start
+from llama_ssp.settings.compose import compose, to_run_config
+from llama_ssp.settings.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files
 
 pytestmark = pytest.mark.seconds
@@ -32,9 +32,11 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+( --figures=\S+)?": "commands/test_report.py",
+    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+( --figures=\S+)?": (
+        "run/commands/test_report.py"
+    ),
     r"\.venv/bin/(python launch/manifest\.py|llama-ssp manifest) DIR": "tests/unit/weights/test_manifest.py",
-    r"\.venv/bin/llama-ssp --version": "tests/unit/commands/test_program.py",
+    r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",

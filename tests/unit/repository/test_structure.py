@@ -9,11 +9,11 @@ from tests.helpers.repository import ROOT, modules
 
 RECORDS = re.compile(r"engine\.(tracing|executors)|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing")
 KNOW_RECORDING = (
-    "llama_ssp/engine/executors.py",
-    "llama_ssp/engine/tracing.py",
-    "llama_ssp/session/loading.py",
-    "llama_ssp/distributed/comms.py",
-    "llama_ssp/calibration/",
+    "llama_ssp/speculate/engine/executors.py",
+    "llama_ssp/speculate/engine/tracing.py",
+    "llama_ssp/run/session/loading.py",
+    "llama_ssp/ranks/comms.py",
+    "llama_ssp/run/calibration/",
 )
 """Executors and who makes them, the collectives' operators, and what times pieces as executors run them."""
 
@@ -27,7 +27,7 @@ def test_no_public_class_has_the_name_of_another() -> None:
 def test_only_executors_and_collectives_know_of_tracing_and_capture() -> None:
     knowing = [str(path) for path in modules("llama_ssp") if RECORDS.search(_code(ROOT / path))]
     assert [path for path in knowing if not path.startswith(KNOW_RECORDING)] == []
-    assert "llama_ssp/engine/executors.py" in knowing
+    assert "llama_ssp/speculate/engine/executors.py" in knowing
 
 
 def _code(path: Path) -> str:

@@ -15,8 +15,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from llama_ssp.config.schema import ModelConfig
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights import hub
 
 DOWNLOAD, DOWNLOAD_ONE = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.hf_hub_download"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.commands import manifest as command
 from llama_ssp.errors import CheckpointError
+from llama_ssp.run.commands import manifest as command
 from llama_ssp.weights.hashes import MANIFEST_FILE, verify, write_manifest
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llama_ssp.config import catalogue
-from llama_ssp.config.checks import LEAST_AGREEMENT
-from llama_ssp.config.schema import ModelShape
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.checks import LEAST_AGREEMENT
+from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights.checkpoint import Checkpoint
 from llama_ssp.weights.synthetic import Synthetic, choose_small, noise_for, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -196,8 +196,8 @@ def test_more_agreement_takes_less_noise_over_all_that_may_be_asked_for(small: s
 MEASURE = """
 import json, os, threading, time
 import torch
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.distributed.memory import anonymous_bytes
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.models.loading import build_empty, load_modules
 from llama_ssp.weights.synthetic import synthesize
 from tests.helpers.shapes import llama_shape

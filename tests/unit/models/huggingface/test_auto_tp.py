@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface import auto_tp
 from llama_ssp.models.huggingface.auto_tp import check_auto_tp, load_auto_tp
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import build_checkpoint
 from tests.helpers.shapes import llama_shape

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_ssp.config.schema import Dtype, Offload, TargetKind
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface import device_map
 from llama_ssp.models.huggingface.device_map import Place, check_device_map, load_device_map
@@ -16,6 +15,7 @@ from llama_ssp.models.loading import build_empty, find_sources
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import RowBytes, row_bytes
 from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.settings.schema import Dtype, Offload, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits
 from tests.helpers.planning import make_job

@@ -11,8 +11,6 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.state import Request
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
@@ -22,6 +20,8 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import build_empty, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms

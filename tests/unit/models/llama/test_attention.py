@@ -16,15 +16,15 @@ from torch import Tensor
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.architectures.sizes import PAGE_SLOTS
-from llama_ssp.config.schema import Dtype
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.drafting.drafter import CatchUp
-from llama_ssp.engine.round import EagerExecutor
-from llama_ssp.engine.state import Request
 from llama_ssp.models import varlen
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import Dtype
+from llama_ssp.speculate.drafters.drafter import CatchUp
+from llama_ssp.speculate.engine.round import EagerExecutor
+from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import make_decoder as decoder_of
 from tests.helpers.models import tiny_model
 from tests.helpers.varlen_attention import varlen_attention, varlen_attn_out

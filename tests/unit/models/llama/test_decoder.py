@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llama_ssp.distributed.comms import Comm
-from llama_ssp.engine.state import BatchState, Request
 from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loading import load_model, load_modules
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.config import catalogue
-from llama_ssp.config.formats import FORMATS, format_of, formats, problem_of
-from llama_ssp.config.schema import Dtype
-from llama_ssp.distributed.comms import Comm
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model, load_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.planning.memory import weight_bytes
 from llama_ssp.planning.spec import planned_model
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import FORMATS, format_of, formats, problem_of
+from llama_ssp.settings.schema import Dtype
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 CPU = torch.device("cpu")
 TOY = """
 import torch
-from llama_ssp.config.formats import StorageFormat, register
+from llama_ssp.settings.formats import StorageFormat, register
 
 
 class Toy:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llama_ssp.config.machines import hardware
 from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.reports import plan_figures as figure
 from llama_ssp.reports.charts import Kind

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llama_ssp.config.machines import hardware
-from llama_ssp.config.schema import DraftLayout
 from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
 from llama_ssp.planning.search import search, search_document
 from llama_ssp.reports.charts import Kind
 from llama_ssp.reports.plan_figures import draw_search, time_by_ranks
 from llama_ssp.reports.plan_tables import print_search, printed
+from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
 A10G = hardware.load("g5_12xlarge")

@@ -1,0 +1,213 @@
+"""Checks the types of arguments, and reads those that other libraries spell in their own way. Imports no torch."""
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import wraps
+from inspect import signature
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
+from llama_ssp.settings.folders import is_hub_id, read_path
+from llama_ssp.settings.formats import problem_of
+from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
+
+_Kind = TypeVar("_Kind", bound=Enum)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+LOCAL = "local"
+"""The entry of the catalogue that needs a folder, and the name of a model from a folder."""
+
+
+_Reader = Callable[[Any], object]
+"""Reads an argument; raises TypeError for one of another type."""
+
+
+def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
+    """Read values of a kind, of which booleans are none but for `bool`."""
+
+    def reader(value: object) -> object:
+        if or_none and value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError
+        return read(value)
+
+    return reader
+
+
+_whole, _number, _text = _of(Integral, int), _of(Real, float), _of(str, str)
+_whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
+_flag = _of(bool, bool)
+
+
+def _prices(value: Mapping[Any, Any]) -> dict[object, object]:
+    return {_text(name): _number(price) for name, price in value.items()}
+
+
+def _texts(value: object) -> list[object]:
+    return [value] if isinstance(value, str) else [_text(text) for text in _of(Sequence, list)(value)]  # type: ignore[attr-defined]
+
+
+def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
+    if value is not None and not (callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))):
+        raise TypeError
+    return value
+
+
+_ENOUGH = "a number, for example"
+_ARGUMENTS: dict[str, tuple[_Reader, str]] = {
+    "max_new_tokens": (_whole, "a whole number of tokens, for example 64"),
+    "num_draft_tokens": (
+        lambda value: value if value == ADAPTIVE else _whole(value), f"a whole number, for example 4, or {ADAPTIVE!r}"
+    ),
+    "temperature": (_number, f"{_ENOUGH} 0.8; 0 is greedy"),
+    "top_k": (_whole_or_none, "a whole number, for example 50, or None for the whole vocabulary"),
+    "top_p": (_number_or_none, f"{_ENOUGH} 0.9, or None to switch it off"),
+    "min_p": (_number_or_none, f"{_ENOUGH} 0.05, or None to switch it off"),
+    "repetition_penalty": (_number, f"{_ENOUGH} 1.1; 1 switches it off"),
+    "frequency_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "presence_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "seed": (_whole, "a whole number"),
+    "num_samples": (_whole, "a whole number of completions of each prompt"),
+    "batch_size": (_whole, "a whole number of rows, for example 8"),
+    "stop": (_texts, "a text or a list of texts"),
+    "chat": (_flag, "True or False"),
+    "plain": (_flag, "True or False"),
+    "rule": (_text, "the name of a rule"),
+    "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
+    "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
+    "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
+    "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
+    "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
+    "prices": (_of(Mapping, _prices), "US dollars per hour by machine, for example {'8xh100': 20}"),
+    "search": (_flag, "True or False"),
+    "num_gpus": (_whole_or_none, "a whole number, or None"),
+    "num_nodes": (_whole_or_none, "a whole number, or None"),
+}  # fmt: skip
+"""The reader of each argument, and its description in an error."""
+_MEANT = {
+    **dict.fromkeys(("max_tokens", "max_length", "n_predict", "num_tokens"), "max_new_tokens"),
+    **dict.fromkeys(("k", "gamma", "num_speculative_tokens", "num_assistant_tokens"), "num_draft_tokens"),
+    **dict.fromkeys(("n", "num_return_sequences"), "num_samples"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "until"), "stop"),
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model"), "draft"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization"),
+    "do_sample": "temperature",
+    "model": "target",
+    "device_map": "device",
+    "machine": "hardware",
+}
+"""Arguments of other libraries, and ours in their place where a function has it."""
+
+
+def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Let a function refuse keywords that it does not have, all together, in a ConfigError that names similar ones."""
+    names = [name for name in signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if problems := [_unknown(name, names, of=function.__name__) for name in kwargs if name not in names]:
+            raise ConfigError(one_message(problems, of="arguments"))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unknown(name: str, names: Sequence[str], *, of: str) -> str:
+    other = _MEANT.get(name.casefold())
+    meant = other if other in names else similar_name(name, names)
+    hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+    return f"unknown argument {name!r} of {of}: {hint}"
+
+
+def check_types(given: Mapping[str, object]) -> dict[str, Any]:
+    """Read arguments by name, numbers as Python's own; raises ConfigError for all of a wrong type together."""
+    values: dict[str, Any] = {}
+    problems = []
+    for name, value in given.items():
+        read, wanted = _ARGUMENTS[name]
+        try:
+            values[name] = read(value)
+        except TypeError:
+            problems.append(f"{name}={reprlib.repr(value)} must be {wanted}")
+    if problems:
+        raise ConfigError(one_message(problems))
+    return values
+
+
+def member(kind: type[_Kind], what: str, given: object) -> _Kind:
+    """Read a member of an enumeration, or its name; raises ConfigError for anything else."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, str) or given not in kind.__members__:
+        raise ConfigError(unknown_name(what, str(given), kind.__members__))
+    return kind[given]
+
+
+def dtype_of(given: object) -> Dtype | None:
+    """Read a number format: ours, a dtype of torch, or the name of either; None stays None."""
+    if given is None:
+        return None
+    name = given.value if isinstance(given, Dtype) else str(given).removeprefix("torch.")
+    found = next((dtype for dtype in Dtype if name in {dtype.name, dtype.value}), None)
+    if found is None:
+        raise ConfigError(unknown_name("dtype", str(given), Dtype.__members__))
+    return found
+
+
+def for_each_model(given: object) -> tuple[object, object]:
+    """An argument of both models, or a pair of arguments: the target's and the draft's."""
+    return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
+
+
+def entry_of(what: str, given: object, *, dtype: object, quantization: object) -> ModelConfig:
+    """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is target or draft.
+
+    Raises ConfigError for anything else, and for an unknown dtype or quantization.
+    """
+    if isinstance(given, str) and given in catalogue.names() and given != LOCAL:
+        entry = catalogue.load(given)
+    elif isinstance(given, str | Path) and str(given) and (folder := read_path(str(given))).is_dir():
+        entry = ModelConfig(name=LOCAL, path=str(folder))
+    elif isinstance(given, str) and is_hub_id(given):
+        entry = catalogue.load(given)
+    elif isinstance(given, str | Path):
+        unknown = unknown_name(what, str(given), catalogue.names())
+        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
+    else:
+        raise ConfigError(
+            f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, owner/name of "
+            "the hub, or a causal language model of transformers"
+        )
+    return in_format(entry, dtype=dtype, quantization=quantization)
+
+
+def in_format(entry: ModelConfig, *, dtype: object, quantization: object) -> ModelConfig:
+    """Change the number format and the storage format of an entry, unless they are None; raises ConfigError."""
+    if (read := dtype_of(dtype)) is not None:
+        entry.dtype = read
+    if quantization is not None:
+        if problem := problem_of(str(quantization), key="quantization"):
+            raise ConfigError(problem)
+        entry.quantization = str(quantization)
+    return entry
+
+
+def drafter_without_model(given: object) -> DrafterConfig | None:
+    """The drafter that an argument names if it has no model, such as ngram; None if the argument is a model."""
+    kinds = {name: record for name, record in drafters().items() if not record.has_model}
+    name = NO_DRAFT if given is None else given
+    return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
+
+
+def model_drafter(model: ModelConfig, *, tokenizer: object, matching: object) -> ModelDraftConfig:
+    """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
+    return ModelDraftConfig(
+        kind=MODEL_DRAFT, model=model, tokenizer=member(DraftTokenizer, "tokenizer", tokenizer),
+        matching=member(Matching, "matching", matching),
+    )  # fmt: skip

@@ -1,0 +1,357 @@
+"""A target and its draft in memory, which complete prompts in one process."""
+
+import reprlib
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import chain
+from numbers import Integral
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from llama_ssp.api.arguments import check_types, known_arguments
+from llama_ssp.api.words import in_library_words
+from llama_ssp.continuation import decode_after
+from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.gpu.devices import selected
+from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.session.prompts import Message, Prompt, encode_messages
+from llama_ssp.run.session.tuning import make_ready
+from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
+
+Chat: TypeAlias = Sequence[Message]
+"""A conversation up to where the assistant speaks, or whose last message, the assistant's, it continues."""
+TokenIds: TypeAlias = Sequence[int] | Tensor
+AnyPrompt: TypeAlias = str | Chat | TokenIds
+"""A text, a chat, or token ids in a list, a tensor or an array."""
+
+_SAMPLING = {each.name for each in fields(SamplingConfig)}
+_SHOWN = 40
+"""Characters of a text in a `repr`."""
+_MOST_KEPT = 4
+"""Decoders that a pair keeps, each with CUDA graphs or traces of its own."""
+_ROOM_STEP, _NEW_STEP = 256, 64
+"""Rows have room for a multiple of so many tokens and new tokens: larger caches would drop all graphs."""
+_WANTED = (
+    "a text, a chat such as [{'role': 'user', 'content': 'Hello'}], or token ids such as "
+    "pair.tokenizer('Hello').input_ids, or a list of these"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionTimes:
+    """Seconds of one completion; those of its batch's rounds are shared equally among the rows.
+
+    Attributes:
+        total_s: from the start of its prefill to its end.
+        first_token_s: to its first token.
+        draft_s, verify_s, other_s: its share of the rounds' parts; prefill is no part of them.
+    """
+
+    total_s: float
+    first_token_s: float
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Completion:
+    """A completion by `Pair.generate`, without its prompt.
+
+    Attributes:
+        index: the place of its prompt in the list.
+        sample: which of the samples of its prompt.
+        prompt_ids: what the model read.
+        text: continues the prompt exactly; special tokens are left out.
+        finish_reason: "length", "eos" or "stop".
+        accepted_lengths: for each round, the accepted drafted tokens.
+        draft_lengths: for each round, the drafted tokens.
+        is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
+        acceptance: share of the examined drafted tokens that were accepted; None without any.
+        num_target_forwards: forwards of the target, including the prefill.
+    """
+
+    index: int
+    sample: int
+    prompt_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    accepted_lengths: list[int]
+    draft_lengths: list[int]
+    is_drafted: list[bool]
+    acceptance: float | None
+    num_target_forwards: int
+    times: CompletionTimes
+
+    @property
+    def accepted_ids(self) -> list[int]:
+        """The new tokens that were drafted and accepted, in order."""
+        return [token for token, drafted in zip(self.token_ids, self.is_drafted, strict=True) if drafted]
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds per new token, prefill included."""
+        return 1e3 * self.times.total_s / len(self.token_ids)
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        accepted = "" if self.acceptance is None else f", acceptance {self.acceptance:.2f}"
+        speed = f"{self.ms_per_token:.1f} ms/token"
+        return f"Completion({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}{accepted}, {speed})"
+
+
+def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    request, part_s = row.request, row.part_s
+    examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
+    num_examined = sum(of for _, of in examined)
+    # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
+    drafted = chain([False], *([True] * number + [False] for number in row.accepted_lengths))
+    return Completion(
+        index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
+        text=decode_after(tokenizer, request.prompt_ids, row.token_ids), token_ids=row.token_ids,
+        finish_reason=cast("FinishReason", row.finish_reason),
+        accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
+        is_drafted=[next(drafted, False) for _ in row.token_ids],
+        acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
+        num_target_forwards=row.num_target_forwards,
+        times=CompletionTimes(
+            total_s=row.busy_s, first_token_s=row.first_token_s,
+            draft_s=part_s["draft"], verify_s=part_s["verify"], other_s=part_s["other"],
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Pair:
+    """A target and its draft in memory, made by `load`.
+
+    Its decoders are kept: a call with the settings of an earlier one replays what that one traced or captured.
+
+    Attributes:
+        models: with their caches.
+        config: every other setting, at its default.
+    """
+
+    models: Models
+    config: RunConfig
+    _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's."""
+        return self.models.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of both models."""
+        return self.models.target.device
+
+    def __repr__(self) -> str:
+        drafted = draft_name(self.config.draft)
+        draft = "" if drafted is None else f", draft {drafted}"
+        return f"Pair({self.config.model.name}{draft}, on {self.device}, context {self.models.context})"
+
+    @known_arguments
+    def generate(  # noqa: PLR0913 - a notebook shows this signature
+        self,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        *,
+        max_new_tokens: int = RunConfig.max_new_tokens,
+        num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
+        temperature: float = SamplingConfig.temperature,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        seed: int = 0,
+        num_samples: int = 1,
+        stop: str | Sequence[str] = (),
+        chat: bool = False,
+        streamer: BaseStreamer | None = None,
+        batch_size: int = 32,
+        rule: str = DEFAULT,
+        plain: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts, with the distribution of the target alone; returns the completions in order.
+
+        Args:
+            prompts: one or several; each is a text, a chat, or token ids.
+            max_new_tokens: per completion.
+            num_draft_tokens: K, tokens drafted per round; "auto" chooses K for each round.
+            temperature: 0 is greedy.
+            top_k: keep so many of the most probable tokens.
+            top_p: keep the most probable tokens that together have this probability.
+            min_p: keep tokens with at least this share of the highest probability.
+            repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
+            frequency_penalty: taken off a token's logit for each time the text has it.
+            presence_penalty: taken off the logits of tokens that the text has.
+            seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
+                prompts came before it in the list, as in `llama-ssp run`.
+            num_samples: completions of each prompt; those of one prompt follow one another in the result.
+            stop: texts that end a completion, which keeps them.
+            chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
+            streamer: of transformers, such as TextStreamer; for one completion only.
+            batch_size: the most rows that are decoded together.
+            rule: a verification rule.
+            plain: decode with the target alone, for comparison.
+
+        Raises:
+            ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
+            CheckpointError: the tokenizer's chat template is damaged.
+            NumericError: a model's logits became NaN.
+        """
+        given = {**locals()}
+        del given["self"], given["prompts"]
+        with in_library_words():
+            read = check_types(given)
+            sampling = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
+            config = replace(
+                self.config, sampling=sampling, verification=VerificationConfig(rule=read["rule"]),
+                speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"]), stop_strings=read["stop"],
+                **{name: read[name] for name in same},
+            )  # fmt: skip
+            check_values(config)
+            read_prompts = [
+                _as_prompt(number, prompt, self.tokenizer) for number, prompt in enumerate(_as_list(prompts), start=1)
+            ]
+            requests = [job.request for job in self.models.job_maker.jobs(read_prompts, config)]
+            if streamer and len(requests) != 1:
+                raise ConfigError(
+                    f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
+                )
+            config.batch_size = min(config.batch_size, len(requests))
+            return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
+
+    def _complete(
+        self, requests: Sequence[Request], config: RunConfig, *, speculative: bool, streamer: BaseStreamer | None
+    ) -> list[Completion]:
+        adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
+        done = {}
+        with (
+            torch.inference_mode(),
+            selected(self.device),
+            self._decoder(config, requests, speculative=speculative) as decoder,
+        ):
+            for updates in decoder.run(requests):
+                for update in updates:
+                    row = update.completion
+                    done[row.request.index, row.request.sample] = row
+                    if adapter:
+                        adapter.put(update.new_ids)
+        if adapter:
+            adapter.end()
+        return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+
+    @contextmanager
+    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, speculative: bool) -> Iterator[Decoder]:
+        """Yield the decoder of a config, with room for the requests; forget it if the block fails.
+
+        All decoders share the models' caches, which have room for one number of rows: a call with another number
+        allocates them, and then every decoder captures its graphs again. An interruption may leave a decoder in the
+        middle of a capture.
+        """
+        models, kept = self.models, self._decoders
+        key = (
+            speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
+            torch.get_num_threads(), astuple(config.sampling),
+        )  # fmt: skip
+        decoder = kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
+        kept[key] = decoder
+        kept.move_to_end(key)
+        if len(kept) > _MOST_KEPT:
+            kept.popitem(last=False)
+        decoder.seed = config.seed
+        decoder.stops = StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None
+        try:
+            decoder.make_room([_room(requests, context=models.context)])
+            make_ready(decoder, requests, config, comm=models.mesh.world)
+            yield decoder
+        except BaseException:
+            kept.pop(key, None)
+            raise
+
+
+def _room(requests: Sequence[Request], *, context: int) -> Request:
+    """A request with room for all of these, and for slightly longer ones in later calls."""
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    num_new = max(request.max_new_tokens for request in requests)
+    longest = min(-(-longest // _ROOM_STEP) * _ROOM_STEP, context)
+    num_new = min(-(-num_new // _NEW_STEP) * _NEW_STEP, longest - 1)
+    return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
+
+
+def _as_list(prompts: object) -> list[Any]:
+    """The prompts of a call, which has one or several; raises ConfigError if it has none."""
+    prompts = _plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts={reprlib.repr(prompts)} must be {_WANTED}")
+    if not prompts:
+        raise ConfigError("at least one prompt is required")
+    is_one = isinstance(prompts[0], Integral | Mapping)
+    return [prompts] if is_one else [_plain(prompt) for prompt in prompts]
+
+
+def _plain(prompt: object) -> object:
+    """Lists for tensors and arrays."""
+    to_list = getattr(prompt, "tolist", None)
+    return to_list() if callable(to_list) else prompt
+
+
+def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
+    if isinstance(prompt, str):
+        return Prompt(text=prompt)
+    ids: tuple[int, ...] = ()
+    if isinstance(prompt, Sequence):
+        if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            ids = tuple(int(token) for token in prompt)
+        elif all(_is_message(message) for message in prompt):
+            ids = encode_messages([dict(message) for message in prompt], tokenizer)
+    if not ids:
+        raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
+    if min(ids) < 0:
+        raise ConfigError(f"prompt {number} has token id {min(ids)}: ids begin at 0")
+    return Prompt(text=str(prompt), ids=ids)
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+@known_arguments
+def speculative_generate(
+    pair: Pair,
+    prompts: str | Sequence[str],
+    *,
+    max_new_tokens: int = RunConfig.max_new_tokens,
+    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
+    sampling: SamplingConfig | None = None,
+    seed: int = 0,
+    chat: bool = False,
+    stop_strings: str | Sequence[str] = (),
+    streamer: BaseStreamer | None = None,
+) -> list[Completion]:
+    """Complete texts by `Pair.generate`, with the sampling as one object; None samples at temperature 0.8."""
+    return pair.generate(
+        prompts, max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, seed=seed, chat=chat,
+        stop=stop_strings, streamer=streamer, **vars(sampling or SamplingConfig()),
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Plans a job from a notebook, on one machine or on each of several, before anything is loaded. Imports no torch."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.api.arguments import (
+    check_types,
+    drafter_without_model,
+    entry_of,
+    for_each_model,
+    known_arguments,
+    member,
+    model_drafter,
+)
+from llama_ssp.api.words import in_library_words
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.machines import hardware as machines
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.machine import detect_hardware
+from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.search import MachineChoice, compare
+from llama_ssp.run.tasks.dry_run import plan_on, resolve
+from llama_ssp.settings.drafters import DraftTokenizer, Matching
+from llama_ssp.settings.registry import load_plugins
+from llama_ssp.settings.schema import (
+    DraftLayout,
+    DraftPlacement,
+    Dtype,
+    Objective,
+    PlacementConfig,
+    PlanConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    TextKind,
+)
+
+_AUTO = "auto"
+
+
+@known_arguments
+def plan(  # noqa: PLR0913 - a notebook shows this signature
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    hardware: str | HardwareConfig | None = None,
+    num_gpus: int | None = None,
+    num_nodes: int | None = None,
+    placement: str | PlacementConfig | None = None,
+    dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
+    quantization: str | tuple[str | None, str | None] | None = None,
+    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
+    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
+    acceptance: float | None = None,
+    temperature: float = SamplingConfig.temperature,
+    text: TextKind | str = TextKind.any,
+    batch_size: int = PlanConfig.batch_size,
+    prompt_tokens: int = PlanConfig.prompt_tokens,
+    max_new_tokens: int = PlanConfig.max_new_tokens,
+) -> Plan:
+    """Forecast memory and time of a job; loads nothing, and needs neither a GPU nor torch.
+
+    Args:
+        target: a name of the catalogue, a folder with a config.json, or the id of a model of the Hugging Face hub.
+        draft: the same for the draft, or "ngram"; None plans plain decoding.
+        hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
+        num_gpus: GPUs of a node, if not all.
+        num_nodes: nodes of the machine.
+        placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
+        dtype: number format of both models, or a tuple with the target's and the draft's; a dtype of torch works too.
+        quantization: storage format of the linear layers, of both or as a tuple.
+        tokenizer: `own` plans a draft whose tokenizer is not the target's.
+        matching: how its tokens then become the target's.
+        num_draft_tokens: K, or "auto".
+        acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
+        temperature: of the draws, which that forecast depends on; 0 is greedy.
+        text: what is written, for that forecast: prose, code, or any.
+        batch_size: rows that are decoded together.
+        prompt_tokens: of the longest prompt.
+        max_new_tokens: per completion.
+
+    Raises:
+        ConfigError: an argument has a wrong type or value, or this machine is unknown.
+        CheckpointError: a folder has no config.json, or a faulty one.
+        PlacementError: a model cannot be placed as requested.
+    """
+    given = {
+        "num_gpus": num_gpus, "num_nodes": num_nodes, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance,
+        "temperature": temperature, "batch_size": batch_size, "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    with in_library_words():
+        load_plugins()
+        read = check_types(given)
+        machine = _machine(hardware, num_gpus=read["num_gpus"], num_nodes=read["num_nodes"])
+        config = _config(
+            target, draft, machine, read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
+            matching=matching, text=text,
+        )  # fmt: skip
+        config.placement = _placement(placement)
+        resolve(config)
+        return plan_on(config, machine)
+
+
+@known_arguments
+def compare_machines(  # noqa: PLR0913 - as for `plan`
+    target: str | Path,
+    draft: str | Path | None = None,
+    *,
+    hardware: Sequence[str | HardwareConfig] | None = None,
+    objective: Objective | str = Objective.latency,
+    max_ms_per_token: float | None = None,
+    max_price: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    search: bool = False,
+    dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
+    quantization: str | tuple[str | None, str | None] | None = None,
+    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
+    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
+    acceptance: float | None = None,
+    temperature: float = SamplingConfig.temperature,
+    text: TextKind | str = TextKind.any,
+    batch_size: int = PlanConfig.batch_size,
+    prompt_tokens: int = PlanConfig.prompt_tokens,
+    max_new_tokens: int = PlanConfig.max_new_tokens,
+) -> list[MachineChoice]:
+    """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
+
+    The best by the objective comes first. What does not fit or exceeds a limit comes last, with its `reason`.
+
+    Args:
+        target: a name of the catalogue, a folder, or an id of the hub.
+        draft: None compares machines for plain decoding.
+        hardware: names of conf/hardware, or descriptions; None for all.
+        objective: latency, throughput, or price (of a million tokens).
+        max_ms_per_token: the most that a token may take.
+        max_price: the most US dollars per hour.
+        prices: US dollars per hour by machine, in place of those of the hardware files.
+        search: also try every storage format of the target, further drafts, and K.
+        dtype: number format of both models, or a tuple.
+        quantization: storage format, likewise; a search tries all of the target.
+        tokenizer: of the draft.
+        matching: of a draft with its own tokenizer.
+        num_draft_tokens: K, or "auto"; a search chooses it.
+        acceptance: of drafted tokens; None takes what is expected of each pair.
+        temperature: of the draws.
+        text: what is written.
+        batch_size: rows of each replica.
+        prompt_tokens: of the longest prompt.
+        max_new_tokens: per completion.
+
+    Raises:
+        ConfigError: an argument has a wrong type or value, or a machine is unknown.
+        CheckpointError: a folder has no config.json, or a faulty one.
+        PlacementError: a model cannot be placed as requested.
+    """
+    given = {
+        "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
+        "search": search, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance, "temperature": temperature,
+        "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    with in_library_words():
+        load_plugins()
+        read = check_types(given)
+        named = machines.names() if hardware is None else [hardware] if isinstance(hardware, str) else hardware
+        compared = [_machine(each, num_gpus=None, num_nodes=None) for each in named]
+        if not compared:
+            raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
+        config = _config(
+            target, draft, compared[0], read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
+            matching=matching, text=text,
+        )  # fmt: skip
+        config.objective = member(Objective, "objective", objective)
+        for name in ("prices", "search", "max_price", "max_ms_per_token"):
+            setattr(config, name, read[name])
+        resolve(config)
+        return compare(config, compared)
+
+
+def _config(
+    target: object, draft: object, machine: HardwareConfig, read: Mapping[str, Any],
+    *,
+    dtype: object, quantization: object, tokenizer: object, matching: object, text: object,
+) -> PlanConfig:  # fmt: skip
+    """The config of a job; `read` are its numbers, of the right types."""
+    dtypes, formats = for_each_model(dtype), for_each_model(quantization)
+    drafter = drafter_without_model(draft)
+    if drafter is None:
+        entry = entry_of("draft", draft, dtype=dtypes[1], quantization=formats[1])
+        drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
+    return PlanConfig(
+        model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
+        hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
+        speculation=SpeculationConfig(
+            num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],
+            text=member(TextKind, "text", text),
+        ),
+        **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
+    )  # fmt: skip
+
+
+def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:
+    """The machine that an argument names or is; this one without any."""
+    if given is None:
+        machine = replace(detect_hardware(), num_gpus=1, num_nodes=1)
+    elif isinstance(given, HardwareConfig):
+        machine = given
+    elif isinstance(given, str) and given in machines.names():
+        machine = machines.load(given)
+    elif isinstance(given, str):
+        raise ConfigError(unknown_name("hardware", given, machines.names()))
+    else:
+        raise ConfigError(f"hardware={reprlib.repr(given)} must be a name of conf/hardware, or a HardwareConfig")
+    if num_gpus is not None:
+        machine = replace(machine, num_gpus=num_gpus)
+    return machine if num_nodes is None else replace(machine, num_nodes=num_nodes)
+
+
+def _placement(given: object) -> PlacementConfig:
+    """The placement that an argument names or is."""
+    if given is None:
+        return PlacementConfig()
+    if isinstance(given, PlacementConfig):
+        return given
+    if given == _AUTO:
+        return PlacementConfig(auto=True)
+    if not isinstance(given, str) or given not in DraftLayout.__members__:
+        raise ConfigError(unknown_name("placement", str(given), [_AUTO, *DraftLayout.__members__]))
+    return PlacementConfig(draft=DraftPlacement(kind=DraftLayout[given]))

@@ -1,0 +1,82 @@
+"""Finds the entry of the group `hardware` that describes the current machine."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings import folders
+
+THIS_MACHINE = "this_machine"
+"""Name of the hardware file that `task=calibrate` writes."""
+_OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
+"""Variants of a GPU with another bandwidth or memory."""
+
+
+def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
+    """Describe the current machine, without its GPUs if `on_cpu`.
+
+    In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
+    there is none), and a CPU with this machine's memory.
+    """
+    gpus = [] if on_cpu else _gpu_names()
+    if THIS_MACHINE in hardware.names():
+        measured = hardware.load(THIS_MACHINE)
+        if not (on_cpu if measured.device == "cuda" else gpus):
+            return measured
+    if not gpus:
+        name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
+        return replace(
+            hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
+        )
+    for entry in map(hardware.load, sorted(hardware.names(), key=_is_shipped)):
+        if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
+            return replace(entry, num_gpus=len(gpus))
+    raise ConfigError(
+        f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
+    )
+
+
+def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
+    """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible."""
+    if machine.device == "cpu":
+        return replace(machine, num_gpus=world_size, num_nodes=1)
+    return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
+
+
+def _is_shipped(name: str) -> bool:
+    """Sort key for the entries of a GPU: a user's own come first."""
+    return not folders.has_own("hardware", name)
+
+
+def _describes(entry: HardwareConfig, driver_name: str) -> bool:
+    """Whether an entry matches the driver's name: the same chip and memory size, on the same board."""
+    chip, *others = entry.gpu.upper().split("-")
+    words = set(re.split(r"[\s-]+", driver_name.upper()))
+    sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
+    is_other = bool(words & _OTHER_BOARDS - set(others))
+    return entry.device == "cuda" and set(chip.split()) <= words and sizes <= set(others) and not is_other
+
+
+def _gpu_names() -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False)
+    return [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+
+
+def system_bytes(memory_bytes: int) -> int:
+    """What the operating system keeps of a machine's memory: as much as on a laptop, at most an eighth."""
+    return min(hardware.load("laptop_cpu").system_bytes, memory_bytes // 8)
+
+
+def host_memory_bytes() -> int:
+    """Total memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,81 @@
+"""What `task=calibrate` measures of a CPU: points, which the planner interpolates, in a profile per number of ranks.
+
+Units: bytes and seconds.
+"""
+
+from dataclasses import dataclass, field
+
+from llama_ssp.settings.schema import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPoint:
+    """Measured time of one linear layer: `rows` inputs through a matrix of `elements` numbers.
+
+    `dtype` is the number format of the matrix or its storage format, `arithmetic` that of inputs and sums.
+    `working_set_bytes` is the size of all matrices that were cycled through, which decides if they stay in a cache.
+    """
+
+    dtype: str
+    rows: int
+    elements: int
+    working_set_bytes: int
+    s: float
+    arithmetic: str = Dtype.fp32.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsPoint:
+    """Measured time by the rows of a forward and the width of the model."""
+
+    rows: int
+    width: int
+    s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizePoint:
+    """Measured time by one size: bytes, rows, or numbers to draw from."""
+
+    size: int
+    s: float
+
+
+RETIRED = frozenset({"composition", "composition_apart", "first_draft", "spread"})
+"""Figures of profiles that earlier versions wrote; they are ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time.
+
+    Attributes:
+        linear: linear layers as the models call them.
+        tied_head: linear layers whose matrix is also an embedding.
+        layer, frame: a decoder layer without its matrices and with few slots filled; a forward without layers and head.
+        attention: seconds per further byte of keys and values, by the rows that read it.
+        draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
+        all_reduce: by bytes; empty for one rank.
+        round_s: host time of the loop per round.
+        forward_ratio: time of whole forwards over the sum of their parts.
+        forward_ratio_apart: the same where each rank holds a model of its own.
+        first_draft_s: how much longer the first draft forward of a round takes.
+    """
+
+    num_ranks: int
+    linear: list[LinearPoint]
+    tied_head: list[LinearPoint]
+    layer: list[RowsPoint]
+    frame: list[RowsPoint]
+    attention: list[SizePoint]
+    draw: list[SizePoint]
+    verify: list[SizePoint]
+    all_reduce: list[SizePoint] = field(default_factory=list)
+    round_s: float = 0.0
+    forward_ratio: float = 1.0
+    forward_ratio_apart: float = 1.0
+    first_draft_s: float = 0.0
+
+    def __hash__(self) -> int:
+        """Equal profiles have equal hashes; the points are left out."""
+        return hash((self.num_ranks, self.round_s, self.forward_ratio, len(self.linear)))

@@ -1,0 +1,375 @@
+"""The groups of ranks of a run, and their collectives.
+
+In a group of one rank they do nothing, so callers need not check the number of ranks. `build_mesh` decides which ranks
+form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
+
+Collectives are torch operators too, so that a trace can hold them (see `engine.tracing`):
+
+    not traced     Comm.all_reduce -> shared memory or backend
+    tracing        Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
+    replay                            llama_ssp::all_reduce -> Comm.all_reduce -> shared memory or backend
+
+A tracing rank sends nothing and receives zeros, so ranks can trace at different times. Errors of a collective are kept
+here, because torch's interpreter would lose their type.
+"""
+
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama_ssp.ranks.gpu.device_wait import MOST_WORK_S, DeviceWait, Event
+from llama_ssp.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup
+from llama_ssp.settings.layout import Layout
+
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """One group of ranks, as seen by this rank.
+
+    Attributes:
+        members: ranks of the world that form it, in increasing order; none for a group of one.
+        device: of tensors to be sent.
+        crowded: more ranks than cores share this rank's cores.
+        board: memory shared by a group on CPUs, for small messages.
+        device_wait: waits for this rank's GPU, if others may make it wait.
+    """
+
+    rank: int
+    size: int
+    members: tuple[int, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    crowded: bool = False
+    board: SharedMemoryGroup | None = None
+    device_wait: DeviceWait | None = None
+
+    @classmethod
+    def of_world(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        crowded: bool,
+        device_wait: DeviceWait | None = None,
+    ) -> "Comm":
+        """Form the group of all ranks, which must call this together; for arguments see the class."""
+        members = tuple(range(size))
+        _groups[members] = dist.group.WORLD
+        comm = cls(rank=rank, size=size, members=members, device=device, crowded=crowded, device_wait=device_wait)
+        return comm._with_shared_memory()
+
+    @classmethod
+    def single(cls) -> Self:
+        """Form a group of this rank only."""
+        return cls(rank=0, size=1)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for a group of one. It is not kept, so that `leave_groups` can end its threads."""
+        return _groups.get(self.members)
+
+    def alone(self) -> "Comm":
+        """The group of this rank only, which waits for its GPU as this group does."""
+        return Comm(rank=0, size=1, device_wait=self.device_wait)
+
+    def subgroup(self, members: tuple[int, ...]) -> "Comm | None":
+        """Form a group of some ranks of the world, in increasing order; None if this rank is not a member.
+
+        All ranks of the world must call this together.
+        """
+        if len(members) == self.size:
+            return self
+        if len(members) > 1 and members not in _groups:
+            _groups[members] = dist.new_group(list(members))
+        if self.rank not in members:
+            return None
+        if len(members) == 1:
+            return self.alone()
+        rank, size = members.index(self.rank), len(members)
+        comm = replace(self, rank=rank, size=size, members=members, board=None)
+        return comm._with_shared_memory()
+
+    def _with_shared_memory(self) -> "Comm":
+        """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
+        if self.device.type != "cpu":
+            return self
+        if self.members not in _boards:
+            _boards[self.members] = SharedMemoryGroup.join(
+                self.gather_text, rank=self.rank, size=self.size, crowded=self.crowded
+            )
+        return replace(self, board=_boards[self.members])
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
+        if self.size > 1 and is_recording():
+            return record("all_reduce", self, values)
+        if self.board and values.nbytes <= SLOT_BYTES:
+            self.board.all_reduce(values)
+        elif self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Concatenate the slices (..., sizes[rank]) of all ranks along the last dimension; sizes may differ."""
+        if self.size == 1:
+            return values
+        if is_recording():
+            return record("all_gather_last", self, values, list(sizes))
+        widest = max(sizes)
+        if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
+            return self.board.all_gather_last(values, sizes)
+        if values.shape[-1] < widest:
+            values = torch.nn.functional.pad(values, (0, widest - values.shape[-1]))
+        values = values.contiguous()
+        if values.is_cuda:  # NCCL fills one tensor; into a list it would copy slice by slice
+            joined = values.new_empty(self.size, *values.shape)
+            _gather_into(joined, values, group=self.group)
+            slices = [*joined.unbind()]
+        else:
+            slices = [torch.empty_like(values) for _ in sizes]
+            dist.all_gather(slices, values, group=self.group)
+        return torch.cat([part[..., :width] for part, width in zip(slices, sizes, strict=True)], dim=-1)
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Broadcast the values of group rank `src`, in place."""
+        if self.size > 1 and is_recording():
+            return record("broadcast", self, values, src)
+        if self.board and values.nbytes <= SLOT_BYTES:
+            self.board.broadcast(values, src=src)
+        elif self.size > 1:
+            dist.broadcast(values, group=self.group, group_src=src)
+        return values
+
+    def send(self, values: Tensor, *, dst: int) -> Tensor:
+        """Send values to group rank `dst`, which must call `receive`; returns them."""
+        if is_recording():
+            return record("send", self, values, dst)
+        dist.send(values.contiguous(), group=self.group, group_dst=dst)
+        return values
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Receive the values that group rank `src` sends, in place."""
+        if is_recording():
+            return record("receive", self, values, src)
+        dist.recv(values, group=self.group, group_src=src)
+        return values
+
+    def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
+        """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`; all ranks call it, others with None."""
+        if self.board and math.prod(shape) * torch.float32.itemsize <= SLOT_BYTES:
+            self.board.deliver(values, src=src, dst=dst)
+        elif values is not None and self.rank == src:
+            self.send(values, dst=dst)
+        elif values is not None:
+            self.receive(values, src=src)
+
+    def gather_text(self, text: str) -> list[str]:
+        """Gather a text from every rank, in order of rank."""
+        if self.size == 1:
+            return [text]
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
+        sizes = tuple(int(length) for length in lengths)
+        joined = self.all_gather_last(data, sizes)
+        return [bytes(part.tolist()).decode() for part in joined.split(sizes)]
+
+    def broadcast_text(self, text: str, *, src: int) -> str:
+        """Broadcast the text of group rank `src`."""
+        return self.gather_text(text if self.rank == src else "")[src]
+
+    def barrier(self) -> None:
+        """Wait for every rank of the group, but not for its device."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.group)
+
+    def wait(self, event: Event) -> None:
+        """Wait until this rank's GPU has passed an event; DistBackendError if it waits for a rank that is lost."""
+        if self.device_wait:
+            self.device_wait.until(event)
+        else:
+            event.synchronize()
+
+    def finish(self) -> None:
+        """Wait until this rank's GPU has done everything on the current stream; see `wait`."""
+        passed = torch.cuda.Event()
+        passed.record()
+        self.wait(passed)
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return values in the host's memory; see `wait`."""
+        if values.device.type == "cpu":
+            return values
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        self.finish()
+        return host
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout of later collectives of this group."""
+        if self.board:
+            self.board.timeout_s = seconds
+        if self.device_wait:
+            self.device_wait.timeout_s = seconds
+        if self.group:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)  # there is no public setter
+            if self.device.type == "cuda":  # waits for the device end earlier, unless another host is at work
+                nccl = self.group._get_backend(self.device)
+                nccl._set_default_timeout(timedelta(seconds=seconds + MOST_WORK_S))
+
+
+# By members, made once for all jobs of a sweep.
+_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+_boards: dict[tuple[int, ...], SharedMemoryGroup | None] = {}
+
+
+def leave_groups() -> None:
+    """Leave all process groups, and wait until their threads have ended.
+
+    A thread of gloo may still hold the tensors of a collective that is over; to free them while the interpreter ends
+    would abort the process.
+    """
+    dist.destroy_process_group()
+    _groups.clear()
+    gc.collect()  # a group's threads end with its last reference
+
+
+_library = torch.library.Library("llama_ssp", "DEF")
+_SCHEMAS = (
+    "all_reduce(Tensor values, int group) -> Tensor",
+    "all_gather_last(Tensor values, int[] sizes, int group) -> Tensor",
+    "broadcast(Tensor values, int src, int group) -> Tensor",
+    "send(Tensor values, int dst, int group) -> Tensor",
+    "receive(Tensor values, int src, int group) -> Tensor",
+)
+for _schema in _SCHEMAS:
+    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
+    _library.define(_schema, "CONSERVATIVE")
+
+_traced_comms: WeakValueDictionary[int, Comm] = WeakValueDictionary()
+_this_thread = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether this thread is tracing."""
+    return getattr(_this_thread, "is_recording", False)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Mark this thread as tracing; torch's own flag is not set inside an operator."""
+    _this_thread.is_recording = True
+    try:
+        yield
+    finally:
+        _this_thread.is_recording = False
+
+
+def record(name: str, group: Comm, values: Tensor, *more: int | list[int]) -> Tensor:
+    """Add operator `name` to the current trace, with the arguments of the group's collective."""
+    _traced_comms[id(group)] = group
+    result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))
+    return result
+
+
+def take_error() -> BaseException | None:
+    """Return and clear the error that a collective raised during a replay, to raise it again."""
+    error: BaseException | None = _this_thread.__dict__.pop("error", None)
+    return error
+
+
+def _replayed(group: int, name: str, *arguments: Any, **named: int) -> Tensor:  # noqa: ANN401 - those of the operator
+    """Call a group's collective; keep its error."""
+    try:
+        result: Tensor = getattr(_traced_comms[group], name)(*arguments, **named)
+    except BaseException as error:
+        _this_thread.error = error
+        raise
+    return result
+
+
+def _all_reduce(values: Tensor, group: int) -> Tensor:
+    return values if is_recording() else _replayed(group, "all_reduce", values)
+
+
+def _all_gather_last(values: Tensor, sizes: list[int], group: int) -> Tensor:
+    if is_recording():
+        return values.new_zeros(*values.shape[:-1], sum(sizes))
+    return _replayed(group, "all_gather_last", values, tuple(sizes))
+
+
+def _from_rank(name: str) -> Callable[[Tensor, int, int], Tensor]:
+    def operator(values: Tensor, rank: int, group: int) -> Tensor:
+        if is_recording():
+            return values if name == "send" else values.zero_()
+        return _replayed(group, name, values, **{"dst" if name == "send" else "src": rank})
+
+    return operator
+
+
+_library.impl("all_reduce", _all_reduce, "CPU")
+_library.impl("all_gather_last", _all_gather_last, "CPU")
+for _name in ("broadcast", "send", "receive"):
+    _library.impl(_name, _from_rank(_name), "CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The groups of this rank.
+
+    Attributes:
+        world: all ranks.
+        replica: the ranks that work on the same text as this one.
+        number: of the replica.
+        layout: which rank of a replica holds what.
+        target: the ranks that share the target; None if this rank has no part of it.
+        draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
+    """
+
+    world: Comm
+    replica: Comm
+    number: int
+    layout: Layout
+    target: Comm | None
+    draft: Comm | None
+
+    @property
+    def replica_ranks(self) -> range:
+        """The ranks of the world that are in this rank's replica."""
+        return range(self.number * self.replica.size, (self.number + 1) * self.replica.size)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout of later collectives of all groups."""
+        for comm in (self.world, self.replica, self.target, self.draft):
+            if comm:
+                comm.set_timeout(seconds)
+
+
+def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
+    """Make the groups of a placement, checked by `settings.checks`; all ranks of the world must call this together."""
+    size = world.size // num_replicas
+    number, rank = divmod(world.rank, size)
+
+    def mine(ranks: Iterable[int]) -> Comm | None:
+        """This replica's group; every rank takes part in making the groups of all replicas, in the same order."""
+        inside = tuple(ranks)
+        groups = [world.subgroup(tuple(replica * size + rank for rank in inside)) for replica in range(num_replicas)]
+        return groups[number]
+
+    replica, target = mine(range(size)), mine(layout.target_ranks)
+    assert replica, "a replica has all ranks of its block"
+    alone = world.alone() if rank in layout.draft_ranks else None
+    draft = alone if layout.splits_batch else mine(layout.draft_ranks)
+    return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)

@@ -1,0 +1,180 @@
+"""Starts and ends this process as a rank of a run: device, cores, rendezvous and the group of all ranks."""
+
+import atexit
+import gc
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from llama_ssp.ranks.comms import Comm, leave_groups
+from llama_ssp.ranks.environment import Ranks, read_ranks
+from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
+from llama_ssp.ranks.gpu.choice import choose_device
+from llama_ssp.ranks.gpu.device_wait import DeviceWait
+from llama_ssp.ranks.rendezvous import meet
+from llama_ssp.ranks.signals import find_agent
+from llama_ssp.settings.schema import DeviceKind
+
+_END_S = 10.0  # how long NCCL may take to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all processes of the run.
+
+    Attributes:
+        comm: the group of all ranks.
+        ranks: position in the world and on this node.
+        note: a sentence for the user about the choice of device, or None.
+        cores: available to this process, before they were divided among the ranks that share them.
+        num_sharers: the ranks that share them, including this one.
+    """
+
+    comm: Comm
+    ranks: Ranks
+    device: torch.device
+    note: str | None
+    cores: frozenset[int]
+    num_sharers: int = 1
+    watch: ControlChannel = field(default_factory=ControlChannel.alone)
+
+    @property
+    def free_devices(self) -> tuple[torch.device, ...]:
+        """This rank's device, and the GPUs of its node that no rank uses."""
+        if self.device.type == "cpu":
+            return (self.device,)
+        others = range(self.ranks.local_size, torch.cuda.device_count())
+        return (self.device, *(torch.device("cuda", index) for index in others))
+
+
+def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> int:
+    """Bind this rank to its share of the cores; returns the number of threads, one per core.
+
+    The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
+    not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
+    keeps the user's OMP_NUM_THREADS; that of torchrun, 1, is ignored. `sharers` are the ranks with the same available
+    cores, including this one.
+    """
+    if has_own_threads(ranks.local_size):
+        return torch.get_num_threads()
+    num_threads = max(1, len(cores) // len(sharers))
+    torch.set_num_threads(num_threads)
+    if 1 < len(sharers) <= len(cores):
+        first = sharers.index(ranks.rank) * num_threads
+        os.sched_setaffinity(0, sorted(cores)[first : first + num_threads])
+    return num_threads
+
+
+def has_own_threads(num_ranks: int) -> bool:
+    """Whether the user has named the number of threads; torchrun names 1 for each of several ranks."""
+    return num_ranks == 1 and "OMP_NUM_THREADS" in os.environ
+
+
+@contextmanager
+def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
+    """Use all of `World.cores` in a block that makes groups, whose threads must not be bound to the share."""
+    share = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, share)
+
+
+@contextmanager
+def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
+    """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
+
+    For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
+    """
+    ranks = read_ranks(os.environ)
+    chosen, note = choose_device(device, ranks, timeout_s=timeout_s)
+    cores = _first_cores()
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        # cuDNN attention makes a plan for every new shape, that is, for every prompt length.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    if ranks.size == 1:
+        if chosen.type == "cpu":
+            share_cores(ranks, cores=cores, sharers=(0,))
+        yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
+        return
+    is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
+    if is_first:
+        meet(ranks, device=chosen, timeout_s=timeout_s)
+        atexit.register(_part, _watch(ranks), is_on_gpu=chosen.type == "cuda")
+    watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
+    watch.peers = range(ranks.size)
+    waits = None
+    if chosen.type == "cuda":
+        watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
+        waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
+        watch.is_busy = partial(_is_at_work, waits)
+    with unify_failure(watch, Phase(doing="connecting", limit=limit)):
+        sharers = _sharers(ranks, cores)
+        if is_first and chosen.type == "cpu":
+            share_cores(ranks, cores=cores, sharers=sharers)
+        rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
+        comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits)
+        comm.set_timeout(timeout_s)
+    yield World(
+        comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, num_sharers=len(sharers), watch=watch
+    )  # fmt: skip
+    with unify_failure(watch, Phase(doing="ending", limit=limit)):
+        comm.set_timeout(timeout_s)
+        comm.barrier()
+
+
+def _is_at_work(waits: DeviceWait) -> bool:
+    return not waits.is_waiting
+
+
+@cache
+def _first_cores() -> frozenset[int]:
+    """The cores available before the first job of a sweep took its share."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+@cache
+def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
+    """The ranks of this host with the same available cores as this one, including it."""
+    store = distributed_c10d._get_default_store()  # has no public name
+    keys = [f"llama_ssp/cores/{rank}" for rank in range(ranks.size)]
+    own = json.dumps([socket.gethostname(), sorted(cores)])
+    store.set(keys[ranks.rank], own)
+    store.wait(keys)
+    return tuple(rank for rank, key in enumerate(keys) if store.get(key).decode() == own)
+
+
+def _part(watch: ControlChannel, *, is_on_gpu: bool) -> None:
+    """Leave the group of all ranks at the end of the process."""
+    watch.leave()
+    if is_on_gpu:
+        gc.collect()  # NCCL would wait for graphs that hold its kernels
+        Thread(target=_end_anyway, daemon=True, name="end").start()
+    leave_groups()
+
+
+def _end_anyway() -> None:
+    """End the process if NCCL waits for a rank that has ended; all records are written."""
+    time.sleep(_END_S)
+    os._exit(0)
+
+
+@cache
+def _watch(ranks: Ranks) -> ControlChannel:
+    """This rank's control channel, one for all jobs of a sweep."""
+    store = distributed_c10d._get_default_store()  # has no public name
+    return ControlChannel(
+        store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
+    )

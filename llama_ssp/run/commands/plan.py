@@ -1,0 +1,122 @@
+"""Plans a job on a described machine: memory per GPU, time per token, the best K. Needs no torch.
+
+    llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge
+    llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
+    llama-ssp plan model=30B hardware=8xa100_80gb search=true
+    llama-ssp plan model=local model.path=DIR draft=none hardware=laptop_cpu
+    llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
+    llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
+
+Takes the settings of a run, which `llama-ssp run --help all` lists, and those below. hardware.KEY=VALUE changes a
+figure of the machine, for example hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the
+message names changes that would fit, the smallest first), 2 a setting is wrong.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, cast
+
+from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.spec import job_of_plan
+from llama_ssp.run.commands import options, topics
+from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
+from llama_ssp.settings import folders, unknown
+from llama_ssp.settings.compose import compose, parser, to_run_config
+from llama_ssp.settings.described import settings_of_plan
+from llama_ssp.settings.registry import load_plugins
+from llama_ssp.settings.schema import PlanConfig
+
+ALL = "all"
+_KEY = "hardware"
+
+
+def read_settings(settings: list[str]) -> PlanConfig:
+    """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
+    (composed,) = compose(for_one(settings, compared(settings)), root="plan")
+    return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan; returns the exit code."""
+    own = topics.entries(settings_of_plan())
+    parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
+    parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
+    return options.run(parser, arguments, _show)
+
+
+def _show(given: argparse.Namespace) -> None:
+    load_plugins()
+    folders.use(given.config_dir)
+    config = read_settings(given.settings)
+    resolve(config)
+    machine, names = hardware.build(config.hardware), compared(given.settings)
+    if names or config.compares:
+        check_placement(given.settings)
+        show_comparison(config, machines_of(names, given.settings) if names else [machine])
+    elif config.search:
+        show_search(job_of_plan(config, machine), machine, config.format, figure=config.figure)
+    else:
+        show_plan(plan_on(config, machine), config.format, figure=config.figure)
+
+
+def compared(settings: Sequence[str]) -> list[str] | None:
+    """Name the machines that the settings compare; None if they name one. ConfigError for names that do not exist."""
+    named = [setting.partition("=")[2] for setting in settings if setting.startswith(f"{_KEY}=")]
+    chosen = named[-1].strip("[]'\" ") if named else ""
+    if chosen == ALL and ALL not in hardware.names():
+        return hardware.names()
+    names = [*dict.fromkeys(filter(None, map(str.strip, chosen.split(","))))]
+    if "," not in chosen or not names:
+        return None
+    known = hardware.names()
+    if problems := [problem for name in names for problem in unknown.problems_of_option(_KEY, name, known)]:
+        raise ConfigError(one_message(problems))
+    return names
+
+
+def for_one(settings: Sequence[str], names: Sequence[str] | None) -> list[str]:
+    """Return the settings of a plan for the first machine alone; those of one machine are returned as they are."""
+    if names is None:
+        return [*settings]
+    others = [setting for setting in settings if not setting.startswith(f"{_KEY}=")]
+    return [*others, f"{_KEY}={names[0]}"]
+
+
+def check_placement(settings: Sequence[str]) -> None:
+    """Refuse settings of the placement, which a comparison chooses."""
+    for setting in settings:
+        if setting.startswith("placement"):
+            raise ConfigError(f"{setting} has no effect on a comparison of machines, which chooses the placement")
+
+
+def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareConfig]:
+    """Read the machines, with the figures that the settings change in all of them; ConfigError with all problems."""
+    changes = [setting.lstrip("+") for setting in settings if setting.lstrip("+").startswith(f"{_KEY}.")]
+    overrides = parser().parse_overrides(changes)
+    machines, problems = [], []
+    for name in names:
+        file = folders.find(_KEY, name)
+        figures = folders.read(file) if file else {}
+        for override in overrides:
+            _set(figures, override.key_or_group.split(".")[1:], override.value())
+        found = [f"{name}: {problem}" for problem in hardware.problems_of(figures)]
+        problems += found
+        machines += [] if found else [hardware.build(figures)]
+    if problems:
+        raise ConfigError(one_message(problems))
+    return machines
+
+
+def _set(figures: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Set a figure by the keys on the way to it."""
+    first, *others = path
+    if not others:
+        figures[first] = value
+        return
+    inner = figures.get(first)
+    if not isinstance(inner, dict):
+        inner = figures[first] = {}
+    _set(inner, others, value)

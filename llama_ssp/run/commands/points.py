@@ -1,0 +1,108 @@
+"""The points of a sweep: all are checked before the first one starts.
+
+`slurm` plans for the machine of the jobs, `check_here` for this one.
+"""
+
+import os
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
+from llama_ssp.planning.plan import require_room
+from llama_ssp.ranks.environment import Ranks, launcher_of
+from llama_ssp.run.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run
+from llama_ssp.settings import checks
+from llama_ssp.settings.compose import Composed, to_run_config
+from llama_ssp.settings.schema import DeviceKind, RunConfig
+from llama_ssp.settings.tasks import task_of
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One job of a sweep: its number from 0, its settings, their config, and the keys that they set."""
+
+    number: int
+    settings: tuple[str, ...]
+    run: RunConfig
+    explicit: frozenset[str]
+
+    @property
+    def run_dir(self) -> Path:
+        """Its run folder, inside the folder of the sweep."""
+        return Path(str(self.run.run_dir)) / str(self.number)
+
+    def without(self, keys: Container[str]) -> "Point":
+        """The same point, as if these keys had not been set."""
+        kept = tuple(setting for setting in self.settings if setting.partition("=")[0] not in keys)
+        return replace(self, settings=kept, run=replace(self.run, prompt=None) if "prompt" in keys else self.run)
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"job {self.number} ({' '.join(self.settings)})"
+
+
+def points_of(composed: Sequence[Composed]) -> list[Point]:
+    """The points of a sweep; raises as `to_run_config`."""
+    return [
+        Point(
+            number=number, settings=each.settings, run=to_run_config(each.config, explicit=each.explicit),
+            explicit=each.explicit,
+        )
+        for number, each in enumerate(composed)
+    ]  # fmt: skip
+
+
+def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_Result]:
+    """Do something with every point, and raise one error that names all the points at which it failed.
+
+    Raises:
+        CapacityError: points do not fit, and nothing else is wrong.
+        ConfigError: names every point that is wrong.
+    """
+    problems, misfits, results = [], [], []
+    for point in points:
+        try:
+            results.append(act(point))
+        except CapacityError as error:
+            misfits.append(f"{point.name}: {error}")
+        except SspError as error:
+            problems.append(f"{point.name}: {error}")
+    if problems:
+        raise ConfigError(one_message([*problems, *misfits]))
+    if misfits:
+        raise CapacityError(one_message(misfits))
+    return results
+
+
+def check_here(point: Point, ranks: Ranks) -> None:
+    """Check a point that will run on this machine: its settings, its files, and whether it fits.
+
+    Raises as the run itself would. Ranks of srun do not notice that one of them has ended, so that all must find the
+    same: each reads the files, and plans only for a machine that the config names, not with the memory of its own node.
+    Of other ranks, rank 0 does both.
+    """
+    run = point.run
+    checks.check(run, point.explicit, world_size=ranks.size, of_sweep=True)
+    by_srun = launcher_of(os.environ) == "srun"
+    if (ranks.rank > 0 and not by_srun) or run.dry_run or not task_of(run).needs_models:
+        return
+    read_files(run)
+    if by_srun and not run.hardware:
+        return  # each run plans again, together with the other ranks
+    try:
+        hardware_of(run, on_cpu=run.device is DeviceKind.cpu)
+    except ConfigError:
+        if run.hardware:
+            raise
+        return  # an unknown machine: the run has no forecast either
+    try:
+        job, machine = job_ahead(run, world_size=ranks.size)
+    except CheckpointError:
+        return  # a config.json without all sizes: transformers may know them, once the run has started
+    plan = plan_job(job, machine, auto_ranks=ranks.size if run.placement.auto else None)
+    require_room(plan, words=settings_of_run(run))

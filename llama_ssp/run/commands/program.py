@@ -1,0 +1,142 @@
+"""The program `llama-ssp`: finds the command, and ends the process with its exit code."""
+
+import atexit
+import codecs
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+from llama_ssp.ranks.environment import read_ranks
+from llama_ssp.ranks.signals import handle_signals, heeded_signals, ignore_signals
+
+HELP = """\
+    llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
+    llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
+    llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
+    llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
+    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
+    llama-ssp --version
+
+`llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
+UTF8_MODE = "PYTHONUTF8"
+INTERRUPTED = 4
+COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
+
+
+def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
+    """Do what the command line says, and end the process.
+
+    Nothing slow is imported before Ctrl-C is handled; each command imports what it needs.
+
+    Args:
+        words: the command line; by default that of this process.
+        num_ranks: ranks of `run` where the words do not say; by default one for each GPU.
+    """
+    _use_utf8()
+    handle_signals(_end_at_once)
+    # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
+    _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
+
+
+def _use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, for prompts, file names and output, if it would use ASCII.
+
+    It would under LC_ALL=POSIX with PYTHONUTF8=0. Every other locale keeps its encoding.
+    """
+    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and os.environ.get(UTF8_MODE) != "1":
+        os.environ[UTF8_MODE] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _end_at_once(_number: int, _frame: FrameType | None) -> None:
+    """End while modules are imported or a command runs that leaves nothing half done."""
+    if read_ranks(os.environ).rank == 0:
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _exit_code(words: list[str], num_ranks: int | None) -> int:
+    command, *rest = words or ["--help"]
+    if "--version" in words[:2]:
+        return _show(_version())
+    if command in {"--help", "-h"}:
+        return _show(HELP)
+    if command in {"run", "calibrate"}:
+        from llama_ssp.run.commands.ranks import own  # noqa: PLC0415 - see main
+
+        return own.main(_of_run(command, rest), num_ranks=num_ranks)
+    if command in {"-sc", "--shell-completion"}:
+        return _complete(words)
+    if command in COMMANDS:
+        return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
+    from llama_ssp.settings.unknown import unknown_command  # noqa: PLC0415 - see main
+    from llama_ssp.terminal.unread import complain  # noqa: PLC0415 - see main
+
+    complain(unknown_command(words, COMMANDS))
+    return 2
+
+
+def _of_run(command: str, words: list[str]) -> list[str]:
+    """Return the words of `run` that do what the command says: `calibrate` is a task."""
+    if command == "run":
+        return words
+    if {"--help", "-h"} & {*words}:
+        return ["--help", "tasks"]
+    return ["task=calibrate", *(word for word in words if word != "task=calibrate")]
+
+
+def _complete(words: list[str]) -> int:
+    """Answer the shell, which does not pass on the command: candidates for it, or for the settings of a run."""
+    from llama_ssp.run.commands import completion, run  # noqa: PLC0415 - see main
+
+    if completion.LINE in os.environ:
+        command, settings = completion.read_line(os.environ[completion.LINE])
+        if settings is None:
+            return _show(" ".join(name for name in COMMANDS if name.startswith(command)))
+        if command not in {"run", "calibrate"}:
+            return 0
+        os.environ[completion.LINE] = " ".join(["llama-ssp", *_of_run(command, []), settings])
+    return run.main(words)
+
+
+def _show(text: str) -> int:
+    from llama_ssp.run.commands.options import until_unread  # noqa: PLC0415 - see main
+
+    with until_unread():
+        print(text)
+    return 0
+
+
+def _version() -> str:
+    from llama_ssp.reports.provenance import git_commit, versions  # noqa: PLC0415 - see main
+
+    known = versions()
+    commit = git_commit()
+    others = [f"{name} {known[name]}" for name in ("python", "torch", "transformers") if known[name]]
+    others += [f"commit {commit[:12]}"] if commit else []
+    return f"llama-ssp {known['llama_ssp'] or 'unknown'} ({', '.join(others)})"
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End this process.
+
+    One of several ranks ends without taking the interpreter down: a thread that is woken in torch by then would abort
+    the process. A failed one does not part from the others either, since they may be lost. An interrupted process does
+    not leave its end to the interpreter, which would end by SIGINT if the interrupt came in an `exec` of some library.
+    """
+    ignore_signals()
+    is_one_of_several = read_ranks(os.environ).size > 1
+    if is_one_of_several or exit_code == INTERRUPTED:
+        try:
+            if not (is_one_of_several and exit_code):
+                atexit._run_exitfuncs()
+            sys.stdout.flush()
+        finally:
+            os._exit(exit_code)
+    handle_signals(signal.SIG_IGN)  # the interpreter takes functions away while it ends
+    sys.exit(exit_code)

@@ -1,0 +1,95 @@
+"""`suite=agreement`: greedy text of plain and of speculative decoding, equal up to near ties.
+
+Where two texts part, both tokens should be as good: verification computes several positions at once and rounds
+differently from plain decoding, so two nearly equal logits can change their order. The suite passes if every text is
+equal or parts at such a near tie. It draws nothing, so it has no false alarms but for a near tie that is taken too
+narrow.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
+from llama_ssp.run.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.run.evaluation.statistics import wilson
+from llama_ssp.settings.schema import Dtype, RunConfig
+from llama_ssp.settings.tasks import EvaluateConfig, Suite
+
+NEAR_TIES = {Dtype.fp32: 1e-3, Dtype.fp16: 0.1, Dtype.bf16: 0.5}
+"""Largest difference of two log-probabilities that rounding can turn, by number format, in nats."""
+
+
+def place_of_difference(pair: CompletionPair) -> int | None:
+    """The first place where the new tokens differ; None if they are equal."""
+    plain, fast = pair.plain.token_ids, pair.speculative.token_ids
+    if plain == fast:
+        return None
+    places = [place for place, (first, second) in enumerate(zip(plain, fast, strict=False)) if first != second]
+    return min([*places, len(plain), len(fast)])
+
+
+def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
+    """Both lines of each pair that differs."""
+    return [line for pair in pairs if place_of_difference(pair) is not None for line in pair]
+
+
+def judge(evidence: Evidence) -> Evaluation:
+    """Count equal texts, near ties and others."""
+    task, config = evidence.config.task, evidence.config
+    assert isinstance(task, EvaluateConfig)
+    near_tie = NEAR_TIES.get(config.model.dtype, 0.0) if task.near_tie is None else task.near_tie
+    gaps = [_gap(evidence, pair) for pair in evidence.pairs if place_of_difference(pair) is not None]
+    num_pairs, others = len(evidence.pairs), [gap for gap in gaps if gap > near_tie]
+    passed = not others
+    reason = (
+        f"{num_pairs - len(gaps)} of {num_pairs} greedy texts are equal, {len(gaps) - len(others)} part at a near tie"
+    )
+    if others:
+        finite = [gap for gap in others if gap != float("inf")]
+        apart = f", by {max(finite):.3g} nats where a near tie is at most {near_tie:g}" if finite else ""
+        reason += f", and {len(others)} {'parts' if len(others) == 1 else 'part'} elsewhere{apart}"
+    ties = [gap for gap in gaps if gap <= near_tie]
+    counts = {"equal texts": num_pairs - len(gaps), "part at a near tie": len(ties), "part elsewhere": len(others)}
+    measures = [Measure(name=name, value=number) for name, number in counts.items()]
+    measures += [Measure(name="widest near tie, nats", value=max(ties))] if ties else []
+    return Evaluation(suite=SUITE.name, passed=passed, reason=reason, measures=[*measures, *_drafted(evidence)])
+
+
+def _gap(evidence: Evidence, pair: CompletionPair) -> float:
+    """How much more probable one token is than the other where the texts part; infinite where one of them ends."""
+    place = place_of_difference(pair)
+    both = [evidence.log_probs[line.key] for line in pair]
+    if place is None or any(place >= len(log_probs) for log_probs in both):
+        return float("inf")
+    return abs(both[0][place] - both[1][place])
+
+
+def _drafted(evidence: Evidence) -> list[Measure]:
+    """How often the draft's best token is the target's, over the tokens that verification examined."""
+    lines = [pair.speculative for pair in evidence.pairs]
+    examined = sum(sum(line.examined_lengths) for line in lines)
+    accepted = sum(
+        kept for line in lines for kept, seen in zip(line.accepted_lengths, line.examined_lengths, strict=True) if seen
+    )
+    if not examined:
+        return []
+    name = "drafted tokens that are the target's best"
+    return [Measure.within(name, accepted / examined, wilson(accepted, examined))]
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    if config.sampling.temperature > 0:
+        yield (
+            f"suite=agreement compares greedy text, and sampling.temperature is {config.sampling.temperature:g}: leave "
+            "sampling settings out, use sampling=greedy, or compare samples with suite=distribution"
+        )
+
+
+SUITE = Suite(
+    name="agreement",
+    judge=judge,
+    scored=scored,
+    defaults={"sampling.temperature": 0.0},
+    settings=("near_tie", "default_prompts"),
+    why_one_sample="whose texts are greedy",
+    problems=_problems,
+)

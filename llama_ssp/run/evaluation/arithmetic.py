@@ -1,0 +1,78 @@
+"""`suite=arithmetic`: products of two numbers of two digits, after three worked examples.
+
+Both modes complete the same prompts. The rates of right answers come with Wilson's intervals. The suite passes if two
+one-sided tests show that the rates differ by less than `task.margin`.
+"""
+
+import random
+import re
+
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
+from llama_ssp.run.evaluation.evidence import Evidence
+from llama_ssp.run.evaluation.statistics import rate_difference, wilson
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.tasks import EvaluateConfig, Suite
+
+NUM_EXAMPLES = 3
+FALSE_PASS_RATE = 0.05
+"""Highest probability of a pass if the true rates differ by the margin or more."""
+_QUESTION = re.compile(r"(\d+) \* (\d+) =$")
+_ANSWER = re.compile(r"\s*(\d+)\b")
+
+
+def prompts(config: RunConfig) -> list[str]:
+    """Make prompts, of which the seed alone decides: more of them begin with the same ones."""
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
+    random.Random(config.seed).shuffle(products)
+    made = []
+    for number in range(task.num_prompts):
+        question, *examples = [products[(number + place) % len(products)] for place in range(NUM_EXAMPLES + 1)]
+        lines = [f"{first} * {second} = {first * second}" for first, second in examples]
+        made.append("\n".join([*lines, f"{question[0]} * {question[1]} ="]))
+    return made
+
+
+def is_right(line: CompletionLine) -> bool:
+    """Whether the text begins with the whole product."""
+    question, answer = _QUESTION.search(line.prompt), _ANSWER.match(line.text)
+    return bool(question and answer) and int(answer[1]) == int(question[1]) * int(question[2])  # type: ignore[index]
+
+
+def judge(evidence: Evidence) -> Evaluation:
+    """Compare the rates of right answers."""
+    task = evidence.config.task
+    assert isinstance(task, EvaluateConfig)
+    right = [(is_right(pair.plain), is_right(pair.speculative)) for pair in evidence.pairs]
+    num_pairs, num_plain, num_speculative = len(right), sum(plain for plain, _ in right), sum(fast for _, fast in right)
+    alone = right.count((True, False)), right.count((False, True))
+    tested = rate_difference(*alone, num_pairs, confidence=1 - 2 * FALSE_PASS_RATE)
+    is_equivalent = -task.margin < tested.low and tested.high < task.margin
+    shown = f"the rates of right answers, plain {num_plain / num_pairs:.1%} and speculative "
+    shown += f"{num_speculative / num_pairs:.1%} of {num_pairs}, "
+    verdict = f"are shown to differ by less than {task.margin:g}"
+    if not is_equivalent:
+        is_different = tested.low > 0 or tested.high < 0
+        more = "" if is_different else ": more prompts, as num_prompts=, narrow the interval"
+        verdict = f"differ by {tested.low:.3f} to {tested.high:.3f}, not within the margin of {task.margin:g}{more}"
+    difference = (alone[1] - alone[0]) / num_pairs
+    measures = [
+        Measure.within(f"right answers, {mode}", num_right / num_pairs, wilson(num_right, num_pairs))
+        for mode, num_right in ((PLAIN, num_plain), (SPECULATIVE, num_speculative))
+    ]
+    measures.append(
+        Measure.within("difference, speculative minus plain", difference, rate_difference(*alone, num_pairs))
+    )
+    return Evaluation(suite=SUITE.name, passed=is_equivalent, reason=shown + verdict, measures=measures)
+
+
+SUITE = Suite(
+    name="arithmetic",
+    judge=judge,
+    prompts=prompts,
+    # A space, four digits and the end of the line, each at most a token, and some room.
+    defaults={"max_new_tokens": 8, "stop_strings": ["\n"]},
+    settings=("num_prompts", "margin"),
+    why_one_sample="which counts every prompt once: give more prompts with num_prompts=",
+)

@@ -1,0 +1,227 @@
+"""Finds and checks a run's checkpoints on every rank before any weight is loaded."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.planning.spec import number_format
+from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.ranks.world import World
+from llama_ssp.settings.drafters import Matching, matching_of
+from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
+from llama_ssp.settings.model_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INNER_CONFIGS,
+    TOKENIZER_FILES,
+    read_json,
+)
+from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.speculate.drafters.tokenizers import align
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import check_shape, inspect
+from llama_ssp.weights.hashes import verify
+from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
+from llama_ssp.weights.source import WeightSource
+
+if TYPE_CHECKING:  # the library's models take seconds to import
+    from llama_ssp.models.huggingface.device_map import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One model of the run, checked but not loaded.
+
+    Attributes:
+        origin: where its weights come from.
+        eos_ids: tokens that end a text; none if its files name none.
+        dtype: number format to load it in; None for that of the files.
+        precision: storage format of its linear layers.
+    """
+
+    entry: ModelConfig
+    origin: WeightSource
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    dtype: torch.dtype | None
+    precision: Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The parts of a model that the library's user has loaded, which are not read from files."""
+
+    weights: WeightsInMemory | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+_NOTHING = Loaded()
+
+
+def find_sources(
+    config: RunConfig, world: World, *, loaded: tuple[Loaded, Loaded] = (_NOTHING, _NOTHING)
+) -> tuple[Source, Source | None]:
+    """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
+
+    The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
+    and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
+    model cannot be served or quantized, and PlacementError if one cannot be split over this many ranks, or not in its
+    precision.
+    """
+    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
+    kind, device = config.placement.target.kind, world.device.type
+    tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
+    num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
+    wholes = (WholeParts.none, config.placement.draft.whole)
+    entries = [config.model] + ([config.draft.model] if config.draft.model else [])
+    with raise_on_all_ranks(world.comm):
+        if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
+            for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
+                folder = hub.resolve(entry)
+                if entry.verify:
+                    verify(folder, read_path(entry.manifest) if entry.manifest else None)
+    with raise_on_all_ranks(world.comm):
+        if config.weights is WeightsKind.synthetic:
+            from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
+
+            # On a CPU 16 bits hold the numbers, as planned.
+            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.synthetic.agreement
+            origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
+        else:
+            origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
+        if kind is TargetKind.deepspeed:
+            from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
+
+            choose_accelerator(world.device)
+            check_auto_tp(origins[0].shape, quantization=config.model.quantization, num_ranks=len(layout.target_ranks))
+        target, *drafts = (
+            _check(*each, device=device) for each in zip(entries, origins, loaded, num_ranks, wholes, strict=False)
+        )
+        if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
+            from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
+
+            place, quantization = device_map_place(config, world), target.entry.quantization
+            check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
+        draft = drafts[0] if drafts else None
+        if draft:
+            _check_vocabularies(target, draft, matching_of(config.draft))
+    return target, draft
+
+
+def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
+    """Fill in the number formats that both models are loaded in, those of their files, and unknown shapes."""
+
+    def filled(source: Source) -> ModelConfig:
+        dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
+        shape = source.entry.shape or source.origin.shape
+        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=shape)
+
+    target, draft = sources
+    config = replace(config, model=filled(target))
+    return replace(config, draft=replace(config.draft, model=filled(draft))) if draft else config
+
+
+def _member(dtype: torch.dtype) -> Dtype:
+    """The config's name of a number format; fp32 for a format it lacks, as planning assumes."""
+    return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
+
+
+def device_map_place(config: RunConfig, world: World) -> "Place":
+    """Where this rank's layer-wise target goes; layers on disk go into this rank's folder in the run folder."""
+    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - slow import
+
+    target, folder = config.placement.target, offload_folder(config, world)
+    max_bytes = max_device_bytes(target)
+    return Place(devices=world.free_devices, offload=target.offload, max_bytes=max_bytes, folder=folder)
+
+
+def offload_folder(config: RunConfig, world: World) -> Path:
+    """Folder of this rank's layers on disk during the run."""
+    return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
+
+
+def _inspect(entry: ModelConfig) -> WeightSource:
+    """Inspect the files of a model, and compare them with the shape in its catalogue entry."""
+    checkpoint = inspect(hub.resolve(entry))
+    check_shape(entry, checkpoint)
+    return checkpoint
+
+
+def _check(
+    entry: ModelConfig, origin: WeightSource, loaded: Loaded, num_ranks: int, whole: WholeParts, *, device: str
+) -> Source:
+    from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
+
+    compiles = device == "cpu" and not entry.int8_threshold
+    check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    dtype = number_format(entry, device=device)
+    return Source(
+        entry=entry, origin=origin,
+        tokenizer=_read_tokenizer(origin.folder) if loaded.tokenizer is None else loaded.tokenizer,
+        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(origin.folder),
+        dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
+        precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
+    )  # fmt: skip
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer, and try it as a run will use it."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
+    except Exception as error:  # tokenizer files fail in many ways
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read ({reason}); tokenizer.json and tokenizer_config.json, as "
+            "save_pretrained writes them, are required"
+        ) from error
+    return tokenizer
+
+
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as transformers finds them, whatever the tokenizer names.
+
+    A generation config alone says so, even by silence. Without one the model config does: its own field, else that of
+    the inner config that comes first.
+    """
+    file = folder / GENERATION_CONFIG_FILE
+    if file.is_file():
+        return as_eos_ids(read_json(file).get("eos_token_id"))
+    content = read_json(folder / CONFIG_FILE)
+    inner: dict[str, Any] = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
+    given = content.get("eos_token_id")
+    return as_eos_ids(inner.get("eos_token_id") if given is None else given)
+
+
+def _check_vocabularies(target: Source, draft: Source, matching: Matching | None) -> None:
+    """Compare the tokenizers; output heads may be padded to different widths."""
+    target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if target_ids == draft_ids and matching:
+        raise ConfigError(
+            f"draft.tokenizer=own has no effect with draft={draft.entry.name}, which has the target's tokenizer: "
+            "leave it out"
+        )
+    if matching is Matching.intersection:
+        sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
+        if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
+            raise ConfigError(
+                f"draft.matching=intersection drafts the tokens that both vocabularies have, and "
+                f"draft={draft.entry.name} shares none with model={target.entry.name}: give draft.matching=text"
+            )
+    elif target_ids != draft_ids and not matching:
+        num_shared = len(target_ids.items() & draft_ids.items())
+        raise ConfigError(
+            f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens the draft has "
+            f"{num_shared} with the same id; choose a draft of the target's family, or give draft.tokenizer=own"
+        )

@@ -1,0 +1,70 @@
+"""Signals that ask a run to stop: they set a flag, and the loop ends after the current round on every rank alike."""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from llama_ssp.ranks.signals import heeded_signals
+from llama_ssp.speculate.engine.completion import StopRequest
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
+
+
+@contextmanager
+def stopping_on_signals(
+    stop_request: StopRequest, *, tell: Callable[[], None], agree: Callable[[bool], bool]
+) -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `stop_request` while the block runs, however often they come.
+
+    After a request has ended the block, further signals still do nothing: SLURM and torchrun both forward a SIGTERM,
+    and the second one must not end a process that is writing its last records. After a request that came too late for
+    the block, signals do nothing only if all ranks know of the request.
+
+    Args:
+        stop_request: afterwards says whether the run must end here, the same on every rank.
+        tell: called on the first signal; it notifies the other ranks, which may not have received the signal.
+        agree: returns on all ranks whether any rank has a request.
+
+    Yields:
+        A function that does the same as a signal.
+    """
+
+    def stop() -> None:
+        if not stop_request.requested:
+            stop_request.requested = True
+            tell()
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        stop()
+
+    before = {number: signal.signal(number, note) for number in heeded_signals()}
+    is_agreed = False
+    try:
+        yield stop
+        is_agreed = agree(stop_request.requested)
+    except BaseException:
+        is_agreed = stop_request.requested
+        raise
+    finally:
+        if not is_agreed:
+            _restore(before)
+    if stop_request.requested and not is_agreed:  # it came after the agreement: raise it again for later code
+        stop_request.requested = False
+        signal.raise_signal(signal.SIGTERM)
+    stop_request.requested = is_agreed
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt while the block waits for the user's input."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, _Handler]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,0 +1,195 @@
+"""From checked sources to the models on this rank, and from models and settings to a decoder."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
+from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
+from llama_ssp.run.session.checkpoints import Source, device_map_place
+from llama_ssp.run.session.jobs import JobMaker
+from llama_ssp.run.session.ranklog import describe_part
+from llama_ssp.settings.drafters import drafts, matching_of
+from llama_ssp.settings.layout import lay_out_replica, may_capture
+from llama_ssp.settings.schema import GpuKernels, RunConfig, TargetKind
+from llama_ssp.speculate.drafters.maker import make_drafters
+from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
+from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.engine.executors import TracedPrefill, make_executor
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.overlap import OverlappedRound
+from llama_ssp.speculate.engine.round import Round
+from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.speculate.engine.threads import ThreadChoice
+from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.rules import make_rule
+
+LoadProgress = Callable[[str, int, int], None]
+"""Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models in memory on this rank.
+
+    Attributes:
+        target: this rank's slice of the target; on ranks without one, a stand-in that computes nothing.
+        draft: the draft or this rank's slice of it, on ranks that hold some.
+        drafts: whether the run can decode speculatively.
+        eos_ids: tokens that end a text.
+        context: most tokens of prompt and completion together.
+        sources: the target's, and the draft's if there is one.
+        tokenizers: both, if the draft has its own.
+    """
+
+    target: Runner
+    draft: Runner | None
+    drafts: bool
+    mesh: Mesh
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: tuple[int, ...]
+    context: int
+    sources: tuple[Source, ...] = ()
+    tokenizers: TokenizerPair | None = None
+
+    @property
+    def job_maker(self) -> JobMaker:
+        """Encodes prompts for the target."""
+        return JobMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
+
+
+def load_models(
+    config: RunConfig,
+    world: World,
+    sources: tuple[Source, Source | None],
+    *,
+    progress: LoadProgress | None = None,
+) -> Models:
+    """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
+
+    Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
+    """
+    target_source, draft_source = sources
+    layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
+    fuses = config.gpu_kernels is GpuKernels.fused
+    with on_all_cores(world.cores):
+        mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
+    if world.comm.rank == 0:
+        _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
+    _log.info("this rank %s", describe_part(mesh))
+    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    with raise_on_all_ranks(world.comm):
+        vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
+        target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
+        if mesh.target:
+            load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target, fuses=fuses)
+            if config.placement.target.kind is TargetKind.accelerate:
+                from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
+
+                load = partial(load_device_map, place=device_map_place(config, world))
+            elif config.placement.target.kind is TargetKind.deepspeed:
+                from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
+
+                load = partial(load_auto_tp, device=world.device, comm=mesh.target)
+            target = _load("target", target_source, load, comm=mesh.target, progress=progress)
+        draft = None
+        if draft_source and mesh.draft:
+            whole = config.placement.draft.whole
+            load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole, fuses=fuses)
+            draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
+    if world.device.type == "cuda":
+        agree_on_packing(target, mesh.replica)
+        if draft and mesh.draft:
+            agree_on_packing(draft, mesh.draft)
+    mesh.set_timeout(config.timeouts.decode_s)
+    world.watch.peers = mesh.replica_ranks
+    tokenizers = None
+    if draft_source and matching_of(config.draft):
+        tokenizers = TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
+    return Models(
+        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
+        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
+        context=min(source.origin.context for source in sources if source),
+        sources=tuple(source for source in sources if source),
+        tokenizers=tokenizers,
+    )  # fmt: skip
+
+
+def agree_on_packing(runner: Runner, comm: Comm) -> None:
+    """Pack prompts only if all ranks of a model can, since their messages need one shape.
+
+    All ranks of `comm` must call this together, also those without a part of the model.
+    """
+    can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
+    runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
+
+
+def _load(
+    part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: LoadProgress | None
+) -> Runner:
+    started = time.perf_counter()
+    report = partial(progress, part) if progress else None
+    runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+    seconds = time.perf_counter() - started
+    _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)
+    return runner
+
+
+def _has_thread_choice(models: Models) -> bool:
+    """Whether nothing fixes the number of threads: the user, other ranks that wait, or bits that depend on it."""
+    runners = [runner for runner in (models.target, models.draft) if runner]
+    is_free = models.mesh.replica.size == 1 and not has_own_threads(models.mesh.world.size)
+    return is_free and models.target.device.type == "cpu" and all(runner.is_thread_invariant for runner in runners)
+
+
+def build_decoder(
+    models: Models,
+    config: RunConfig,
+    *,
+    speculative: bool,
+    stop_request: StopRequest | None = None,
+    serves_many: bool = False,
+) -> Decoder:
+    """Build a decoder from the models and the config; plain decoding uses the target alone.
+
+    `serves_many` is for many short runs of the decoder, whose prefills are worth a trace.
+    """
+    mesh, device = models.mesh, models.target.device
+    rule = make_rule(config.sampling, config.verification)
+    split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
+    drafters = []
+    if speculative:
+        drafters = make_drafters(
+            config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
+            split=split, tokenizers=models.tokenizers,
+        )  # fmt: skip
+    verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
+    if drafters and isinstance(drafters[0], AheadDrafter):
+        round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
+    else:
+        round_ = Round(models.target, *drafters, verifier=verifier)
+    captures = config.cuda_graphs and may_capture(config.placement.target)
+    decoder = Decoder(
+        round_,
+        executor=make_executor(round_, cuda_graphs=captures),
+        prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
+        batch_size=config.batch_size,
+        eos_ids=() if config.ignore_eos else models.eos_ids,
+        seed=config.seed,
+        stops=StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None,
+        stop_request=stop_request,
+    )
+    if _has_thread_choice(models):
+        decoder.threads = ThreadChoice.up_to(torch.get_num_threads())
+    return decoder

@@ -1,0 +1,291 @@
+"""One run from its prompts to its records: decode, show, record. All tasks use it.
+
+Every rank decodes; only rank 0 has a run folder and a terminal that prints.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import product
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.continuation import decode_after
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.planning.plan import Plan
+from llama_ssp.ranks.memory import MemoryWatch
+from llama_ssp.ranks.result_queue import ResultQueue
+from llama_ssp.ranks.world import World
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
+from llama_ssp.run.session.jobs import PromptTask, in_turns
+from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.session.prompts import Prompt
+from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.session.tuning import make_ready
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
+from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.text import IncrementalText, Piece
+from llama_ssp.terminal.progress import Pace, RunProgress
+from llama_ssp.terminal.terminal import Terminal
+
+_WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16
+
+
+class Viewer:
+    """Shows completions as they come; this one shows nothing."""
+
+    def begin(self, job: PromptTask, mode: str) -> None:
+        """Begin a completion; only called when streaming."""
+
+    def show(self, pieces: list[Piece]) -> None:
+        """Show new text of the open completion; only called when streaming."""
+
+    def end(self, line: CompletionLine) -> None:
+        """End a completion."""
+
+
+@dataclass(eq=False, repr=False)
+class Session:
+    """The models of a run, its decoders, its records and its terminal.
+
+    Attributes:
+        terminal: silent on ranks above 0.
+        folder: the run folder, on rank 0.
+        finished: completions recorded by earlier parts of this run.
+        num_prompts: None if they are typed one by one.
+        plan: the forecast; None for an unknown machine.
+        evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
+        has_gate: a failed evaluation ends the run with an error, once all is recorded.
+    """
+
+    config: RunConfig
+    _: KW_ONLY
+    world: World
+    models: Models
+    terminal: Terminal
+    folder: RunFolder | None
+    finished: frozenset[LineKey]
+    num_prompts: int | None
+    plan: Plan | None
+    start_clock: StartClock
+    evaluation: Evaluation | None = field(default=None, init=False)
+    has_gate: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_request = StopRequest()
+        self.memory = MemoryWatch(self.world.device)
+        self.memory.sample()
+        self.decoders: dict[str, Decoder] = {}
+        self._warm: set[str] = set()
+        self._progress: RunProgress | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether text is shown while it is generated: with one row at a time, and one replica."""
+        return self.config.batch_size == self.config.placement.num_replicas == 1
+
+    @property
+    def best_mode(self) -> str:
+        """Speculative with a draft, else plain."""
+        return SPECULATIVE if self.models.drafts else PLAIN
+
+    def decoder(self, mode: str) -> Decoder:
+        """The decoder of a mode, built on first use."""
+        if mode not in self.decoders:
+            self.decoders[mode] = build_decoder(
+                self.models, self.config, speculative=mode == SPECULATIVE, stop_request=self.stop_request
+            )
+        return self.decoders[mode]
+
+    @torch.inference_mode()
+    def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
+        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded.
+
+        Modes that are warm already, as from the second typed prompt on, complete no job again.
+        """
+        cold = [mode for mode in modes if mode not in self._warm]
+        # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
+        decoders = [self.ready_decoder(mode, jobs) for mode in modes]
+        for mode, decoder in zip(modes, decoders, strict=True):
+            decoder.warm_up([job.request for job in jobs])
+            self._warm.add(mode)
+        for mode, job in product(cold, jobs[:num_jobs]):
+            short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
+            for _ in self.decoder(mode).run([short], to_length=True):
+                pass
+
+    def ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
+        """The decoder of a mode, with caches for all jobs; see `make_ready`."""
+        decoder = self.decoder(mode)
+        make_ready(
+            decoder, [job.request for job in jobs], self.config, comm=self.world.comm, folder=self.folder
+        )  # fmt: skip
+        return decoder
+
+    @contextmanager
+    def showing_progress(
+        self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
+    ) -> Iterator[None]:
+        """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
+        paces = {}
+        for mode in modes:
+            num_done = sum(_key(job, mode) in self.finished for job in jobs)
+            paces[mode] = Pace(num_total=len(jobs), num_done=num_done)
+        unit = "prompts" if self.config.num_samples == 1 else "completions"
+        with self.terminal.decoding(
+            paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts
+        ) as self._progress:
+            yield
+
+    def count(self, mode: str, *, num_tokens: int, ended: CompletionLine | None = None) -> None:
+        """Add new tokens, and the completion that ended with them, to the progress display."""
+        if self._progress:
+            self._progress.advance(mode, num_tokens)
+            if ended:
+                self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
+
+    @torch.inference_mode()
+    def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
+        """Decode, show and record the jobs that are not recorded yet; one by one and streamed if the batch size is one.
+
+        A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which `jobs`
+        have too or an earlier call had.
+
+        Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
+        if the records cannot be written.
+        """
+        mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
+        todo = [job for job in jobs if _key(job, mode) not in self.finished]
+        for group in in_turns(todo, keeps_order=self.streams):
+            whole = self._with_answers(group, mode)
+            decoder = self.ready_decoder(mode, whole)
+            self._warm_once(decoder, mode, whole)
+            recorder = _Recorder(self, viewer, whole, mode)
+            share = [job.request for job in whole][mesh.number :: num_replicas]
+            for updates in decoder.run(share) if share else ():
+                for update in updates:
+                    recorder.take(update)
+            if recorder.close(stopped=decoder.stopped):
+                raise InterruptedRun.in_folder(self.config.run_dir)
+
+    def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
+        """Keep tracing, capture and first uses out of the first completion's time, if the task has not warmed up."""
+        if mode in self._warm:
+            return
+        self._warm.add(mode)
+        decoder.warm_up([job.request for job in jobs])
+        first = jobs[0].request
+        for _ in decoder.run([replace(first, prompt_ids=first.prompt_ids[:_WARMUP_PROMPT], max_new_tokens=1)]):
+            pass
+
+    def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
+        """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
+        if not any(job.source.earlier for job in jobs):
+            return [*jobs]
+        answers = list[list[str]]()
+        if self.folder:
+            recorded = {line.key: line.text for line in self.folder.lines}
+            answers = [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
+        answers = json.loads(self.world.comm.broadcast_text(json.dumps(answers), src=0))
+        maker, chat = self.models.job_maker, self.config.chat
+        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, answers, strict=True)]
+
+
+def _key(job: PromptTask, mode: str) -> LineKey:
+    return job.request.index, mode, job.request.sample
+
+
+class _Recorder:
+    """Shows jobs as they are decoded, and records them: those of this replica, and on rank 0 those of all."""
+
+    def __init__(self, session: Session, viewer: Viewer, jobs: Sequence[PromptTask], mode: str) -> None:
+        self._session = session
+        self._viewer = viewer
+        self._mode = mode
+        self._jobs = {(job.request.index, job.request.sample): job for job in jobs}
+        self._texts: dict[tuple[int, int], IncrementalText] = {}
+        self._num_replicas = session.config.placement.num_replicas
+        self._exchange = None
+        if self._num_replicas > 1:
+            watch, patience_s = session.world.watch, session.config.timeouts.decode_s
+            self._exchange = ResultQueue.begin(
+                session.models.mesh, num_copies=self._num_replicas, watch=watch, patience_s=patience_s
+            )
+
+    def take(self, update: Update) -> None:
+        """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
+        session, completion = self._session, update.completion
+        if session.num_prompts is not None:
+            session.start_clock.reach("first_token_s")
+        session.count(self._mode, num_tokens=len(update.new_ids))
+        key = (completion.request.index, completion.request.sample)
+        if session.streams and session.folder:
+            if key not in self._texts:
+                self._texts[key] = IncrementalText(session.models.tokenizer, completion.request.prompt_ids)
+                self._viewer.begin(self._jobs[key], self._mode)
+            self._viewer.show(self._texts[key].push(update.new_ids, num_accepted=update.num_drafted))
+            if completion.finish_reason:
+                self._viewer.show(self._texts[key].flush())
+        if completion.finish_reason:
+            self._enter(self._jobs[key], completion)
+
+    def _enter(self, job: PromptTask, completion: RowCompletion) -> None:
+        """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
+        session, exchange, mode = self._session, self._exchange, self._mode
+        session.memory.sample()
+        if session.folder or exchange:
+            line = to_line(
+                job.source, completion, mode, session.models.tokenizer, num_copies=self._num_replicas,
+                adapts=session.config.speculation.adapts and mode == SPECULATIVE,
+            )  # fmt: skip
+            if session.folder:
+                self._keep(line, num_uncounted=0)
+            elif exchange:
+                exchange.tell(line.to_json().decode())
+        if session.folder and exchange:
+            for text in exchange.fetch():
+                self._keep_text(text)
+
+    def close(self, *, stopped: bool) -> bool:
+        """Wait for all replicas; returns whether this one, or any, was stopped."""
+        return self._exchange.end(stopped=stopped, take=self._keep_text) if self._exchange else stopped
+
+    def _keep_text(self, text: str) -> None:
+        line = CompletionLine.from_json(text.encode())
+        self._keep(line, num_uncounted=line.num_new_tokens)
+
+    def _keep(self, line: CompletionLine, *, num_uncounted: int) -> None:
+        assert self._session.folder, "only rank 0 keeps lines"
+        self._session.folder.append(line)
+        self._viewer.end(line)
+        self._session.count(line.mode, num_tokens=num_uncounted, ended=line)
+
+
+def to_line(
+    prompt: Prompt, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_copies: int, adapts: bool = False,
+) -> CompletionLine:  # fmt: skip
+    """Convert a finished completion to a line of `run.jsonl`.
+
+    `num_copies` replicas share the wall time; if the run `adapts`, each round has a K of its own.
+    """
+    parts_s = completion.part_s
+    return CompletionLine(
+        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
+        text=decode_after(tokenizer, completion.request.prompt_ids, completion.token_ids),
+        token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
+        finish_reason=str(completion.finish_reason),
+        num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,
+        accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
+        ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
+        draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+        draft_lengths=completion.draft_lengths if adapts else None,
+        turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
+        messages=None if prompt.messages is None else [*prompt.messages], fields=dict(prompt.fields),
+        first_token_ms=completion.first_token_s * 1e3,
+    )  # fmt: skip

@@ -1,0 +1,342 @@
+"""`task=benchmark`: one table over K, prompt lengths and batch sizes, with transformers' own generation as a peer.
+
+All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are those of
+whole completions, including prefill, over the tokens of all rows. Each row is appended to `benchmark.jsonl` in the run
+folder once it is measured; a resumed run skips its cells. `terminal.tables` lays out the table.
+
+transformers' own generation, plain and assisted, is the peer. It gets the same prompts, sampling and number of drafted
+tokens, in a constant schedule without early stops and without end-of-sequence tokens. It reads checkpoints, and runs in
+one process.
+"""
+
+import hashlib
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
+from llama_ssp.planning.memory import rank_shares, step_bytes
+from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.timing import timing
+from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.reports.provenance import git_commit, versions
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
+from llama_ssp.run.calibration.interleave import interleave, median_ratio
+from llama_ssp.run.calibration.operators import copy_bytes_per_s
+from llama_ssp.run.session.jobs import PromptTask
+from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.session.session import Session
+from llama_ssp.run.tasks.dry_run import forecast
+from llama_ssp.settings.drafters import NgramConfig, draft_name, matching_of
+from llama_ssp.settings.formats import format_of
+from llama_ssp.settings.model_files import GENERATION_CONFIG_FILE
+from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
+from llama_ssp.settings.tasks import BenchmarkConfig
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request, count_equal_before
+from llama_ssp.terminal.progress import Pace, RunProgress
+
+GENERATE, ASSISTED = "generate", "assisted"
+_PASS = "pass"
+_STRIDE = 17
+"""Tokens between the beginnings of a batch's prompts in the text."""
+
+
+@dataclass(kw_only=True)
+class Ours:
+    """One of our decoders with its prompts, and its completions in counted repetitions."""
+
+    decoder: Decoder
+    prompts: Sequence[tuple[int, ...]]
+    num_new_tokens: int
+    done: list[list[RowCompletion]] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def ms_per_token(self, repetition: int) -> float:
+        """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
+        self.decoder.seed = repetition + 1
+        completions: dict[int, RowCompletion] = {}
+        requests = [
+            Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens, num_equal_before=number)
+            for index, (ids, number) in enumerate(zip(self.prompts, count_equal_before(self.prompts), strict=True))
+        ]
+        if repetition < 0:
+            self.decoder.make_room(requests)
+            self.decoder.warm_up(requests)
+        started = time.perf_counter()
+        for updates in self.decoder.run(requests):
+            completions |= {update.completion.request.index: update.completion for update in updates}
+        seconds = time.perf_counter() - started
+        if self.decoder.stopped:
+            raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
+        if repetition >= 0:
+            self.done.append(list(completions.values()))
+        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Mean over all speculative rounds that the length limit did not shorten; None without any."""
+        counted = [
+            length + 1
+            for completions in self.done
+            for completion in completions
+            for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
+            if examined
+        ]
+        return statistics.mean(counted) if counted else None
+
+    @property
+    def rounds_ms(self) -> list[float]:
+        """Mean time of a round or of a plain step in each repetition, in a batch of one."""
+        return [
+            1e3 * _rounds_s(done) / sum(len(each.accepted_lengths) or len(each.token_ids) - 1 for each in done)
+            for done in self.done
+        ]
+
+    def shares(self, part: str) -> list[float]:
+        """Share of the rounds' time that a part took, in each repetition."""
+        return [sum(each.part_s[part] for each in done) / _rounds_s(done) for done in self.done]
+
+
+def _rounds_s(done: Sequence[RowCompletion]) -> float:
+    return sum(sum(each.part_s.values()) for each in done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """A target and what assists it in transformers: a draft model, or prompt look-up with so long a match."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    longest_match: int | None = None
+
+    @property
+    def can_assist(self) -> bool:
+        """Whether the library has an assistant of this kind."""
+        return bool(self.draft or self.longest_match)
+
+    def ms_per_token(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        num_new_tokens: int,
+        sampling: SamplingConfig,
+        num_draft_tokens: int | None,
+    ) -> float:
+        """Complete the prompts; returns milliseconds per new token, including prefill.
+
+        Plain prompts of one length are completed together, others one by one: the library assists one row only.
+        `num_draft_tokens` is None for `generate` without an assistant.
+        """
+        is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
+        batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
+        options = {"max_new_tokens": num_new_tokens, **_generation_options(sampling)}
+        if num_draft_tokens and self.draft:
+            self.draft.generation_config.num_assistant_tokens = num_draft_tokens
+            options["assistant_model"] = self.draft
+        elif num_draft_tokens:
+            options |= {"prompt_lookup_num_tokens": num_draft_tokens, "max_matching_ngram_size": self.longest_match}
+        num_tokens, started = 0, time.perf_counter()
+        for rows in batches:
+            ids_BT = torch.tensor(rows, device=self.target.device)
+            mask_BT = torch.ones_like(ids_BT)
+            out_BT = self.target.generate(ids_BT, attention_mask=mask_BT, **options)  # type: ignore[operator]
+            num_tokens += out_BT[:, ids_BT.shape[1] :].numel()
+        return 1e3 * (time.perf_counter() - started) / num_tokens
+
+
+def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature == 0:
+        return {"do_sample": False, **penalty}
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
+    return {"do_sample": True, "temperature": sampling.temperature, **filters, **penalty}
+
+
+def has_peers(config: RunConfig, *, world_size: int) -> bool:
+    """Whether a benchmark also measures transformers: one rank, checkpoints, no quantization, penalties that it has."""
+    entries = [config.model, *([config.draft.model] if config.draft.model else [])]
+    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
+    is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
+    is_known = config.sampling.frequency_penalty == config.sampling.presence_penalty == 0
+    return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known
+
+
+def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
+    """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
+    if not has_peers(config, world_size=world_size):
+        return
+    for file in filter(Path.is_file, (folder / GENERATION_CONFIG_FILE for folder in folders)):
+        try:
+            GenerationConfig.from_pretrained(file.parent, local_files_only=True)
+        except Exception as error:  # it checks some values and crashes on others
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CheckpointError(
+                f"transformers, which this benchmark measures too, refuses {file} ({reason}): copy or download it "
+                "again, or set task.peers=false"
+            ) from error
+
+
+def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a checkpoint with transformers alone, for a constant schedule without early stops."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    model.eval().to(device)
+    model.generation_config.eos_token_id = None
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+def benchmark(session: Session, jobs: list[PromptTask]) -> None:
+    """Measure and record every cell that is not recorded yet.
+
+    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
+    raises ConfigError if the recorded rows were measured with another text, and InterruptedRun; rows so far are kept.
+    """
+    task = session.config.task
+    assert isinstance(task, BenchmarkConfig)
+    text = [token for job in jobs for token in job.request.prompt_ids]
+    measured = _broadcast_measured(session, text)
+    all_drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
+    cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, all_drafted) if cell not in measured]
+    if not cells:
+        return
+    peers = _peers(session)
+    names = (name for _, num_rows, drafted in cells for name in _candidates(drafted, batch_size=num_rows, peers=peers))
+    paces = {name: Pace(num_total=number * (1 + task.repetitions)) for name, number in Counter(names).items()}
+    longest = max(task.batch_sizes) * session.config.max_new_tokens
+    with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
+        for cell in cells:
+            row = _measure(session, text, cell, peers=peers, progress=progress)
+            if session.folder:
+                session.folder.append_row(row)
+
+
+def _broadcast_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
+    """Broadcast which cells the run folder holds; raises ConfigError if another text was used for them."""
+    comm, folder = session.world.comm, session.folder
+    with raise_on_all_ranks(comm):
+        if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
+            raise ConfigError(
+                f"run_dir={folder.path} holds cells that were measured with another text: "
+                "give the old prompts to measure the cells that are left, or name another run_dir"
+            )
+    known = json.dumps([row.key for row in folder.rows]) if folder else ""
+    keys = json.loads(comm.broadcast_text(known, src=0))
+    return frozenset((prompt_tokens, batch_size, drafted) for prompt_tokens, batch_size, drafted in keys)
+
+
+def _digest(text: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(list(text)).encode()).hexdigest()
+
+
+def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple[int, ...]]:
+    """Cut prompts of one length out of an endlessly repeated text, each beginning a little later."""
+    places = range(0, _STRIDE * num_prompts, _STRIDE)
+    return [tuple(text[(place + offset) % len(text)] for offset in range(num_tokens)) for place in places]
+
+
+def _peers(session: Session) -> Peers | None:
+    if not has_peers(session.config, world_size=session.world.comm.size):
+        return None
+    drafting = session.config.draft
+    # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
+    num_models = 1 if matching_of(drafting) else 2
+    target, *drafts = (
+        load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
+        for source in session.models.sources[:num_models]
+    )
+    longest_match = drafting.longest if isinstance(drafting, NgramConfig) else None
+    return Peers(target=target, draft=drafts[0] if drafts else None, longest_match=longest_match)
+
+
+def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers | None) -> list[str]:
+    names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
+    if peers:
+        # The library assists one row at a time.
+        is_assisted = num_draft_tokens and batch_size == 1 and peers.can_assist
+        names += [GENERATE, ASSISTED] if is_assisted else [GENERATE]
+    return names
+
+
+def _report(
+    progress: RunProgress, name: str, measure: Callable[[int], float], num_tokens: int, repetition: int
+) -> float:
+    ms = measure(repetition)
+    progress.advance(name, num_tokens)
+    progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
+    return ms
+
+
+def _measure(
+    session: Session, text: Sequence[int], cell: CellKey, *, peers: Peers | None, progress: RunProgress
+) -> BenchmarkRow:
+    config, task = session.config, session.config.task
+    assert isinstance(task, BenchmarkConfig)
+    prompt_tokens, batch_size, num_draft_tokens = cell
+    prompts = cut(text, num_prompts=batch_size, num_tokens=prompt_tokens)
+    speculation = replace(config.speculation, num_draft_tokens=num_draft_tokens or 1)
+    config = replace(config, batch_size=batch_size, speculation=speculation, ignore_eos=True, stop_strings=[])
+    names = _candidates(num_draft_tokens, batch_size=batch_size, peers=peers)
+    num_new_tokens = config.max_new_tokens
+    build = partial(build_decoder, session.models, config, stop_request=session.stop_request)
+    ours = {
+        mode: Ours(decoder=build(speculative=mode == SPECULATIVE), prompts=prompts, num_new_tokens=num_new_tokens)
+        for mode in (PLAIN, SPECULATIVE)
+        if mode in names
+    }
+    candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
+    if peers:
+        run = partial(peers.ms_per_token, prompts, num_new_tokens=num_new_tokens, sampling=config.sampling)
+        candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
+        candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
+    num_tokens = batch_size * num_new_tokens
+    timed: dict[str, Callable[[int], float]] = {
+        name: partial(_report, progress, name, candidates[name], num_tokens) for name in names
+    }
+    timed[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
+    ms = interleave(timed, num_repetitions=task.repetitions)
+    pass_ms, has_steps = ms.pop(_PASS), num_new_tokens > 1
+    steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
+    fast = ours.get(SPECULATIVE) if has_steps else None
+    return BenchmarkRow(
+        model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
+        quantization=config.model.quantization, world_size=session.world.comm.size,
+        temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
+        num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
+        ms_per_token={name: statistics.median(values) for name, values in ms.items()},
+        forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
+        tokens_per_round=fast.tokens_per_round if fast else None,
+        other_share=statistics.median(fast.shares("other")) if fast else None,
+        copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
+        text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
+    )  # fmt: skip
+
+
+def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
+    prompt_tokens, num_rows, num_draft_tokens = cell
+    job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
+    expected = forecast(timing(job, plan.hardware))
+    by_mode = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
+    return {mode: ms / num_rows for mode, ms in by_mode.items() if ms is not None}
+
+
+def _pass_s(session: Session) -> float:
+    """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
+    if session.plan is None:
+        return 0.0
+    job = session.plan.job
+    shares = rank_shares(job.target, num_ranks=len(job.target_ranks), kind=job.target_kind)
+    most_bytes = max(step_bytes(held, job.target, device=job.device) for held in shares)
+    return most_bytes / copy_bytes_per_s(session.world.device)

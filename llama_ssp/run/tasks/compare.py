@@ -1,0 +1,36 @@
+"""`task=compare`: completes each prompt plainly and speculatively, streams both, and prints a table at the end."""
+
+from itertools import product
+from pathlib import Path
+
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.run.session.jobs import PromptTask
+from llama_ssp.run.session.session import Session
+from llama_ssp.run.tasks.generate import Texts
+from llama_ssp.settings.tasks import CompareConfig
+
+
+def compare(session: Session, jobs: list[PromptTask]) -> None:
+    """Complete all jobs in both modes, one mode after the other: for each prompt if streaming, else for all jobs."""
+    terminal = session.terminal
+
+    def head(index: int, _sample: int, prompt: str, mode: str) -> None:
+        terminal.heading(mode, number=index + 1, total=session.num_prompts)
+        terminal.prompt(prompt)
+
+    viewer = Texts(session, head)
+    groups = [[job] for job in jobs] if session.streams else [jobs]
+    modes = (PLAIN, SPECULATIVE)
+    session.warm_up(jobs, modes, num_jobs=1)
+    with session.showing_progress(jobs, modes, shows_texts=True):
+        for group, mode in product(groups, modes):
+            session.complete(group, mode, viewer)
+
+
+def draw(session: Session) -> None:
+    """Save a picture of the terminal's output, if the task asks for one."""
+    task, num_ranks = session.config.task, session.world.comm.size
+    assert isinstance(task, CompareConfig)
+    if task.picture:
+        start = f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
+        session.terminal.save_svg(Path(task.picture), title=f"{start} launch/run.py")

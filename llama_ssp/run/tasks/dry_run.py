@@ -1,0 +1,301 @@
+"""Plans as a task: for a described machine, or for the job that a run is about to start. Never imports torch.
+
+`planning` computes plans, searches and comparisons of machines; `reports.plan_tables` and `plan_figures` show them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from llama_ssp.architectures.family import family_of
+from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.machine import detect_hardware, machine_of_run
+from llama_ssp.planning.layouts import AutoPlacement, choose_placement, notes_on_guesses
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
+from llama_ssp.planning.search import compare, comparison_document, nothing_left, search, search_document
+from llama_ssp.planning.spec import (
+    PlanSpec,
+    check_family,
+    job_of_plan,
+    make_job,
+    read_config,
+    resolve_shapes,
+)
+from llama_ssp.planning.timing import Timing
+from llama_ssp.reports.records import Forecast
+from llama_ssp.run.session.prompts import STANDARD_INPUT, Prompt, read_prompts
+from llama_ssp.settings.checks import check_plan
+from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.schema import DeviceKind, ModelConfig, PlanConfig, PlanFormat, RunConfig, WeightsKind
+from llama_ssp.settings.tasks import task_of
+
+CHARACTERS_PER_TOKEN = 3
+TYPED_TOKENS = 128
+
+
+def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
+
+    `divides` allows more replicas on fewer ranks each.
+    """
+    if auto_ranks is None:
+        return make_plan(job, machine)
+    chosen = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
+    return make_plan(chosen.job, machine, remark=chosen.sentence)
+
+
+def show_plan(
+    plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
+) -> None:
+    """Print a plan, and draw it into a file if `figure` is given; raises CapacityError afterwards if it does not fit.
+
+    Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
+    """
+    check_figure(figure)
+    content = document(plan)
+    if form is PlanFormat.json:
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.plan_tables import print_plan  # noqa: PLC0415 - JSON needs no rich
+
+        print_plan(content)
+    if figure:
+        from llama_ssp.reports.plan_figures import draw_plan  # noqa: PLC0415 - only figures need matplotlib
+
+        draw_plan(content, Path(figure))
+    require_room(plan, words=words)
+
+
+def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
+    check_figure(figure)
+    choices = search_document(search(job, machine))
+    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
+    if form is PlanFormat.json:
+        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.plan_tables import print_search  # noqa: PLC0415 - JSON needs no rich
+
+        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine), notes=notes)
+    if figure:
+        from llama_ssp.reports.plan_figures import draw_search  # noqa: PLC0415 - only figures need matplotlib
+
+        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
+
+
+def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+    """Print what a job needs on each machine, the best first, and draw it.
+
+    Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
+    """
+    check_figure(config.figure)
+    choices = compare(config, machines)
+    left = {choice.machine for choice in choices if choice.reason is None}
+    used = [machine for machine in machines if machine.name in left] or machines
+    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, used)))}
+    if config.format is PlanFormat.json:
+        print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports.plan_tables import print_machines  # noqa: PLC0415 - JSON needs no rich
+
+        print_machines(content)
+    if config.figure:
+        from llama_ssp.reports.plan_figures import draw_machines  # noqa: PLC0415 - as above
+
+        draw_machines(content, Path(config.figure))
+    if problem := nothing_left(choices):
+        raise CapacityError(problem)
+
+
+def check_figure(figure: str | None) -> None:
+    """Raise ConfigError if the folder of a figure does not exist."""
+    if figure and not Path(figure).parent.is_dir():
+        raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+
+
+def settings_of_run(config: RunConfig) -> dict[str, str]:
+    """How messages express settings that a run does not have; see `require_room`."""
+    words = {
+        "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
+        "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
+    }  # fmt: skip
+    setting = task_of(config).batch_size_setting
+    return words | ({"batch_size": setting} if setting else {})
+
+
+def dry_run(config: RunConfig, *, world_size: int) -> None:
+    """Print the plan of exactly this run; loads nothing, and estimates prompt tokens without a tokenizer.
+
+    Raises CapacityError if it does not fit, PlacementError for a model that cannot be placed as requested, and
+    ConfigError if the machine has no description, or a faulty one.
+    """
+    job, machine = job_ahead(config, world_size=world_size)
+    plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
+    show_plan(plan, PlanFormat.table, words=settings_of_run(config))
+
+
+def resolve(config: PlanConfig) -> None:
+    """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
+    config.model = with_hub_sizes(config.model, any_family=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
+    resolve_shapes(config)
+    check_plan(config)
+
+
+def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
+    """Plan a resolved config on a machine, with `placement=auto` on all its ranks."""
+    auto_ranks = machine.num_ranks if config.placement.auto else None
+    return plan_job(job_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+
+
+def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConfig:
+    """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
+
+    Raises CheckpointError if it cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
+    """
+    if model.shape or model.path is not None or model.hub_id is None:
+        return model
+    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+
+    shape, stored = read_config(hub.find_config(model), any_family=any_family)
+    return replace(model, shape=shape, stored_dtype=stored)
+
+
+def settle_synthetic(config: RunConfig) -> None:
+    """Fill in the sizes of models that only the hub knows, if weights are generated; raises as `with_hub_sizes`."""
+    if config.weights is WeightsKind.synthetic:
+        config.model = with_hub_sizes(config.model)
+        config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+
+
+def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
+    """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
+    machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
+    config, lengths = _foreseen(config)
+    return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
+
+
+def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
+    for model in (config.model, config.draft.model):
+        if model and model.shape:
+            family_of(model.shape.model_type)  # a plan alone takes others too
+    job = make_job(
+        config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
+    )
+    has_own = task_of(config).largest_cell is not None
+    return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
+
+
+def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
+    """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
+    machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
+    config, lengths = _foreseen(config)
+    job = _job_on(machine, config, world_size=world_size, lengths=lengths)
+    return choose_placement(job, machine, num_ranks=world_size)
+
+
+def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
+    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
+
+    A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
+    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
+    """
+    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
+    config = replace(config, model=with_hub_sizes(config.model), draft=draft)
+    prompts = _known_prompts(config)
+    if not prompts:
+        return config, [TYPED_TOKENS]
+    lengths = [
+        prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
+        for prompt in prompts
+    ]
+    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths
+
+
+def _known_prompts(config: RunConfig) -> list[Prompt]:
+    """The prompts of a run; none if somebody will type them."""
+    has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
+    is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
+    return read_prompts(config) if has_prompts and not is_read_later else []
+
+
+def read_files(config: RunConfig) -> None:
+    """Read what the run will read before its weights: the prompts, and what `check_models` reads.
+
+    Raises ConfigError, CheckpointError or PlacementError, as the run would.
+    """
+    _known_prompts(config)
+    check_models(config)
+
+
+def check_models(config: RunConfig) -> None:
+    """Check the families of the models, by config.json where the catalogue does not know it.
+
+    Raises PlacementError for a family that the engine does not run, CheckpointError for a faulty config.json.
+    """
+    for model in (config.model, config.draft.model):
+        if model is None or config.weights is WeightsKind.synthetic:
+            continue
+        if model.path is not None:
+            check_family(read_path(model.path))
+        elif model.shape:
+            family_of(model.shape.model_type)
+        elif model.hub_id is not None:
+            from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
+
+            check_family(hub.find_config(model))
+
+
+def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
+    """Limit the batch size to the completions of each replica."""
+    return replace(config, batch_size=min(config.batch_size, -(-num_completions // config.placement.num_replicas)))
+
+
+def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, lengths: Sequence[int]) -> Plan:
+    """Plan the job that a run is about to start; `lengths` are the tokens of its prompts."""
+    machine = machine_of_run(machine, world_size)
+    return make_plan(_job_on(machine, config, world_size=world_size, lengths=lengths), machine)
+
+
+def expected_hours(config: RunConfig, plan: Plan) -> float | None:
+    """Hours of a run's decoding if every completion has its full length; None for prompts or sizes not known yet."""
+    task, timed = task_of(config), plan.timing
+    prompts = [] if task.largest_cell else _known_prompts(config)
+    if not prompts:
+        return None
+    num_completions = len(prompts) * config.num_samples
+    num_batches = -(-num_completions // (plan.job.batch_size * plan.job.num_replicas))
+    modes_s = [timed.plain_run_s] if timed.speculative_run_s is None or task.has_both_modes else []
+    modes_s += [] if timed.speculative_run_s is None else [timed.speculative_run_s]
+    return num_batches * config.max_new_tokens * sum(modes_s) / 3600
+
+
+def planned_bytes(plan: Plan) -> list[int]:
+    """Expected memory of each rank as a run measures it: on a GPU only what the allocator reserves."""
+    on_cpu = plan.hardware.device == "cpu"
+    outside = [0 if on_cpu else rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
+    return [rank.needed_bytes - unreserved for rank, unreserved in zip(plan.ranks, outside, strict=True)]
+
+
+def forecast(timed: Timing) -> Forecast:
+    """The forecasts in `summary.json`: per token of whole completions, including prompts."""
+    speculative_s = timed.speculative_run_s
+    return Forecast(
+        plain_ms_per_token=1e3 * timed.plain_run_s,
+        speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
+        speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
+    )
+
+
+def hardware_of(config: RunConfig, *, on_cpu: bool) -> HardwareConfig:
+    """Return the machine that the config names, else this one; raises ConfigError without a correct description."""
+    if not config.hardware:
+        return detect_hardware(on_cpu=on_cpu)
+    if problems := hardware.problems_of(config.hardware):
+        raise ConfigError(one_message(problems))
+    return hardware.build(config.hardware)

@@ -1,0 +1,158 @@
+"""The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.errors import ConfigError, FailedEvaluation
+from llama_ssp.reports.records import (
+    SPECULATIVE,
+    CompletionLine,
+    Excerpt,
+    Forecast,
+    RankActivity,
+    RankMemory,
+    RunFacts,
+    Span,
+)
+from llama_ssp.reports.summary import round_gains, summarise
+from llama_ssp.run.session.session import Session
+from llama_ssp.run.tasks.dry_run import forecast, planned_bytes
+from llama_ssp.run.tasks.slowness import Surroundings, unusual_times
+from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.registry import imported
+from llama_ssp.settings.tasks import task_of
+from llama_ssp.speculate.engine.text import IncrementalText
+
+NUM_EXCERPTS = 3
+"""Completions that a run keeps for its report."""
+_MOST_PROMPT_CHARS, _MOST_TOKENS = 400, 512
+_Gains = Callable[[Sequence[int]], list[int]]
+
+
+def finalize(session: Session) -> None:
+    """Collect every rank's memory; on rank 0 write the summary, print the table, and draw picture and report.
+
+    The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
+    """
+    comm, folder, config = session.world.comm, session.folder, session.config
+    session.memory.sample()
+    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    activities = _activities(session)
+    if folder is None:
+        return
+    if config.placement.num_replicas > 1:
+        folder.put_in_order()
+    task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
+    planned = planned_bytes(plan) if plan else [None] * comm.size
+    facts = RunFacts(
+        task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
+        placement=_placement(session), world_size=comm.size, seed=config.seed,
+        memory=[
+            RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
+            for rank, peak in enumerate(peaks)
+        ],
+        forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
+        startup=session.start_clock.times,
+    )  # fmt: skip
+    gains_of = None
+    if activities:
+        waits = any(each.waits for each in activities)
+        gains_of = partial(round_gains, num_draft_tokens=most_drafted, waits=waits)
+    shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
+    summary = summarise(
+        facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown, activities=activities,
+        num_draft_tokens=most_drafted if session.models.drafts else 0,
+    )  # fmt: skip
+    folder.write_summary(summary)
+    terminal = session.terminal
+    terminal.results(summary, run_dir=folder.path, shows_table=bool(folder.lines) and task.shows_table)
+    decoder = session.decoders.get(session.best_mode)
+    around = Surroundings.of(session.world, decoder.threads.slowness if decoder else {})
+    if sentence := unusual_times(summary, plan, around):
+        terminal.say(sentence)
+    if task.finalize:
+        imported(task.finalize, setting=f"task={task.name}")(session)
+    try:
+        folder.write_report(summary)
+    except ConfigError as error:  # the run is complete without its figures
+        terminal.say(f"{error}; llama-ssp report writes report.html later")
+
+
+def _activities(session: Session) -> list[RankActivity]:
+    """The activity of each rank in rounds that overlap; empty in any other run."""
+    if not session.config.speculation.overlap:
+        return []
+    comm, decoder = session.world.comm, session.decoders.get(SPECULATIVE)
+    own = RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
+    if decoder:
+        own = RankActivity(
+            rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
+            draft_cpu_s=decoder.clock.draft_cpu_s, waits=bool(decoder.round.waits),
+        )  # fmt: skip
+    return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
+
+
+def _placement(session: Session) -> dict[str, Any]:
+    placement, layout = session.config.placement, session.models.mesh.layout
+    target, draft = layout.target_ranks, layout.draft_ranks
+    parts: dict[str, Any] = {"target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}}
+    if draft:
+        tp_size = 1 if layout.splits_batch else len(draft)
+        parts["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
+    return parts | {"num_replicas": placement.num_replicas}
+
+
+def excerpts(
+    lines: Sequence[CompletionLine], tokenizer: PreTrainedTokenizerBase, *, gains_of: _Gains | None = None
+) -> list[Excerpt]:
+    """The first completions of a run, one a prompt, with their text split by who chose each token.
+
+    The speculative ones if there are any. `gains_of` makes the new tokens of each round from the accepted ones; without
+    it a round adds one of the target's.
+    """
+    best = [line for line in lines if line.mode == SPECULATIVE] or lines
+    chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:NUM_EXCERPTS]
+    found = []
+    for line in chosen:
+        prompt = line.prompt[-_MOST_PROMPT_CHARS:]
+        spans = list(_spans(line, tokenizer, prompt=prompt, gains_of=gains_of))
+        found.append(Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
+    return found
+
+
+def _spans(
+    line: CompletionLine, tokenizer: PreTrainedTokenizerBase, *, prompt: str, gains_of: _Gains | None
+) -> Iterator[Span]:
+    """Yield the first tokens of a completion, with the tokens of each round told apart."""
+    text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
+    token_ids = line.token_ids[:_MOST_TOKENS]
+    pieces = text.push(token_ids[:1])  # the prefill chose it
+    begin = 1
+    accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
+    gains = [num_accepted + 1 for num_accepted in accepted_lengths]
+    if gains_of and line.accepted_lengths:
+        gains = gains_of(accepted_lengths)
+    for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
+        pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
+        begin += gain
+    for drafted, group in groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted):
+        yield Span(text="".join(piece.text for piece in group), drafted=drafted)
+
+
+def pass_gate(session: Session) -> None:
+    """Raise FailedEvaluation on every rank if the run has a gate and its evaluation failed.
+
+    The ranks wait here for the records of rank 0, which an error of another rank would cut off.
+    """
+    if not session.has_gate:
+        return
+    found = session.evaluation
+    failure = session.world.comm.broadcast_text(found.sentence if found and not found.passed else "", src=0)
+    if failure:
+        raise FailedEvaluation(failure)

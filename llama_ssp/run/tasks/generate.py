@@ -1,0 +1,100 @@
+"""`task=generate`: prints completions only, as text or as JSON lines."""
+
+import json
+import textwrap
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from llama_ssp.reports.records import CompletionLine, LineKey
+from llama_ssp.run.session.jobs import PromptTask
+from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
+from llama_ssp.speculate.engine.text import Piece
+
+_EXCERPT = 60
+"""Longest excerpt of a prompt in the name of its completion."""
+
+
+class Texts(Viewer):
+    """Prints completions as text: streamed with one row at a time, else whole in the order in which they end.
+
+    Args:
+        head: prints what stands before a completion, of the index, the sample and the text of its prompt, and its mode.
+    """
+
+    def __init__(self, session: Session, head: Callable[[int, int, str, str], None]) -> None:
+        self._terminal, self._streams, self._head = session.terminal, session.streams, head
+
+    def begin(self, job: PromptTask, mode: str) -> None:
+        """Print its head."""
+        self._head(job.request.index, job.request.sample, job.prompt, mode)
+
+    def show(self, pieces: list[Piece]) -> None:
+        """Print new text."""
+        self._terminal.stream(pieces)
+
+    def end(self, line: CompletionLine) -> None:
+        """End the text, after all of it if it has not been streamed."""
+        if not self._streams:
+            self._head(line.index, line.sample, line.prompt, line.mode)
+            self._terminal.stream([Piece(line.text, accepted=False)])
+        self._terminal.end_of_text()
+
+
+def _name(session: Session, jobs: Sequence[PromptTask]) -> Callable[[int, int, str, str], None]:
+    """On a screen, each of several completions has a name."""
+    terminal, has_names = session.terminal, len(jobs) > 1 and session.terminal.is_screen
+
+    def name(index: int, sample: int, prompt: str, _mode: str) -> None:
+        if has_names:
+            of_samples = f"sample {sample + 1}: " if session.config.num_samples > 1 else ""
+            excerpt = textwrap.shorten(prompt, _EXCERPT, placeholder="...") or "no text"
+            terminal.heading(of_samples + excerpt, number=index + 1, total=session.num_prompts)
+
+    return name
+
+
+class _Lines(Viewer):
+    """Prints completions as JSON lines, each with the fields of its prompt's record."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+
+    def end(self, line: CompletionLine) -> None:
+        self._write(json.dumps(line.fields | asdict(line)))
+
+
+class _InOrder(Viewer):
+    """Holds completions back until all before them have ended."""
+
+    def __init__(self, viewer: Viewer, jobs: Sequence[PromptTask], finished: Container[LineKey], mode: str) -> None:
+        keys = [(job.request.index, mode, job.request.sample) for job in jobs]
+        self._viewer = viewer
+        self._missing = deque(key for key in keys if key not in finished)
+        self._waiting: dict[LineKey, CompletionLine] = {}
+
+    def end(self, line: CompletionLine) -> None:
+        self._waiting[line.key] = line
+        while self._missing and self._missing[0] in self._waiting:
+            self._viewer.end(self._waiting.pop(self._missing.popleft()))
+
+    def release(self) -> None:
+        """Show what is held back of a run that was stopped."""
+        for key in sorted(self._waiting):
+            self._viewer.end(self._waiting.pop(key))
+
+
+def generate(session: Session, jobs: list[PromptTask]) -> None:
+    """Complete all jobs, speculatively if there is a draft."""
+    task, mode = session.config.task, session.best_mode
+    assert isinstance(task, GenerateConfig)
+    shows_texts = task.format is OutputFormat.text
+    viewer: Viewer = Texts(session, _name(session, jobs)) if shows_texts else _Lines(session.terminal.line)
+    with ExitStack() as stack:
+        if task.in_order and not session.streams:
+            viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)
+            stack.callback(in_order.release)
+        stack.enter_context(session.showing_progress(jobs, [mode], shows_texts=shows_texts))
+        session.complete(jobs, mode, viewer)

@@ -1,0 +1,56 @@
+"""`task=latency`: milliseconds per token over a fixed list of prompts, and the acceptance of the pair to be stored."""
+
+import platform
+from datetime import date
+
+from llama_ssp.errors import SspError
+from llama_ssp.planning.acceptance import store
+from llama_ssp.reports.records import SPECULATIVE
+from llama_ssp.reports.summary import counted_rounds
+from llama_ssp.run.session.jobs import PromptTask
+from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.tasks import LatencyConfig
+
+
+def latency(session: Session, jobs: list[PromptTask]) -> None:
+    """Complete all jobs, speculatively if there is a draft."""
+    task, modes = session.config.task, [session.best_mode]
+    assert isinstance(task, LatencyConfig)
+    session.warm_up(jobs, modes, num_jobs=task.num_warmup)
+    with session.showing_progress(jobs, modes, shows_texts=False):
+        session.complete(jobs, session.best_mode, Viewer())
+
+
+def store_pair(session: Session) -> None:
+    """Store the acceptance of the pair in the user's own folder, if the task asks for it; on rank 0, at the end."""
+    config, folder = session.config, session.folder
+    task = config.task
+    assert isinstance(task, LatencyConfig)
+    if not task.store or folder is None:
+        return
+    lines = [line for line in folder.lines if line.mode == SPECULATIVE]
+    rounds = counted_rounds(lines)
+    num_examined = sum(examined for _, examined in rounds)
+    if not num_examined:
+        session.terminal.say("no acceptance is stored: no round of this run examined all K drafted tokens")
+        return
+    acceptance = sum(accepted for accepted, _ in rounds) / num_examined
+    num_prompts = len({line.index for line in lines if counted_rounds([line])})
+    temperature, rule = config.sampling.temperature, config.verification.rule
+    entry = {
+        "target": config.model.name,
+        "draft": str(draft_name(config.draft)),
+        "acceptance": round(acceptance, 3),
+        "temperature": temperature,
+        "source": (
+            f"measured by task=latency on {platform.node()}, {date.today()}: {num_examined} drafted tokens of "
+            f"{num_prompts} prompts, K={config.speculation.num_draft_tokens}, temperature {temperature:g}, {rule}"
+        ),
+    }
+    try:
+        file = store(entry)
+    except SspError as error:  # the run itself is complete
+        session.terminal.say(str(error))
+        return
+    session.terminal.say(f"stored an acceptance of {acceptance:.2f} in {file}: plans of this pair now take it")

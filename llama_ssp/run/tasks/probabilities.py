@@ -1,0 +1,245 @@
+"""The target's probabilities of finished texts: how probable each new token was, as the run samples.
+
+Of texts with roles the draft's probabilities are found too, and `sampling.law` adds up the differences between the text
+and the target's distribution.
+
+The ranks of a target compute together; with replicas, each scores its share of the texts. Every prompt is read once
+for all its texts. A forward has no more rows and positions than verification, so that it needs no more memory.
+
+Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.sizes import BUCKET_STEP, whole_steps
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.runner import Runner
+from llama_ssp.run.evaluation.martingales import TextSums
+from llama_ssp.run.session.session import Session
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.maker import make_drafters
+from llama_ssp.speculate.sampling.context import Context, Rows, penalty
+from llama_ssp.speculate.sampling.law import NUM_NEWEST, LawSums
+from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.uniforms import PER_DRAW
+from llama_ssp.terminal.progress import Pace
+
+_SCORED = "scored by the target"
+_LEAST_PROBABILITY = 1e-30
+"""Stands for 0: rounding can move a token out of the most probable ones that sampling keeps."""
+LogProbs = Callable[[Tensor, Context], Tensor]
+"""Maps logits (B, T, V) and their context to log-probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledText:
+    """A prompt and the new tokens after it, at least one of each.
+
+    Attributes:
+        roles: how each new token came about, for the sums of `TextScore`; empty for a text without them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    roles: tuple[int, ...] = ()
+
+
+class TextScore(NamedTuple):
+    """The log-probability of every new token under the target, and the sums of a text with roles."""
+
+    log_probs: list[float]
+    sums: TextSums | None = None
+
+
+def log_probs_of(sampling: SamplingConfig) -> LogProbs:
+    """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
+    penalize = penalty(sampling)
+    process = processor(sampling) if sampling.temperature > 0 else None
+
+    def log_probs(logits_BTV: Tensor, context: Context) -> Tensor:
+        if penalize:
+            logits_BTV = penalize(logits_BTV, context)
+        if process is None:
+            return logits_BTV.log_softmax(-1)
+        return process(logits_BTV).clamp_min(_LEAST_PROBABILITY).log()
+
+    return log_probs
+
+
+class Scorer:
+    """Scores texts of one prompt after the other, `batch_size` rows at a time.
+
+    Args:
+        target: all ranks of the model must make the same calls.
+        longest: the most tokens of a prompt and its text.
+        num_positions: T, positions of a forward.
+        drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls.
+        reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
+    """
+
+    def __init__(
+        self, target: Runner, log_probs: LogProbs, *, batch_size: int, longest: int, num_positions: int,
+        drafter: Drafter | None = None, reports: bool = True,
+    ) -> None:  # fmt: skip
+        self._target, self._log_probs = target, log_probs
+        self._drafter, self._reports = drafter, reports
+        self._batch_size, self._num_positions = batch_size, num_positions
+        num_slots = whole_steps(longest + num_positions)
+        target.allocate(batch_size=batch_size, capacity=num_slots)
+        if drafter:
+            drafter.allocate(batch_size=batch_size, num_slots=num_slots)
+        self._buckets = Buckets(step=BUCKET_STEP[target.device.type], num_slots=num_slots)
+
+    def score(self, texts: Sequence[SampledText]) -> Iterator[list[TextScore]]:
+        """Yield, batch by batch, the scores of the texts, which have one prompt, and either all roles or none."""
+        prompt_ids, device = texts[0].prompt_ids, self._target.device
+        length = len(prompt_ids)
+        prompt_BS = torch.tensor([prompt_ids], device=device).expand(self._batch_size, -1)
+        lengths_B = torch.full((self._batch_size,), length, device=device)
+        prompts = Prompts(prompt_BS, lengths_B, [length] * self._batch_size, longest=length)
+        rows = range(self._batch_size)
+        first_BV = read_prompts(self._target, prompts, rows=rows, buckets=self._buckets)
+        for start in range(0, len(texts), self._batch_size):
+            batch = texts[start : start + self._batch_size]
+            num_new = max(len(text.token_ids) for text in batch)
+            tokens_BS = torch.zeros(self._batch_size, length + num_new, dtype=torch.int64)
+            roles_BT = torch.zeros(self._batch_size, num_new, dtype=torch.int64)
+            tokens_BS[:, :length] = prompt_BS
+            for row, text in enumerate(batch):
+                tokens_BS[row, length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
+                roles_BT[row, : len(text.roles)] = torch.tensor(text.roles)
+            tokens_BS, roles_BT = tokens_BS.to(device), roles_BT.to(device)
+            drafter = self._drafter if batch[0].roles else None
+            if drafter:
+                drafter.prefill(prompts, rows=rows, buckets=self._buckets)
+            law = LawSums(self._batch_size, device) if drafter and self._reports else None
+            values = [tokens_BS.new_empty(self._batch_size, 0)]
+            for place, log_probs_BV in enumerate(self._log_probs_of(tokens_BS, first_BV, length=length)):
+                next_B1 = tokens_BS[:, length + place, None]
+                if self._reports:
+                    values.append(log_probs_BV.gather(1, next_B1))
+                if drafter and place:
+                    draft_BV = self._draft(drafter, tokens_BS, length + place, vocab_size=log_probs_BV.shape[-1])
+                    if law:
+                        law.add(
+                            next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place],
+                            newest_BN=tokens_BS[:, max(0, length + place - NUM_NEWEST) : length + place],
+                        )  # fmt: skip
+            sums = law.of_texts() if law else [None] * len(batch)
+            log_probs = torch.cat(values, dim=1).tolist()
+            yield [
+                TextScore(row[: len(text.token_ids)], of_text)
+                for row, text, of_text in zip(log_probs, batch, sums, strict=False)
+            ]
+
+    def _log_probs_of(self, tokens_BS: Tensor, first_BV: Tensor, *, length: int) -> Iterator[Tensor]:
+        """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
+
+        Penalties see one position at a time: of drafted tokens, which decoding penalizes too, they know nothing here.
+        """
+        num_slots = tokens_BS.shape[1]
+        bucket = self._buckets.covering(num_slots)
+        logits_BTV, last = first_BV[:, None], length - 1
+        while True:
+            for logits_B1V in logits_BTV.split(1, dim=1):
+                context = Context(tokens_BS, torch.zeros_like(tokens_BS[:, 0]), torch.full_like(tokens_BS[:, :1], last))
+                yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0]
+                last += 1
+            if last == num_slots - 1:
+                return
+            stop = min(last + self._num_positions, num_slots - 1)
+            positions_BT = torch.arange(last, stop, device=tokens_BS.device).expand(self._batch_size, -1)
+            logits_BTV = self._target.forward(tokens_BS[:, last:stop], positions_BT, bucket=bucket)
+
+    def _draft(self, drafter: Drafter, tokens_BS: Tensor, length: int, *, vocab_size: int) -> Tensor:
+        """The draft's probabilities (B, V) of the token after `length` tokens; 1 for one that it proposes without."""
+        lengths_B = torch.full_like(tokens_BS[:, 0], length)
+        uniforms_BKP = torch.full((self._batch_size, 1, PER_DRAW), 0.5, dtype=torch.float64, device=tokens_BS.device)
+        rows = Rows(tokens_BS.clone(), lengths_B, torch.zeros_like(lengths_B))  # the drafter writes into the tokens
+        draft = drafter.propose(
+            rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
+        )
+        if draft.probs_BTV is not None:
+            return draft.probs_BTV[:, 0]
+        return torch.zeros(self._batch_size, vocab_size, device=tokens_BS.device).scatter_(1, draft.ids_BK, 1.0)
+
+
+@torch.inference_mode()
+def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
+    """Return the scores of every text, the same on every rank; none for no texts.
+
+    Every rank gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
+    """
+    mesh, config = session.models.mesh, session.config
+    share = list(enumerate(texts))[mesh.number :: config.placement.num_replicas]
+    drafter = _drafter(session) if any(text.roles for text in texts) else None
+    is_reporting = mesh.replica.rank == mesh.layout.verify_rank
+    scorer = None
+    if texts and (mesh.target or drafter):
+        scorer = Scorer(
+            session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
+            longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
+            num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
+        )  # fmt: skip
+    found: list[tuple[int, list[float], dict[str, Any] | None]] = []
+    pace = Pace(num_total=len(share))
+    stopped = False
+    with session.terminal.decoding(
+        {_SCORED: pace}, max_new_tokens=config.max_new_tokens, unit="texts", shows_texts=False
+    ) as progress:
+        for _, of_prompt in groupby(share, key=lambda entry: (entry[1].prompt_ids, bool(entry[1].roles))):
+            entries = list(of_prompt)
+            scores = scorer.score([text for _, text in entries]) if scorer else None
+            for start in range(0, len(entries), config.batch_size):
+                stopped = stopped or _is_stopped(session)
+                if stopped:
+                    break
+                batch, began_s = entries[start : start + config.batch_size], time.perf_counter()
+                values = next(scores) if scores else [TextScore([])] * len(batch)
+                seconds = time.perf_counter() - began_s
+                for (number, text), (log_probs, sums) in zip(batch, values, strict=True):
+                    found.append((number, log_probs, asdict(sums) if sums else None))
+                    progress.advance(_SCORED, len(text.token_ids))
+                    progress.end(_SCORED, num_tokens=len(text.token_ids), ms=1e3 * seconds / len(batch))
+    told = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
+    results = [json.loads(text) for text in told]
+    if any(was_stopped for was_stopped, _ in results):
+        raise InterruptedRun.in_folder(config.run_dir)
+    by_number = {
+        number: TextScore(log_probs, sums and TextSums(**sums))
+        for _, rows in results
+        for number, log_probs, sums in rows
+    }
+    return [by_number[number] for number in range(len(texts))]
+
+
+def _drafter(session: Session) -> Drafter:
+    """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
+    config, models = session.config, session.models
+    config = replace(
+        config, verification=VerificationConfig(rule=DEFAULT), speculation=replace(config.speculation, overlap=False)
+    )
+    drafter, *_ = make_drafters(
+        config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
+        vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
+    )  # fmt: skip
+    return drafter
+
+
+def _is_stopped(session: Session) -> bool:
+    """Whether the deciding rank of this replica has a request to stop, the same on all its ranks."""
+    mesh = session.models.mesh
+    flag_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
+    return bool(mesh.replica.read(mesh.replica.broadcast(flag_1, src=mesh.layout.verify_rank)))

@@ -1,0 +1,136 @@
+"""May this run go on in its folder? Compares what the folder holds with its models, its prompts and its settings."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports import reading
+from llama_ssp.reports.folder import MODELS_FILE, RunFolder
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.run.session.checkpoints import Source
+from llama_ssp.run.session.prompts import EXCERPT, Message, Prompt
+from llama_ssp.settings.drafters import drafts
+from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.model_files import read_json
+from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
+from llama_ssp.settings.tasks import task_of
+from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint
+
+_WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """The files of a model: their `hashes.fingerprint`, and the hashes of a manifest that they were compared with."""
+
+    files: dict[str, str]
+    manifest: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Models:
+    """All of `models.json`; folders of versions without it have texts whose random numbers followed another rule."""
+
+    target: _Files
+    draft: _Files | None
+
+
+def check_models(folder: RunFolder, sources: tuple[Source, Source | None], config: RunConfig) -> None:
+    """Compare the models' files with those of the folder's completions, and record them in a folder without any.
+
+    Raises ConfigError if they are others, unless resume=anyway, which records them.
+    """
+    target, draft = sources
+    now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
+    if (folder.lines or folder.rows) and config.resume is not Resume.anyway:
+        kept = folder.read_kept(MODELS_FILE)
+        if kept is None:
+            raise ConfigError(
+                f"run_dir={folder.path} was begun by an earlier version, which drew other random numbers and did not "
+                f"record the models' files: {_WAY_ON}"
+            )
+        try:
+            before = reading.restore(_Models, reading.read_json(kept))
+        except ValueError as error:
+            raise ConfigError(f"{folder.path / MODELS_FILE} is damaged ({error}): restore it, or {_WAY_ON}") from None
+        if differences := [*_differences(before, now, config)]:
+            raise ConfigError(
+                f"run_dir={folder.path} holds completions of other files ({summary(differences)}): give the old files "
+                f"to resume it, {_WAY_ON}"
+            )
+        return
+    folder.write_kept(MODELS_FILE, json.dumps(asdict(now), indent=1) + "\n")
+
+
+def _files_of(source: Source, config: RunConfig) -> _Files:
+    """The files of a model; a manifest says something of them only where it has been verified."""
+    folder = source.origin.folder
+    manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
+    is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
+    return _Files(files=fingerprint(folder), manifest=read_json(manifest) if is_verified else {})
+
+
+def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[str]:
+    drafted = config.draft.model
+    for words, old, new in (
+        (f"model={config.model.name}", before.target, now.target),
+        (f"draft={drafted.name if drafted else None}", before.draft, now.draft),
+    ):
+        if old is None or new is None:  # the settings, which are the same, say whether there is a draft
+            continue
+        others = _others(old.files, new.files)
+        if old.manifest and new.manifest:
+            others |= _others(old.manifest, new.manifest)
+        for name in sorted(others):
+            is_new, is_gone = name not in old.files | old.manifest, name not in new.files | new.manifest
+            yield f"{name} of {words} {'is new' if is_new else 'is missing' if is_gone else 'differs'}"
+
+
+def _others(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
+    return {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None) -> None:
+    """Raise ConfigError for completions that this run does not have; new prompts may follow the finished ones.
+
+    `prompts` are None if they are typed.
+    """
+    drafted = drafts(config.draft)
+    modes = [PLAIN, SPECULATIVE] if drafted and task_of(config).has_both_modes else [SPECULATIVE if drafted else PLAIN]
+    strays = [
+        f"prompt {line.index + 1} sample {line.sample + 1} ({line.mode})"
+        for line in lines
+        if line.sample >= config.num_samples or line.mode not in modes
+    ]
+    if strays:
+        raise ConfigError(
+            f"run.jsonl of run_dir={config.run_dir} holds {summary(strays)}, and this run makes {' and '.join(modes)} "
+            f"completions with num_samples={config.num_samples}: remove the lines of others, or name another run_dir"
+        )
+    if prompts is not None:
+        _check_prompts(prompts, lines, config)
+
+
+def _check_prompts(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], config: RunConfig) -> None:
+    for line in sorted(lines, key=lambda line: line.index):
+        prompt = prompts[line.index] if line.index < len(prompts) else None
+        old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
+        if prompt and (new, len(prompt.earlier)) == (old, line.turn):
+            continue
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))
+        begin = max(0, len(list(same)) - EXCERPT // 2)
+        now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + EXCERPT])
+        source = "" if config.prompts is None else f" of prompts={config.prompts}"
+        raise ConfigError(
+            f"prompt {line.index + 1}{source} was {old[begin : begin + EXCERPT]!r} when "
+            f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
+            "run (more may follow them), or name another run_dir"
+        )
+
+
+def _whole(messages: Sequence[Message] | None, text: str) -> str:
+    """A prompt with the messages before it, to compare it with another."""
+    return "\n".join([*(f"{message['role']}: {message['content']}" for message in messages or ()), text])

@@ -1,0 +1,155 @@
+"""Says why a run took another time than its forecast, as far as this machine shows it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from llama_ssp.planning.plan import Plan
+from llama_ssp.planning.timing import Timing
+from llama_ssp.ranks.world import World
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
+
+MUCH_SLOWER = 3.0
+"""Times its forecast, from which a run is worth a sentence."""
+CHANGED = 1.25
+"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
+_LEAST_TOKENS = 32
+"""Shorter runs mostly show their fixed costs."""
+_RUNNING_SHARE = 0.6
+"""Share of its time that a rank that drafts runs, where nobody disturbs it."""
+_BUSY_SHARE = 0.25
+"""Share of the cores that other programs must use to be named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Causes of a slow run.
+
+    Attributes:
+        device: cpu or cuda.
+        num_ranks: ranks that share the cores of this one.
+        num_threads: threads that compute, of all these ranks.
+        num_cores: cores that these ranks may use.
+        load: running threads of all programs, averaged over the last minute; None if the machine has other cores too,
+            since these threads may run there.
+        slowness: by number of threads, where the run chose it; see `ThreadChoice`.
+    """
+
+    device: str
+    num_ranks: int
+    num_threads: int
+    num_cores: int
+    load: float | None
+    slowness: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, world: World, slowness: Mapping[int, float]) -> "Surroundings":
+        """Those of this process and the ranks that share its cores."""
+        num_ranks, num_cores = world.num_sharers, len(world.cores)
+        return cls(
+            device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
+            num_cores=num_cores, load=os.getloadavg()[0] if num_cores == os.cpu_count() else None, slowness=slowness,
+        )  # fmt: skip
+
+
+def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> str | None:
+    """The first that holds, as a sentence with the likely reason; None for a run in time, or a short one.
+
+    The draft of an overlapped run kept its target waiting, decoding took more than three times its forecast, or a
+    calibrated machine is no longer as fast as it was.
+    """
+    if summary.num_new_tokens < _LEAST_TOKENS or plan is None:
+        return None
+    return (
+        _late_draft(summary, plan.timing, around)
+        or _slow_mode(summary, around)
+        or (_changed_machine(summary, around) if plan.hardware.profiles else None)
+    )
+
+
+def _slow_mode(summary: Summary, around: Surroundings) -> str | None:
+    modes = (
+        (PLAIN, summary.plain, summary.forecast.plain_ms_per_token),
+        (SPECULATIVE, summary.speculative, summary.forecast.speculative_ms_per_token),
+    )
+    found = [
+        (measured.ms_per_token / expected, mode, measured.ms_per_token, expected)
+        for mode, measured, expected in modes
+        if measured and measured.ms_per_token and expected
+    ]
+    ratio, mode, took_ms, expected_ms = max(found, default=(0.0, "", 0.0, 0.0))
+    if ratio <= MUCH_SLOWER:
+        return None
+    return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(took_ms, expected_ms)}): {_reason(around)}"
+
+
+def _changed_machine(summary: Summary, around: Surroundings) -> str | None:
+    """Plain decoding tells: its forecast assumes no acceptance."""
+    expected_ms = summary.forecast.plain_ms_per_token
+    took_ms = summary.plain.ms_per_token if summary.plain else None
+    if not (expected_ms and took_ms):
+        return None
+    ratio = took_ms / expected_ms
+    if 1 / CHANGED <= ratio <= CHANGED:
+        return None
+    speed = "slower" if ratio > 1 else "faster"
+    reason = (_known_reason(around) if ratio > 1 else "") or (
+        f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
+    )
+    return f"{PLAIN} decoding took {ratio:.2f} times its forecast ({_both(took_ms, expected_ms)}): {reason}"
+
+
+def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
+    if summary.overlap is None or timed.overlap is None:
+        return None
+    drafting = [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds]
+    if not drafting:
+        return None
+    slowest = max(drafting, key=lambda each: each.worked_s)
+    expected_ms, took_ms = 1e3 * timed.overlap.draft_s, 1e3 * slowest.worked_s / slowest.num_rounds
+    if took_ms <= MUCH_SLOWER * expected_ms:
+        return None
+    share = slowest.draft_cpu_s / slowest.worked_s
+    reason = _reason(around)
+    if around.device == "cpu" and share < _RUNNING_SHARE:  # beside a GPU, a process only launches
+        reason = f"its process ran for {100 * share:.0f} % of that time (other programs use its core, or stopped it)"
+    return (
+        f"the draft on rank {slowest.rank} was late: {timed.num_draft_tokens} tokens took {took_ms:.2f} ms, "
+        f"{took_ms / expected_ms:.1f} times the forecast ({expected_ms:.2f}): {reason}"
+    )
+
+
+def _both(took_ms: float, expected_ms: float) -> str:
+    return f"{took_ms:.2f} ms/token, forecast {expected_ms:.2f}"
+
+
+def _reason(around: Surroundings) -> str:
+    if known := _known_reason(around):
+        return known
+    gpu = "" if around.device == "cpu" else "nvidia-smi shows whether the GPU is shared or throttled; "
+    return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"
+
+
+def _known_reason(around: Surroundings) -> str:
+    """The causes that this machine shows; empty if none."""
+    is_on_cpu, cores = around.device == "cpu", around.num_cores
+    own = around.num_threads if is_on_cpu else around.num_ranks
+    others = 0.0 if around.load is None else around.load - own
+    reasons = []
+    if is_on_cpu and around.num_ranks == 1 and around.num_threads < cores:
+        reasons.append(
+            f"{around.num_threads} of {cores} cores compute (unset OMP_NUM_THREADS: "
+            "the run then tries numbers of threads and keeps the fastest)"
+        )
+    if around.slowness and (fastest := min(around.slowness, key=around.slowness.__getitem__)) < cores:
+        most = max(around.slowness)
+        times = around.slowness[most] / around.slowness[fastest]
+        reasons.append(f"{fastest} of {cores} cores computed, since rounds on {most} took {times:.1f} times as long")
+    if is_on_cpu and around.num_threads > cores:
+        remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
+        reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
+    if others > _BUSY_SHARE * cores:
+        reasons.append(f"other programs run about {others:.0f} threads on these {cores} cores (end them)")
+    return ", and ".join(reasons)

@@ -1,0 +1,110 @@
+"""The settings for a reader: key, type, default and meaning, from the dataclasses and their docstrings."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from enum import Enum
+from inspect import cleandoc
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from llama_ssp.settings import folders
+from llama_ssp.settings.schema import PlanConfig, RunConfig
+from llama_ssp.settings.tasks import task_specs
+
+DERIVED = ("task.name", "model.name", "draft.kind")
+"""Settings that follow from an option."""
+_ATTRIBUTE = re.compile(r" {4,}(?P<names>\w+(?:, \w+)*): (?P<text>.+(?:\n {8,}\S.*)*)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribedSetting:
+    """A setting; `default` is empty where a value is required."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
+    """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
+    hints, said = get_type_hints(schema), meanings(schema)
+    for each in dataclasses.fields(schema):
+        hint, key = hints[each.name], f"{prefix}{each.name}"
+        if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
+            yield from settings_of(inner, f"{key}.")
+        else:
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(each), meaning=said.get(each.name, ""))
+
+
+def settings_of_plan() -> list[DescribedSetting]:
+    """Describe the settings that a plan has and a run has not."""
+    of_runs = {each.name for each in dataclasses.fields(RunConfig)}
+    return [each for each in settings_of(PlanConfig) if each.key.partition(".")[0] not in of_runs]
+
+
+def task_settings(name: str) -> list[DescribedSetting]:
+    """Describe the settings that a task has of its own, with the values of its option."""
+    file = folders.find("task", name)
+    values = folders.read(file) if file else {}
+    found = [each for each in settings_of(task_specs()[name].config, "task.") if each.key not in DERIVED]
+    shown = {
+        key: "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
+        for key, value in values.items()
+    }
+    return [
+        dataclasses.replace(each, default=shown.get(each.key.removeprefix("task."), each.default)) for each in found
+    ]
+
+
+def meanings(schema: type[Any]) -> dict[str, str]:
+    """Read the `Attributes:` of a dataclass and of its bases."""
+    texts = [cleandoc(each.__doc__ or "").partition("Attributes:")[2] for each in reversed(schema.__mro__)]
+    found = (match for text in texts for match in _ATTRIBUTE.finditer(text))
+    return {name: " ".join(each["text"].split()) for each in found for name in each["names"].split(", ")}
+
+
+def is_schema(kind: object) -> bool:
+    """Whether a type is a dataclass of settings."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _kind(hint: object) -> str:
+    """Name a type as the command line knows it: the members of an enum, or one word."""
+    if get_origin(hint) in {Union, UnionType}:
+        return " or ".join("null" if each is type(None) else _kind(each) for each in get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(f"`{member.name}`" for member in hint)
+    if get_origin(hint) is list:
+        return f"list of {_kind(get_args(hint)[0])}"
+    names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+    return names.get(hint, "mapping") if isinstance(hint, type) else "mapping"
+
+
+def _default(each: dataclasses.Field[Any]) -> str:
+    """Write a default as the command line takes it."""
+    default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+    if default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, Enum):
+        return default.name
+    return {None: "null", True: "true", False: "false"}[default] if isinstance(default, bool | None) else str(default)
+
+
+def options_of(group: str) -> dict[str, str]:
+    """The options of a group that are files, with the comment at the head of each file."""
+    files = {name: folders.find(group, name) for name in folders.names(group)}
+    return {name: head_of(file.read_text(encoding="utf-8")) for name, file in files.items() if file}
+
+
+def head_of(text: str) -> str:
+    """The comment at the head of a file of options."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("# @"):
+            continue
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines)

@@ -1,0 +1,202 @@
+"""Storage formats of linear layers: their records, which the planner, the checks and the loader read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_ssp.settings.registry import Registry, imported
+
+NO_QUANTIZATION = "none"
+"""Default of `model.quantization`."""
+
+MatrixBytes = Callable[[int, int], int]
+"""Maps the number of weights of a matrix, and the bytes of an unquantized weight, to the bytes of the matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that a kernel imports, and the command that installs it."""
+
+    name: str
+    install: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageFormat:
+    """One way to store linear layers.
+
+    Attributes:
+        name: value of `model.quantization`.
+        order: position in lists of formats.
+        short_name: name in narrow tables; None uses `name`.
+        kernel: `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for
+            unquantized weights.
+        settings: the kernel's keyword arguments, by the field of the model entry that sets them.
+        matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.
+        row_bytes: bytes per output, from the bytes of one value in the model's number format.
+        unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
+        gpu_unpacks: weights that a product of many rows unpacks at a time on a GPU.
+        gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
+            this format and unquantized.
+        fp32_on_cpus: the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
+        rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
+        group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
+        reads_packed: checkpoints whose weights are stored in this format are read as they are.
+        package: what the kernel needs in addition to torch.
+        one_gpu_per_rank: the kernel works with one GPU per process only.
+        change_weight: what a user loses by this format, for the planner's changes that make a plan fit: 3 or less is
+            little; None if the planner does not suggest it.
+        draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
+    """
+
+    name: str
+    order: int = 100
+    short_name: str | None = None
+    kernel: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    matrix_bytes: MatrixBytes = lambda num_weights, value_bytes: num_weights * value_bytes
+    row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
+    unpacks_matrix: bool = False
+    gpu_unpacks: int = 0
+    gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
+    fp32_on_cpus: bool = False
+    rounds_inputs: bool = False
+    group: int = 1
+    reads_packed: bool = False
+    package: Package | None = None
+    one_gpu_per_rank: bool = False
+    change_weight: int | None = None
+    draft_advice: str | None = None
+    target_advice: str | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether weights are not stored in the model's number format."""
+        return self.kernel is not None
+
+    def load_kernel(self) -> Any:  # noqa: ANN401 - a class of a module that may import torch
+        """Import the kernel's class, if there is one."""
+        return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
+
+
+FORMATS: Registry[StorageFormat] = Registry(setting="model.quantization")
+register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
+
+
+def takes(name: str, setting: str) -> bool:
+    """Whether a format has a setting; False for an unknown format."""
+    found = formats().get(name)
+    return found is not None and setting in found.settings
+
+
+ROWS_OF_A_PASS = 32
+"""Rows that the kernel computes while it reads the weights once."""
+FEW_ROWS = 4 * ROWS_OF_A_PASS
+"""Rows up to which the kernel multiplies by the packed weights as they are; for more the matrix is unpacked.
+
+Derived, not measured. Unpacking an int8 weight moves 5 bytes of memory: it reads 1, writes 2 and reads 2. Four passes
+of the kernel move 4; each further one would move one more, and through the L2 cache two more of inputs.
+"""
+UNPACKED_WEIGHTS = 2**26
+"""Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
+
+
+def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
+    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again."""
+    return packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
+
+
+BITSANDBYTES = Package(
+    name="bitsandbytes", install=".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
+)
+SCALE_BYTES = 4  # fp32
+
+INT4_GROUP = 128
+"""Inputs that share a scale and a zero: what public checkpoints have."""
+NF4_GROUP = 64
+WORD_BYTES = 4
+_INT8_SLOWDOWN = 4.0
+"""Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows."""
+
+
+def _int4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter
+    return -(-num_weights // 2) + WORD_BYTES * -(-num_weights // INT4_GROUP)
+
+
+def _nf4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - as above
+    return -(-num_weights // 2) + SCALE_BYTES * -(-num_weights // NF4_GROUP)
+
+
+def _nf4_read_bytes(rows: int, packed: int, unquantized: int) -> float:
+    """The kernel for one row is no faster than fp16; for more rows the matrix is unpacked, written and read again."""
+    return unquantized if rows == 1 else packed + 2 * unquantized
+
+
+register(StorageFormat(name=NO_QUANTIZATION, order=0))
+register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: Dettmers et al. 2022, arXiv:2208.07339
+    StorageFormat(
+        name="int8",
+        order=1,
+        kernel="llama_ssp.models.quantization.precision:Int8Linear",
+        settings={"int8_threshold": "threshold"},
+        matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
+        row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
+        fp32_on_cpus=True,
+        gpu_read_bytes=lambda rows, packed, unquantized: _INT8_SLOWDOWN * unquantized,  # noqa: ARG005
+        rounds_inputs=True,
+        package=BITSANDBYTES,
+        change_weight=3,
+        draft_advice=(
+            "an int8 draft through bitsandbytes cannot gain: it decodes 3-5x slower than {dtype} "
+            "(published); use draft.model.quantization=none or int8_weight_only"
+        ),
+        target_advice=(
+            "an int8 target through bitsandbytes saves memory, not time: it decodes 3-5x slower than {dtype} "
+            "(published)"
+        ),
+    )
+)
+register(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
+    StorageFormat(
+        name="nf4",
+        order=2,
+        kernel="llama_ssp.models.quantization.precision:Nf4Linear",
+        matrix_bytes=_nf4_bytes,
+        unpacks_matrix=True,
+        gpu_read_bytes=_nf4_read_bytes,
+        group=NF4_GROUP,
+        package=BITSANDBYTES,
+        change_weight=5,
+    )
+)
+register(  # our own: one byte per weight, and a scale per output in the model's number format
+    StorageFormat(
+        name="int8_weight_only",
+        order=3,
+        short_name="int8wo",
+        kernel="llama_ssp.models.quantization.weight_only:Int8WeightOnlyLinear",
+        matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
+        row_bytes=lambda value_bytes: value_bytes,
+        fp32_on_cpus=True,
+        gpu_read_bytes=_few_rows_bytes,
+        gpu_unpacks=UNPACKED_WEIGHTS,
+        one_gpu_per_rank=True,
+        change_weight=3,
+    )
+)
+register(  # half a byte per weight, and a word of 4 bytes per 128 weights; also read from packed checkpoints
+    StorageFormat(
+        name="int4_weight_only",
+        order=4,
+        short_name="int4wo",
+        kernel="llama_ssp.models.quantization.weight_only:Int4WeightOnlyLinear",
+        matrix_bytes=_int4_bytes,
+        fp32_on_cpus=True,
+        gpu_read_bytes=_few_rows_bytes,
+        gpu_unpacks=UNPACKED_WEIGHTS,
+        group=INT4_GROUP,
+        reads_packed=True,
+        one_gpu_per_rank=True,
+        change_weight=5,
+    )
+)

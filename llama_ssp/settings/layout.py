@@ -1,0 +1,208 @@
+"""Resolves a placement: which ranks hold the target, which hold the draft, and which rank verifies.
+
+The planner, the checks and the ranks all use this module, so that they agree. Ranks are numbered from 0 within one
+replica of target and draft; `distributed.mesh` maps replicas to world ranks.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, Offload, PlacementConfig, TargetKind, TargetPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order.
+
+    `draft_ranks` is empty without a draft.
+    """
+
+    target_ranks: tuple[int, ...]
+    draft_ranks: tuple[int, ...]
+    draft_kind: DraftLayout
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold something."""
+        return tuple(sorted({*self.target_ranks, *self.draft_ranks}))
+
+    @cached_property
+    def draft_source_rank(self) -> int:
+        """The rank that sends the drafted ids: the first that holds both models, else the draft's first."""
+        return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
+
+    @cached_property
+    def verify_rank(self) -> int:
+        """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
+        if self.draft_ranks and self.draft_source_rank in self.target_ranks:
+            return self.draft_source_rank
+        return self.target_ranks[0]
+
+    @cached_property
+    def splits_batch(self) -> bool:
+        """Whether each rank of the draft drafts and verifies its own share of the rows."""
+        return self.draft_kind is DraftLayout.replicated and len(self.draft_ranks) > 1
+
+    def __str__(self) -> str:
+        """Summary for log files."""
+        draft = f"draft on {named(self.draft_ranks)} ({self.draft_kind.name})" if self.draft_ranks else "no draft"
+        return f"target on {named(self.target_ranks)}, {draft}"
+
+
+def lay_out(target: TargetPlacement, draft: DraftPlacement, *, num_ranks: int, has_draft: bool) -> Layout:
+    """Resolve the ranks of one replica of `num_ranks`; `draft` is ignored without a draft model."""
+    apart = has_draft and draft.kind is DraftLayout.own_gpu
+    everyone = range(num_ranks)
+    draft_ranks = sorted(draft.ranks or ())
+    if apart and not draft_ranks:
+        free = [rank for rank in everyone if rank not in (target.ranks or ())]
+        draft_ranks = free[-(draft.tp_size or 1) :]
+    left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
+    target_ranks = sorted(target.ranks or left[: 1 if target.kind is TargetKind.accelerate else target.tp_size])
+    if has_draft and not apart and not draft_ranks:
+        draft_ranks = target_ranks[: 1 if draft.kind is DraftLayout.one_rank else draft.tp_size]
+    return Layout(
+        target_ranks=tuple(target_ranks), draft_ranks=tuple(draft_ranks if has_draft else ()), draft_kind=draft.kind
+    )
+
+
+def lay_out_replica(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
+    """The layout of each replica of a run on `world_size` ranks."""
+    num_ranks = world_size // placement.num_replicas
+    return lay_out(placement.target, placement.draft, num_ranks=num_ranks, has_draft=has_draft)
+
+
+def may_capture(target: TargetPlacement) -> bool:
+    """Whether rounds can be captured as CUDA graphs; accelerate and DeepSpeed launch operators from Python."""
+    return target.kind is TargetKind.tensor
+
+
+def max_device_bytes(target: TargetPlacement) -> int | None:
+    """Limit of weight bytes on each device of a layer-wise target; None without offload."""
+    return None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9)
+
+
+def problems_of(
+    placement: PlacementConfig, *, world_size: int, has_draft: bool, searched: bool = False
+) -> Iterator[str]:
+    """List what is impossible in a placement on `world_size` ranks, or in a search for one."""
+    target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
+    if target.kind is not TargetKind.tensor and (placement.auto or searched):
+        asked = "search=true" if searched else "placement.auto=true"
+        yield (
+            f"{asked} chooses among targets of placement.target.kind=tensor, and {target.kind.name} was given: remove "
+            "one of the two"
+        )
+    if num_replicas < 1 or world_size % num_replicas:
+        divisors = " or ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+        yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
+        return
+    num_ranks = world_size // num_replicas
+    faults = [*_faults("target", target, num_ranks), *_faults_of_library(target, num_replicas)]
+    if has_draft:
+        faults += _faults("draft", draft, num_ranks)
+        faults += _faults_of_kind(draft, num_ranks)
+    yield from faults
+    if not faults and has_draft:
+        laid_out = lay_out(target, draft, num_ranks=num_ranks, has_draft=True)
+        yield from _clashes(laid_out)
+        if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
+            yield (
+                "placement.target.kind=deepspeed needs all ranks, since DeepSpeed communicates over all of them, and "
+                f"the draft is on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a "
+                "draft on the target's ranks, or placement.target.kind=tensor"
+            )
+
+
+def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:
+    """Problems with the ranks of one model."""
+    ranks, size = given.ranks, given.tp_size
+    if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
+        yield f"placement.{part}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
+    elif size is not None and not 1 <= size <= num_ranks:
+        yield f"placement.{part}.tp_size={size} must be between 1 and the number of ranks, here {num_ranks}"
+    elif ranks is not None and size is not None and size != len(ranks):
+        yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
+
+
+def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
+    """Problems with a target that a library places, or with its settings on another target."""
+    ranks, size, limit = target.ranks, target.tp_size, target.max_memory_gb
+    is_layer_wise, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
+    if is_layer_wise and (len(ranks or [0]) > 1 or (size or 1) > 1):
+        yield (
+            f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
+            f"has, and {f'ranks={ranks}' if ranks else f'tp_size={size}'} was given: leave it out, or use kind=tensor"
+        )
+    if target.kind is not TargetKind.tensor and num_replicas > 1:
+        taken = "all free GPUs of a node" if is_layer_wise else "all ranks"
+        yield (
+            f"placement.target.kind={target.kind.name} takes {taken} for one replica: use placement.num_replicas=1, or "
+            "placement.target.kind=tensor"
+        )
+    if offloads and not is_layer_wise:
+        yield f"placement.target.offload={target.offload.name} needs placement.target.kind=accelerate"
+    if offloads and limit is None:
+        yield (
+            f"placement.target.offload={target.offload.name} needs placement.target.max_memory_gb, the GB of weights "
+            "that each device may hold, for example 20"
+        )
+    if limit is not None and not 0 < limit < math.inf:
+        yield f"placement.target.max_memory_gb={limit} must be a positive number of GB, for example 20"
+    if limit is not None and not offloads:
+        yield (
+            f"placement.target.max_memory_gb={limit} has no effect without placement.target.offload=cpu or disk, which "
+            "takes the remaining layers"
+        )
+
+
+def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
+    kind, ranks, size = draft.kind, draft.ranks, draft.tp_size
+    if kind is DraftLayout.one_rank and len(ranks or ()) > 1:
+        yield (
+            f"placement.draft.ranks={ranks} must be one rank, for example placement.draft.ranks=[0]: several need "
+            "placement.draft.kind=sharded, replicated or own_gpu"
+        )
+    if kind is DraftLayout.one_rank and (size or 1) > 1:
+        yield f"placement.draft.tp_size={size} must be 1 on one rank: more need placement.draft.kind=sharded or own_gpu"
+    if kind is DraftLayout.replicated and size is not None:
+        yield (
+            f"placement.draft.tp_size={size} has no effect on a replicated draft, which is whole on each of its ranks: "
+            "leave it out"
+        )
+    if kind is DraftLayout.own_gpu and num_ranks == 1:
+        yield "placement.draft.kind=own_gpu needs a GPU in addition to the target's, and each replica has one rank"
+
+
+def _clashes(layout: Layout) -> Iterator[str]:
+    """Conflicts between the ranks of the two models."""
+    both = sorted({*layout.target_ranks} & {*layout.draft_ranks})
+    if layout.draft_kind is DraftLayout.own_gpu and (both or not layout.target_ranks or not layout.draft_ranks):
+        yield (
+            f"placement.draft.kind=own_gpu needs ranks apart from the target's, and the target is on "
+            f"{named(layout.target_ranks)}, the draft on {named(layout.draft_ranks)}"
+        )
+    if layout.draft_kind is DraftLayout.replicated and len(both) < len(layout.draft_ranks):
+        yield (
+            f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
+            f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
+        )
+
+
+def idle(layout: Layout, *, num_ranks: int) -> str | None:
+    """An error sentence if some ranks would hold nothing, else None."""
+    ranks = [rank for rank in range(num_ranks) if rank not in layout.ranks]
+    if not ranks:
+        return None
+    draft = f", the draft on {named(layout.draft_ranks)}" if layout.draft_ranks else ""
+    return (
+        f"{named(ranks)} would hold nothing: the target is on {named(layout.target_ranks)}{draft}; name them in "
+        f"placement.target.ranks{' or placement.draft.ranks' if draft else ''}, or start fewer ranks"
+    )
+
+
+def named(ranks: tuple[int, ...] | list[int]) -> str:
+    """Ranks in words, for a sentence."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks)) or '(none)'}"

@@ -1,0 +1,75 @@
+"""Verification rules: their records, which the planner, the checks and `sampling.rules` read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llama_ssp.settings.registry import Registry, imported
+
+DEFAULT, AT_ZERO = "speculative", "greedy"
+"""The default rule, and the rule at temperature 0, where all rules coincide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleRecord:
+    """One verification rule.
+
+    Attributes:
+        name: value of `verification.rule`.
+        order: position in lists of rules.
+        verify: `module:function` that maps a draft and the target's probabilities to a verdict, as
+            `sampling.rules.verify_speculative` does; None for a rule that uses logits, at temperature 0 only.
+        draws_by_position: it needs no probabilities at any temperature, because every token is drawn by numbers that
+            belong to its position alone.
+        keeps_all_rows: it keeps a row of fp32 numbers for every position instead of one.
+        more_kernels, more_passes: launched kernels, and passes over a row of probabilities, in addition to those of
+            `speculative`.
+    """
+
+    name: str
+    order: int = 100
+    verify: str | None
+    draws_by_position: bool = False
+    keeps_all_rows: bool = False
+    more_kernels: int = 0
+    more_passes: int = 0
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether it needs the draft's probabilities."""
+        return self.verify is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether it keeps the target's distribution at every temperature."""
+        return self.needs_probs or self.draws_by_position
+
+    def load_verify(self) -> Callable[..., Any]:
+        """Import `verify`."""
+        assert self.verify is not None
+        found: Callable[..., Any] = imported(self.verify, setting=f"verification.rule={self.name}")
+        return found
+
+
+RULES: Registry[RuleRecord] = Registry(setting="verification.rule")
+register, rules, rule_of, problem_of = RULES.register, RULES.all, RULES.of, RULES.problem_of
+
+
+def at_every_temperature() -> list[str]:
+    """Settings for the rules that keep the target's distribution at every temperature."""
+    return [f"verification={name}" for name, rule in rules().items() if rule.samples]
+
+
+# Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1.
+register(RuleRecord(name=DEFAULT, order=0, verify="llama_ssp.speculate.sampling.rules:verify_speculative"))
+# Accepts or rejects the draft as a whole. Source: arXiv:2403.10444, Algorithm 2.
+register(
+    RuleRecord(
+        name="block", order=1, verify="llama_ssp.speculate.sampling.rules:verify_block", keeps_all_rows=True,
+        more_kernels=12, more_passes=8,
+    )
+)  # fmt: skip
+# Accepts drafted tokens that equal the target's most probable token.
+register(RuleRecord(name=AT_ZERO, order=2, verify=None))
+# One seed, one text, whatever drafts: every token wins a race of its own position. Source: arXiv:2408.07978.
+register(RuleRecord(name="coupled", order=3, verify=None, draws_by_position=True, keeps_all_rows=True, more_passes=6))

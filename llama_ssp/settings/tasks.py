@@ -1,0 +1,440 @@
+"""Tasks: their records, settings and checks, and the records of the suites of `task=evaluate`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from llama_ssp.settings.drafters import drafts
+from llama_ssp.settings.registry import Registry
+from llama_ssp.settings.schema import ModelConfig, RunConfig, TaskConfig, WeightsKind
+
+
+def default_prompts(config: RunConfig) -> Sequence[str]:
+    """The setting `default_prompts` of the task; empty if it has none."""
+    prompts: Sequence[str] = getattr(config.task, "default_prompts", ())
+    return prompts
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A setting that was given and that this run does not read; `reason` goes on after "has no effect"."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} has no effect {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """One task.
+
+    Attributes:
+        config: its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has
+            the values, on top of `/schema/NAME@_here_`.
+        run: `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of
+            `tasks.run`.
+        needs_models: False for a task that loads no models and writes no run folder.
+        why_no_plan: without models, why `dry_run` has no effect; a relative clause.
+        needs_draft: a run without a draft is refused.
+        has_both_modes: with a draft, it completes every prompt plainly and speculatively; a resumed run of another task
+            refuses plain lines.
+        takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
+        paths: settings that are paths, which the command line does not parse.
+        fill_in: fills in settings of the run; its second argument are the keys that the user gave, which stay.
+        prompts: the prompts of a run without `prompt=` and `prompts=`.
+        problems: yields the problems of a config; its second argument are the keys that the user gave.
+        without_effect: yields the settings that have no effect, with the same arguments. They are problems too, but
+            warnings at the points of a sweep.
+        largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
+            prompt tokens. The forecast of such a task is in its rows instead of its summary.
+        batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
+        shows_table: whether the table of completions is shown at the end.
+        check_files: `module:function` that checks the checkpoint folders before any weight is loaded; called with the
+            config, the folders and `world_size`.
+        finalize: `module:function` that rank 0 calls with the session at the end.
+    """
+
+    config: type[TaskConfig]
+    run: str
+    needs_models: bool = True
+    why_no_plan: str = "which reads no model"
+    needs_draft: bool = False
+    has_both_modes: bool = False
+    takes_turns: bool = True
+    paths: tuple[str, ...] = ()
+    fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
+    prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
+    without_effect: Callable[[RunConfig, frozenset[str]], Iterable[NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
+    batch_size_setting: str | None = None
+    shows_table: bool = True
+    check_files: str | None = None
+    finalize: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The task's name in `task=`."""
+        name = next(each.default for each in fields(self.config) if each.name == "name")
+        assert isinstance(name, str), f"`name` of {self.config.__name__} needs a default: the task's name in `task=`"
+        return name
+
+
+TASKS: Registry[TaskSpec] = Registry(setting="task")
+register, task_specs = TASKS.register, TASKS.all
+
+
+def task_of(config: RunConfig) -> TaskSpec:
+    """The task of a run; an unknown one raises ConfigError."""
+    return TASKS.of(config.task.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """One suite.
+
+    Attributes:
+        name: value of `task.suite`.
+        judge: returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
+        scored: which completions of such pairs the target scores, token by token, before the judge is called.
+        needs_sums: the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
+        prompts: makes the prompts; None for those of the user, or `task.default_prompts`.
+        defaults: values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
+        settings: those of the task that this suite reads, apart from `suite` and `gate`.
+        why_one_sample: why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
+        problems: yields the problems of a config.
+    """
+
+    name: str
+    judge: Callable[[Any], Any]
+    scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    needs_sums: bool = False
+    prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    why_one_sample: str = ""
+    problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
+
+
+SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.run.evaluation", attribute="SUITE")
+register_suite, suites = SUITES.register, SUITES.all
+
+
+def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[str]) -> None:
+    """Set each key to its value unless it is in `explicit`, alone or with its group, or has another value already."""
+    for key, value in defaults.items():
+        group, _, name = key.rpartition(".")
+        part: Any = config
+        for each in filter(None, group.split(".")):
+            part = getattr(part, each)
+        if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
+            setattr(part, name, value)
+
+
+def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
+    """The default of a field."""
+    entry = next(each for each in fields(part) if each.name == name)
+    return entry.default if entry.default_factory is MISSING else entry.default_factory()
+
+
+@dataclass(kw_only=True)
+class CompareConfig(TaskConfig):
+    """Plain and speculative decoding of the same prompts, side by side.
+
+    Attributes:
+        default_prompts: prompts of a run without prompt= or prompts=.
+        picture: an .svg file that shows what the terminal showed.
+    """
+
+    name: str = "compare"
+    default_prompts: list[str] = field(default_factory=list)
+    picture: str | None = None
+
+
+register(
+    TaskSpec(
+        config=CompareConfig,
+        run="llama_ssp.run.tasks.compare:compare",
+        needs_draft=True,
+        has_both_modes=True,
+        paths=("picture",),
+        finalize="llama_ssp.run.tasks.compare:draw",
+    )
+)
+
+
+class OutputFormat(Enum):
+    """Output format of `task=generate` on standard output."""
+
+    text = "text"
+    jsonl = "jsonl"
+
+
+@dataclass(kw_only=True)
+class GenerateConfig(TaskConfig):
+    """Completions only.
+
+    Attributes:
+        format: jsonl writes a line per completion, with the other fields of its prompt.
+        in_order: true prints completions in the order of the prompts, not in that in which they end.
+    """
+
+    name: str = "generate"
+    format: OutputFormat = OutputFormat.text
+    in_order: bool = False
+
+
+register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
+
+
+LOCAL = "local"
+"""The entry of the catalogue that stands for any folder."""
+
+
+@dataclass(kw_only=True)
+class LatencyConfig(TaskConfig):
+    """Milliseconds per token over a fixed list of one-sentence prompts.
+
+    Attributes:
+        default_prompts: prompts of a run without prompt= or prompts=.
+        num_warmup: other prompts, decoded before the clock starts.
+        store: true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
+    """
+
+    name: str = "latency"
+    default_prompts: list[str] = field(default_factory=list)
+    num_warmup: int = 1
+    store: bool = False
+
+
+def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
+    task = config.task
+    assert isinstance(task, LatencyConfig)
+    nameless = [f"{key}={LOCAL}" for key, model in _models(config) if model.name == LOCAL]
+    if task.store and nameless and not _has_nothing_to_store(config):
+        yield (
+            f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "
+            "write an entry of your own, model/NAME.yaml (docs/guides/models.md), or leave task.store out"
+        )
+
+
+def _without_effect_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[NoEffect]:
+    task = config.task
+    assert isinstance(task, LatencyConfig)
+    if task.store and (reason := _has_nothing_to_store(config)):
+        yield NoEffect("task.store", reason)
+
+
+def _has_nothing_to_store(config: RunConfig) -> str:
+    """Why a run measures no acceptance of its pair; empty if it does."""
+    if not drafts(config.draft):
+        return "without a draft: give one with draft=NAME"
+    if config.weights is WeightsKind.synthetic:
+        return "with weights=synthetic, whose acceptance synthetic.agreement sets"
+    return ""
+
+
+def _models(config: RunConfig) -> list[tuple[str, ModelConfig]]:
+    return [("model", config.model), *([("draft", config.draft.model)] if config.draft.model else [])]
+
+
+register(
+    TaskSpec(
+        config=LatencyConfig,
+        run="llama_ssp.run.tasks.latency:latency",
+        problems=_problems_of_latency,
+        without_effect=_without_effect_of_latency,
+        finalize="llama_ssp.run.tasks.latency:store_pair",
+    )
+)
+
+
+@dataclass(kw_only=True)
+class BenchmarkConfig(TaskConfig):
+    """One table over all combinations of the three lists, measured alternately with transformers' own generation.
+
+    Attributes:
+        num_draft_tokens: values of K.
+        prompt_tokens: lengths of the prompt.
+        batch_sizes: sequences decoded together.
+        repetitions: measured repetitions of each cell, after one that is not counted; the table has medians.
+        peers: false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
+        default_prompts: text that prompts of each length are cut from, without prompt= or prompts=.
+    """
+
+    name: str = "benchmark"
+    num_draft_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    repetitions: int = 3
+    peers: bool = True
+    default_prompts: list[str] = field(default_factory=list)
+
+
+def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
+    task = config.task
+    assert isinstance(task, BenchmarkConfig)
+    for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
+        values = getattr(task, name)
+        if not values or min(values) < 1:
+            yield f"task.{name}={values} must be a list of numbers of at least 1, for example [1,4]"
+    if config.prompts == "-":
+        yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
+    if config.placement.num_replicas > 1:
+        yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
+    contexts = [m.shape.max_position_embeddings for m in (config.model, config.draft.model) if m and m.shape]
+    if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
+        yield (
+            f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
+            f"context of {min(contexts)} tokens: {min(contexts) - config.max_new_tokens} at most would fit"
+        )
+
+
+def _without_effect_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
+    for given, instead in (("batch_size", "batch_sizes"), ("speculation.num_draft_tokens", "num_draft_tokens")):
+        if given in explicit:
+            yield NoEffect(given, f"on task=benchmark: give task.{instead}=[...]")
+    if "task.num_draft_tokens" in explicit and not drafts(config.draft):
+        yield NoEffect("task.num_draft_tokens", "without a draft: give one with draft=NAME")
+    for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
+        if given in explicit:
+            yield NoEffect(given, "on task=benchmark")
+
+
+def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
+    """The combination that needs the most memory, and its prompt tokens."""
+    task = config.task
+    assert isinstance(task, BenchmarkConfig)
+    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
+    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
+
+
+register(
+    TaskSpec(
+        config=BenchmarkConfig,
+        run="llama_ssp.run.tasks.benchmark:benchmark",
+        takes_turns=False,
+        check_files="llama_ssp.run.tasks.benchmark:check_peers",
+        problems=_problems_of_benchmark,
+        without_effect=_without_effect_of_benchmark,
+        largest_cell=_largest_cell_of_benchmark,
+        batch_size_setting="task.batch_sizes=[{}]",
+    )
+)
+
+
+MOST_PROMPTS = 90 * 90
+"""All products of two numbers of two digits."""
+_OF_ALL_SUITES = {"name", "suite", "gate"}
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(TaskConfig):
+    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict.
+
+    Attributes:
+        suite: distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy
+            text equal, up to near ties), or arithmetic (are products right equally often).
+        gate: true ends with exit code 1 if the suite fails, for CI.
+        num_prompts: of suite=arithmetic, the products to compute.
+        margin: of suite=arithmetic; rates that differ by less count as equivalent.
+        near_tie: of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null
+            takes 0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.
+        default_prompts: prompts of suite=distribution and suite=agreement without prompt= or prompts=.
+    """
+
+    name: str = "evaluate"
+    suite: str = "distribution"
+    gate: bool = False
+    num_prompts: int = 1000
+    margin: float = 0.1
+    near_tie: float | None = None
+    default_prompts: list[str] = field(default_factory=list)
+
+
+def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
+    """The task's settings and the record of its suite; an unknown one raises ConfigError."""
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    return task, SUITES.of(task.suite)
+
+
+def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
+    assert isinstance(config.task, EvaluateConfig)
+    if suite := suites().get(config.task.suite):
+        fill_in(config, suite.defaults, explicit)
+
+
+def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
+    _, suite = task_and_suite(config)
+    return suite.prompts(config) if suite.prompts else default_prompts(config)
+
+
+def _problems_of_evaluate(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    if config.prompts == "-":
+        yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
+    if problem := SUITES.problem_of(task.suite):
+        yield problem
+    else:
+        yield from suites()[task.suite].problems(config)
+
+
+def _without_effect_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
+    task = config.task
+    assert isinstance(task, EvaluateConfig)
+    suite = suites().get(task.suite)
+    if suite is None:
+        return
+    for name in [each.name for each in fields(task) if each.name not in _OF_ALL_SUITES.union(suite.settings)]:
+        if f"task.{name}" in explicit:
+            yield NoEffect(f"task.{name}", f"on suite={suite.name}")
+    if suite.prompts:
+        for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
+            yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
+    if suite.why_one_sample and config.num_samples > 1:
+        yield NoEffect("num_samples", f"on suite={suite.name}, {suite.why_one_sample}")
+
+
+register(
+    TaskSpec(
+        config=EvaluateConfig,
+        run="llama_ssp.run.tasks.evaluate:evaluate",
+        needs_draft=True,
+        has_both_modes=True,
+        fill_in=_fill_in_for_evaluate,
+        prompts=_prompts_of_evaluate,
+        problems=_problems_of_evaluate,
+        without_effect=_without_effect_of_evaluate,
+    )
+)
+
+
+@dataclass(kw_only=True)
+class CalibrateConfig(TaskConfig):
+    """Measure this machine without a checkpoint, and write a file of `conf/hardware`.
+
+    Attributes:
+        output: file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
+        refresh: true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that
+            has become faster or slower.
+    """
+
+    name: str = "calibrate"
+    output: str | None = None
+    refresh: bool = False
+
+
+register(
+    TaskSpec(
+        config=CalibrateConfig,
+        run="llama_ssp.run.tasks.calibrate:run",
+        needs_models=False,
+        why_no_plan="which reads no model and measures what plans are based on",
+        paths=("output",),
+    )
+)

@@ -1,0 +1,96 @@
+"""Makes the drafters of a rank from the run's settings and placement."""
+
+from dataclasses import replace
+
+import torch
+
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Mesh
+from llama_ssp.settings.drafters import Matching, drafter_of, drafters, matching_of
+from llama_ssp.settings.registry import imported
+from llama_ssp.settings.rules import rule_of
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
+from llama_ssp.speculate.drafters.shared import (
+    AheadDrafter,
+    BatchSplit,
+    BatchSplitDrafter,
+    BroadcastDrafter,
+    ProbsReceiver,
+)
+from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
+
+
+def make_drafters(
+    config: RunConfig,
+    *,
+    rule: Rule,
+    mesh: Mesh,
+    runner: Runner | None,
+    vocab_size: int,
+    device: torch.device,
+    split: BatchSplit | None = None,
+    tokenizers: TokenizerPair | None = None,
+) -> list[Drafter]:
+    """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if there is one.
+
+    `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
+    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own. Raises
+    ConfigError if the code of a kind of draft cannot be imported.
+    """
+    layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
+    has_model = drafter_of(config.draft).has_model
+    receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
+    if receiver and receiver.num_left:
+        rule = make_rule(config.sampling, config.verification, breaks_ties=True)
+    parts = DrafterParts(
+        config=config.draft,
+        rule=rule,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=vocab_size,
+        device=device,
+        runner=runner,
+        comm=mesh.draft,
+        tokenizers=tokenizers,
+    )
+    fallback = []
+    if config.draft.fallback is not None:
+        settings = drafters()[config.draft.fallback].config(kind=config.draft.fallback)
+        fallback = [_made(replace(parts, config=settings, runner=None))]
+    if not has_model:
+        return [_made(parts), *fallback]
+    inner = _made(parts) if runner else None
+    if inner and mesh.replica.size == 1:
+        return [inner, *fallback]
+    if split:
+        return [BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device), *fallback]
+    shared = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
+        inner,
+        comm=mesh.replica,
+        src=layout.draft_source_rank,
+        num_draft_tokens=num_draft_tokens,
+        device=device,
+        receiver=receiver,
+    )
+    return [shared, *fallback]
+
+
+def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:
+    """Probabilities are sent only if no rank holds both models and the rule reads them."""
+    layout, sampling = mesh.layout, config.sampling
+    needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
+    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
+    if not has_probs or layout.draft_source_rank == layout.verify_rank:
+        return None
+    # A GPU's messages have one size; on CPUs the draft counts what is left.
+    num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0
+    num_left *= 2 * num_left < vocab_size
+    return ProbsReceiver(layout.verify_rank, vocab_size, truncates=sampling.truncates, num_left=num_left)
+
+
+def _made(parts: DrafterParts) -> Drafter:
+    record = drafter_of(parts.config)
+    assert record.make, "a run without a draft needs no drafter"
+    drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
+    return drafter

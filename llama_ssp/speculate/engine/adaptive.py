@@ -1,0 +1,210 @@
+"""Chooses how many tokens each round drafts: always K, or whatever made most tokens per second so far.
+
+An `AdaptiveLength` knows what each choice costs (constants, measured once and agreed before the first round) and how
+many drafted tokens earlier rounds accepted (results that all ranks read alike). It uses no clock, so all ranks choose
+alike. The text keeps the target's distribution: a choice depends on earlier rounds only, and each round has uniforms
+of its own.
+
+    gain of a choice = (1 + h1 + h1 h2 + ... + h1 ... hK) / cost        h_i: drafted token i is accepted if i - 1 were
+
+The largest gain wins; drafting nothing gains 1 / cost. What is not chosen teaches nothing about drafts, so now and then
+a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of the time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
+from llama_ssp.speculate.engine.round import DraftChoice
+
+PROBE_SHARE = 0.015
+"""Share of the time that probes may lose."""
+MOST_SAVED = 10.0
+"""Plain tokens whose time probes can save up."""
+LASTING_ROUNDS = 10
+"""Rounds over which the cost of returning to a drafter is spread."""
+MEMORY_ROUNDS = 100
+"""Observations count by their age: this many rounds of the drafter back, by 1 / e."""
+PRIOR_WEIGHT = 8.0
+"""Rounds that the prior, or the estimate of the token before, counts for."""
+
+
+class DraftLength(Protocol):
+    """Chooses the drafts of a run.
+
+    Attributes:
+        choices: whatever `choose` may return, but for `num_unread`.
+    """
+
+    @property
+    def choices(self) -> tuple[DraftChoice, ...]:
+        """See the class."""
+
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
+        """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
+
+    def reads_prompts(self, source: int) -> bool:
+        """Whether a drafter should read new prompts at once, not when it drafts next."""
+
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
+        """Learn how many drafted tokens of a round each running row accepted."""
+
+
+class FixedLength:
+    """Drafts K tokens in every round."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
+
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
+        """See `DraftLength`."""
+        return self.choices[0]
+
+    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
+        """See `DraftLength`."""
+        return True
+
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
+        """See `DraftLength`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCosts:
+    """Costs of rounds in any unit of time, the same on all ranks.
+
+    Attributes:
+        rounds: of each choice.
+        catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
+    """
+
+    rounds: dict[DraftChoice, float]
+    catch_up: tuple[float, ...]
+
+
+class AdaptiveLength:
+    """Drafts what gains most.
+
+    Args:
+        costs: of every choice, among them `DraftChoice(0)`.
+        acceptance: expected before the first round, by drafter.
+    """
+
+    def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
+        self.choices = tuple(costs.rounds)
+        self._plain_cost = costs.rounds[DraftChoice(0)]
+        self._sources = [
+            _Source(
+                {choice: cost for choice, cost in costs.rounds.items() if choice.num_tokens and choice.source == place},
+                catch_up=costs.catch_up[place],
+                prior=prior,
+            )
+            for place, prior in enumerate(acceptance)
+        ]
+        self._budget = 0.0
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plan = self._planned([0 for _ in self._sources])
+
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
+        """See `DraftLength`."""
+        self._plan = self._planned(num_skipped)
+        best, cost, probe, loss = self._plan
+        if probe is None:
+            return best
+        self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
+        if loss > self._budget:
+            return best
+        self._budget -= loss
+        return probe
+
+    def reads_prompts(self, source: int) -> bool:
+        """See `DraftLength`."""
+        best = self._plan.best
+        return best.num_tokens > 0 and best.source == source
+
+    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
+        """See `DraftLength`."""
+        if choice.num_tokens:
+            self._sources[choice.source].observe(choice.num_tokens, num_accepted)
+            self._plans.clear()
+
+    def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
+        """The best choice and the one to probe, until a drafted round was observed or more was skipped."""
+        chunks = (*map(num_chunks, num_skipped),)
+        if (plan := self._plans.get(chunks)) is None:
+            plan = self._plans[chunks] = self._plan_of(chunks)
+        return plan
+
+    def _plan_of(self, chunks: Sequence[int]) -> "_Plan":
+        sources = list(zip(self._sources, chunks, strict=True))
+        plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
+        best, gain, cost = max(plain, *(source.best(number) for source, number in sources), key=lambda found: found[1])
+        probes = [
+            source.probe(gain, number)
+            for place, (source, number) in enumerate(sources)
+            if not (best.num_tokens and best.source == place)
+        ]
+        loss, probe = min(probes) if probes else (0.0, None)
+        return _Plan(best, cost, probe, max(loss, 0.0))
+
+
+class _Plan(NamedTuple):
+    """The choice that gains most and its cost, and the round that tells most of another drafter and what it loses."""
+
+    best: DraftChoice
+    cost: float
+    probe: DraftChoice | None
+    loss: float
+
+
+class _Source:
+    """The gains of one drafter.
+
+    Args:
+        costs: of its choices.
+        catch_up: of reading `CATCH_UP_CHUNK` tokens that it skipped.
+        prior: the acceptance that is expected before the first round.
+    """
+
+    def __init__(self, costs: dict[DraftChoice, float], *, catch_up: float, prior: float) -> None:
+        self._costs, self._catch_up, self._prior = costs, catch_up, prior
+        longest = max(choice.num_tokens for choice in costs)
+        self._accepted, self._tried = [0.0] * longest, [0.0] * longest
+        self._update()
+
+    def best(self, chunks: int) -> tuple[DraftChoice, float, float]:
+        """The choice that gains most over some rounds, its gain and its cost in each, after `chunks` to catch up."""
+        more = self._catch_up * chunks / LASTING_ROUNDS
+        gain, choice = max((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
+        return choice, gain, self._costs[choice] + more
+
+    def probe(self, gain: float, chunks: int) -> tuple[float, DraftChoice]:
+        """The round that loses least against a gain, and what it loses."""
+        more = self._catch_up * chunks
+        return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
+
+    def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
+        """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
+        kept = 1 - 1 / MEMORY_ROUNDS
+        tried, accepted = [kept * count for count in self._tried], [kept * count for count in self._accepted]
+        for number in num_accepted:
+            for place in range(min(number + 1, num_drafted)):
+                tried[place] += 1
+            for place in range(number):
+                accepted[place] += 1
+        self._tried, self._accepted = tried, accepted
+        self._update()
+
+    def _update(self) -> None:
+        """Estimate each token's acceptance from what is known of it and of the token before; then all gains."""
+        estimate, reached, tokens = self._prior, 1.0, [1.0]
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            estimate = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
+            reached *= estimate
+            tokens.append(tokens[-1] + reached)
+        self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
+
+
+def num_chunks(num_skipped: int) -> int:
+    """Chunks of `CATCH_UP_CHUNK` to read for the tokens that were skipped: a power of two, for few kinds of rounds."""
+    return 1 << (-(-num_skipped // CATCH_UP_CHUNK) - 1).bit_length() if num_skipped else 0

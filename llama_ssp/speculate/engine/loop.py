@@ -1,0 +1,334 @@
+"""The host side of decoding: fills free rows, launches rounds, and reads their results a fixed lag later.
+
+The lag is one round on a GPU, so that the device never waits for the host, and zero on the CPU. Every rank has the same
+lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
+rows: no round depends on them. Only rows that wait for a block (`overlap`) need them at once: there the lag is zero.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.sizes import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
+from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
+from llama_ssp.models.prefill import Buckets, forwards_per_prompt
+from llama_ssp.models.upload import to_device
+from llama_ssp.speculate.drafters.drafter import HostTimed
+from llama_ssp.speculate.engine.adaptive import DraftLength, FixedLength, num_chunks
+from llama_ssp.speculate.engine.clock import Clock, clock_for
+from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
+from llama_ssp.speculate.engine.overlap import OverlappedRound
+from llama_ssp.speculate.engine.round import DraftChoice, EagerExecutor, Executor, Round
+from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.speculate.engine.threads import ThreadChoice
+from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
+
+
+class Update(NamedTuple):
+    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
+
+    completion: RowCompletion
+    new_ids: list[int]
+    num_drafted: int
+
+
+class _PendingRound(NamedTuple):
+    """A prefill or a round that was launched but not read yet; `passed` follows the copy of the result to the host."""
+
+    result: Tensor
+    owners: list[RowCompletion | None]
+    choice: DraftChoice
+    is_prefill: bool
+    passed: torch.cuda.Event | None
+
+    @property
+    def max_new(self) -> int:
+        """The most tokens that a row has grown by."""
+        return self.choice.num_tokens + 1
+
+
+class Decoder:
+    """Turns requests into completions, a batch of rows at a time.
+
+    By default rounds and prefills run from Python, the device decides the clock, and each round drafts the most tokens.
+
+    Attributes:
+        length: chooses what each round drafts.
+        threads: chooses how many threads compute a round.
+        rounds_s, num_rounds: time and number of all rounds so far.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        *,
+        executor: Executor | None = None,
+        prefill: Callable[..., Tensor] | None = None,
+        clock: Clock | None = None,
+        batch_size: int,
+        eos_ids: Sequence[int],
+        seed: int,
+        stops: StopStrings | None = None,
+        stop_request: StopRequest | None = None,
+    ) -> None:
+        self.round = round_
+        self.executor = executor or EagerExecutor()
+        self.prefill = prefill or round_.prefill
+        self.clock = clock or clock_for(round_.target.device)
+        self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
+        self.threads = ThreadChoice()
+        self.batch_size = batch_size
+        self._eos_ids = frozenset(eos_ids)
+        self.stops = stops
+        self.seed = seed
+        self.stop_request = stop_request or StopRequest()
+        self.stopped = False
+        self.rounds_s, self.num_rounds = 0.0, 0
+        self._comm = round_.verifier.comm
+        self._device = round_.target.device
+        self._is_cuda = self._device.type == "cuda"
+        drafters: Sequence[object] = round_.drafters
+        self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
+        self._overlaps = isinstance(round_, OverlappedRound)
+        self._lag = 1 if self._is_cuda else 0
+        self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
+        self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
+        self._num_slots = self._num_rounds = 0
+        self._kept: BatchState | None = None
+
+    def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
+        """Decode all requests, in list order as rows become free.
+
+        Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
+        and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
+        Yields the new tokens of each completion, one round at a time. Raises NumericError on every rank if a model's
+        logits are NaN.
+        """
+        assert torch.is_inference_mode_enabled()
+        self.make_room(requests)
+        self._to_length = to_length
+        waiting = deque(requests)
+        self._rows: list[RowCompletion | None] = [None] * self.batch_size
+        self._pending: deque[_PendingRound] = deque()
+        self._num_skipped = [0 for _ in self.round.drafters]
+        in_flight_BTV, lag = None, 0 if self.round.waits else self._lag
+        with self.threads.in_use():
+            while (waiting or any(self._rows)) and not self.stopped:
+                started = time.perf_counter()
+                free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
+                admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
+                if self.stop_request.requested:
+                    self.round.verifier.request_stop()
+                if admitted:
+                    self._admit(admitted, free[: len(admitted)])
+                else:
+                    choice = self._choose()
+                    refills = bool(self.round.waits) and _fill_up(self._rows, self.round.num_ahead)
+                    bucket = self._bucket(choice)
+                    with self.threads.timed((choice, bucket)):
+                        result, in_flight_BTV = self.round.step(
+                            self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock,
+                            refills=refills,
+                        )  # fmt: skip
+                    self._launch(result, list(self._rows), choice, is_prefill=False)
+                running = [owner for owner in self._rows if owner]
+                updates = self._collect() if len(self._pending) > lag else []
+                self._record_time(running, time.perf_counter() - started, is_round=not admitted)
+                if updates:
+                    yield updates
+
+    def make_room(self, requests: Sequence[Request]) -> None:
+        """Allocate caches for these requests and all earlier ones; call it first to avoid later reallocation."""
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        self._num_slots = max(self._num_slots, whole_steps(longest + self._most_ahead))
+        self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
+        by_length = self._is_cuda and self.round.reads_by_length
+        self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
+        self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+
+    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int, refills: bool = False) -> list[float]:
+        """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
+
+        Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
+        work of this rank in all of them. For `refills` see `Round.step`.
+        """
+        state, bucket = self._empty_state(), self._buckets.covering(num_slots)
+        if self._is_cuda and self.round.reads_by_length:
+            state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
+
+        def time_round(choice: DraftChoice) -> float:
+            started = time.perf_counter()
+            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
+            if self._is_cuda:
+                self._comm.finish()
+            return time.perf_counter() - started
+
+        with self.threads.in_use():
+            while self.threads.is_undecided:
+                with self.threads.timed((choices[0], bucket)):
+                    time_round(choices[0])
+            seconds = [time_round(choice) for choice in choices]
+        self.worked_s = self.clock.forget()
+        return seconds
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
+
+        An executor that captures rounds gets every width of the cache that these requests will read, if the run has one
+        K; any other gets one width.
+        """
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        widths = {self._buckets.covering(longest)}
+        if self.executor.keeps_state and len(self.length.choices) == 1:
+            shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
+            widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
+        for width in sorted(widths):
+            self.time_rounds(self.length.choices * 2, num_slots=width, refills=bool(self.round.waits))
+
+    def _choose(self) -> DraftChoice:
+        """Choose what the next round drafts, and count what each drafter will have skipped after it."""
+        choice = self.length.choose(self._num_skipped)
+        if choice.num_tokens:
+            unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
+            choice = choice._replace(num_unread=unread)
+        for source, skipped in enumerate(self._num_skipped):
+            drafted = choice.num_tokens and source == choice.source
+            self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1
+        return choice
+
+    def _empty_state(self) -> BatchState:
+        """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
+        sizes = self._num_slots, self._num_rounds
+        if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
+            self._kept.vacate(slice(None))
+            return self._kept
+        state = BatchState.empty(self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms)
+        self._kept = state if self.executor.keeps_state else None
+        return state
+
+    def _admit(self, requests: list[Request], rows: list[int]) -> None:
+        if is_first := not any(self._rows):  # all rows are new
+            self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
+        prompts = BatchState.of(
+            requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
+        )
+        lengths = [len(request.prompt_ids) for request in requests]
+        drafters = [*enumerate(self.round.drafters)]
+        skipping = [source for source, it in drafters if it.reads_skipped and not self.length.reads_prompts(source)]
+        reading = [drafter for source, drafter in drafters if source not in skipping]
+        result = self.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
+        if len(rows) == self.batch_size and not self.executor.keeps_state:
+            self._state = prompts
+        else:
+            if is_first:
+                self._state = self._empty_state()
+            self._state.put(to_device(rows, self._device), prompts)
+        forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
+        owners = [
+            RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
+            for request, number in zip(requests, forwards, strict=True)
+        ]
+        for source in skipping:
+            self._num_skipped[source] = max(self._num_skipped[source], *lengths)
+        for row, owner in zip(rows, owners, strict=True):
+            self._rows[row] = owner
+            owner.stop_watch = self.stops.watch(owner.request.prompt_ids) if self.stops else None
+        self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
+
+    def _bucket(self, choice: DraftChoice) -> int:
+        """Cache slots that the next round reads if it drafts by `choice`."""
+        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
+        unread = sum([pending.max_new for pending in self._pending])
+        return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
+
+    def _launch(
+        self, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
+    ) -> None:
+        passed = None
+        if self._is_cuda:
+            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = host.copy_(result, non_blocking=True)
+            passed = torch.cuda.Event()
+            passed.record()
+        self._pending.append(_PendingRound(result, owners, choice, is_prefill, passed))
+
+    def _collect(self) -> list[Update]:
+        pending = self._pending.popleft()
+        if pending.passed:
+            self._comm.wait(pending.passed)
+        updates, observed = [], []
+        results = pending.result.tolist()
+        for owner, (*drafted, num_accepted, next_id, flags) in zip(pending.owners, results, strict=True):
+            self.stopped |= bool(flags & STOP_REQUESTED)
+            if owner and not owner.finish_reason:
+                num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
+                if flags & NOT_A_NUMBER:
+                    raise NumericError(f"prompt {owner.request.index + 1}, token {num_before + 1}: {LOGITS_ARE_NAN}")
+                new_ids, reason = self._up_to_end(owner, [*drafted[:num_accepted], next_id][: limit - num_before])
+                num_new = len(new_ids)
+                goes_on = bool(flags & GOES_ON)  # the next token was drafted as well
+                num_drafted = min(num_accepted + goes_on, num_new)
+                if not pending.is_prefill:
+                    owner.num_target_forwards += 1
+                    if self.round.drafters:
+                        owner.accepted_lengths.append(num_drafted)
+                        owner.draft_lengths.append(len(drafted) if owner.has_bonus else owner.num_ahead + 1)
+                        observed.append(num_accepted)
+                        owner.num_ahead = goes_on * self.round.num_ahead
+                owner.token_ids += new_ids
+                if reason or num_before + num_new == limit:
+                    owner.ended_in_draft = num_new <= num_accepted + goes_on
+                    owner.finish_reason = reason or "length"
+                    row = self._rows.index(owner)
+                    self._rows[row] = None
+                    self._state.vacate(row)
+                updates.append(Update(owner, new_ids, num_drafted))
+        self.length.observe(pending.choice, observed)
+        return updates
+
+    def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
+        reason: FinishReason | None = None
+        if self._to_length:
+            return ids, reason
+        if not self._eos_ids.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self._eos_ids)]
+            reason = "eos"
+        if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
+            ids, reason = ids[:num_until_stop], "stop"
+        return ids, reason
+
+    def _record_time(self, running: list[RowCompletion], seconds: float, *, is_round: bool) -> None:
+        """Add the time of one pass of the loop to all rows that ran in it; only rounds have parts, prefills do not."""
+        share = 1 / len(running)
+        for completion in running:
+            completion.busy_s += seconds
+            completion.share_s += seconds * share
+            if completion.token_ids and not completion.first_token_s:
+                completion.first_token_s = completion.busy_s
+        if is_round:
+            self.rounds_s += seconds
+            self.num_rounds += 1
+            draft_s, verify_s = self.clock.take()
+            for drafter in self._host_timed:
+                draft_s -= drafter.take_host_s(draft_s)
+            other_s = seconds - draft_s - verify_s
+            for completion in running:
+                part_s = completion.part_s
+                part_s["draft"] += draft_s * share
+                part_s["verify"] += verify_s * share
+                part_s["other"] += other_s * share
+
+
+def _fill_up(owners: Sequence[RowCompletion | None], num_ahead: int) -> bool:
+    """Whether a running row has no block in flight; afterwards all rows have one of `num_ahead` tokens."""
+    running = [owner for owner in owners if owner]
+    is_due = any(owner.num_ahead < num_ahead for owner in running)
+    for owner in running:
+        owner.num_ahead = num_ahead
+    return is_due

@@ -1,0 +1,202 @@
+"""Rounds in which drafting overlaps verification: while the target verifies a block, the draft goes on from it.
+
+The draft holds ranks of its own. In every round it drafts K tokens behind the K - 1 that are in flight, which the
+target scores at the same time. All of them and the first new token are then verified:
+
+    K = 4               L-1   L    L+1   L+2   L+3   L+4   L+5   L+6
+    the target reads     t    d1    d2    d3
+    the draft writes                             e0    e1    e2    e3
+    all accepted              d1    d2    d3     e0 |  e1    e2    e3  in flight in the next round, no bonus token
+    d2 is rejected            d1    x |                                all others are dropped
+    next, none in flight
+    the target reads          ..    x     -     -     -                only the score after x counts
+    the draft writes                      e0    e1    e2    e3
+
+So every row gains at least one token in a round, a row without a block in flight has the first token of the new one
+verified at once, and rows of a batch stand in either place. A round is a fixed sequence of four stages, and only the
+last two need what other ranks did:
+
+    draft      on the draft's ranks
+    score      of the last token and of those in flight, on the target's ranks, at the same time
+    exchange   ids to all ranks, probabilities to the rank that verifies
+    verify     the rule, its decision to all ranks, commit
+
+Where drafting is fast, the round after a rejection can wait for a block instead (`OverlappedRound.waits`): the draft
+first writes K - 1 tokens, with uniforms of their own, while the target does nothing. All rows then have a block in
+flight, and every round examines K tokens. The stage `fill` puts the new block in flight.
+
+Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
+is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
+there the last stage copies these probabilities to a second place, since the next round receives its own block first.
+
+A round begins at a length that no other round of its row begins at, since every round adds a token; its uniforms are
+keyed by that length. What is dropped takes its uniforms with it, and no uniform decides twice.
+
+Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happen here in one kind of round.
+
+Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a round; L is a row's length.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.drafters.shared import AheadDrafter
+from llama_ssp.speculate.engine.clock import Clock
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage, given
+from llama_ssp.speculate.engine.state import BatchState
+from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.uniforms import UniformTable
+
+
+class OverlappedRound(Round):
+    """A round whose drafter works while the target verifies; it never decodes without a draft.
+
+    Attributes:
+        waits: a row whose draft was rejected waits for a new block, instead of having its first token verified early.
+            None, which is not to wait, before anybody has chosen.
+        drafts_here: this rank has a part of the draft, and so none of the target.
+    """
+
+    def __init__(self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier) -> None:
+        super().__init__(target, drafter, verifier=verifier)
+        self.waits, self.drafts_here = None, drafter.drafts_here
+        self._drafter = drafter
+        self._num_drafted = drafter.num_draft_tokens
+        self.num_ahead = self._num_drafted - 1
+        self.uniforms = UniformTable(self._num_drafted + self.num_ahead, target.device)
+        self.in_flight_A = torch.arange(self.num_ahead, device=target.device)
+        self._kept_BTV: Tensor | None = None
+
+    def step(
+        self,
+        executor: Executor,
+        state: BatchState,
+        in_flight_BTV: Tensor | None = None,
+        *,
+        choice: DraftChoice,
+        bucket: int,
+        clock: Clock,
+        refills: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one overlapped round; see `Round.step`.
+
+        A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
+        """
+        clock.start()
+        keeps = executor.keeps_state
+        if refills and choice.num_tokens > 1:
+            shorter = choice._replace(num_tokens=choice.num_tokens - 1)
+            drafted = executor.run(self.draft_stage(shorter, bucket=bucket), state)
+            clock.add("draft", waits=not self.drafts_here)
+            fresh = executor.run(self._stage("exchange", shorter, bucket), state, *drafted)[2:]
+            clock.add("draft", waits=True)
+            before = self._before(executor, in_flight_BTV, fresh)
+            filled = executor.run(self._stage("fill", shorter, bucket, keeps=keeps), state, *fresh, *before)
+            in_flight_BTV = next(iter(before if keeps else filled), None)
+        ran_s = time.thread_time()
+        drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+        clock.add("draft")
+        if self.drafts_here:
+            clock.draft_cpu_s += time.thread_time() - ran_s
+        scoring = Stage(
+            "score", partial(self._score, choice, bucket), choice, bucket,
+            reads=(self.target, self.verifier, self.last_and_drafted_W), repeats=self.target.repeats_operators,
+        )  # fmt: skip
+        target_BKV = executor.run(scoring, state)
+        clock.add("verify")
+        uniforms_BN, ids_BK, *following = executor.run(self._stage("exchange", choice, bucket), state, *drafted)
+        clock.add("draft", waits=True)
+        # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
+        before = self._before(executor, in_flight_BTV, following) or following
+        verifying = self._stage("verify", choice, bucket, keeps=keeps)
+        result = executor.run(verifying, state, target_BKV, uniforms_BN, ids_BK, *following, *before)
+        clock.add("verify", waits=self.drafts_here)
+        return result, next(iter(before if keeps else following), None)
+
+    def _stage(self, name: str, choice: DraftChoice, bucket: int, *, keeps: bool | None = None) -> Stage:
+        """A stage that reads no model."""
+        functions: dict[str, Callable[..., Any]] = {
+            "exchange": self._exchange, "fill": self._fill, "verify": self._verify_ahead,
+        }  # fmt: skip
+        function = functions[name] if keeps is None else partial(functions[name], keeps)
+        reads = (self.verifier, self.in_flight_A)
+        return Stage(name, function, choice, bucket, reads=reads, repeats=name == "verify")
+
+    def _before(
+        self, executor: Executor, in_flight_BTV: Tensor | None, drafted: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """The probabilities of what is in flight, if any; at first a place for them, for an executor that needs one."""
+        if in_flight_BTV is not None:
+            return (in_flight_BTV,)
+        if not executor.keeps_state or not drafted:
+            return ()
+        batch_size, _, vocab_size = drafted[0].shape
+        shape = batch_size, self.num_ahead + 2, vocab_size
+        if self._kept_BTV is None or self._kept_BTV.shape != shape:
+            self._kept_BTV = drafted[0].new_zeros(shape)
+        return (self._kept_BTV,)
+
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
+        uniforms_BN = state.uniforms()
+        # A block of K - 1 tokens precedes the one of K in the same round, with the uniforms behind those of the latter.
+        first = 0 if choice.num_tokens == self._num_drafted else self._num_drafted
+        uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP[:, first : first + choice.num_tokens]
+        draft = self._drafter.propose(
+            _behind_flight(state), num_tokens=choice.num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
+        )
+        return uniforms_BN, *given(draft)
+
+    def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:
+        return self.verifier.process(*self.score(state, num_drafted=choice.num_tokens - 1, bucket=bucket))
+
+    def _exchange(self, state: BatchState, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor) -> tuple[Tensor, ...]:
+        draft = self._drafter.exchange(Draft(ids_BK, next(iter(probs), None)), _behind_flight(state))
+        return uniforms_BN, *given(draft)
+
+    def _fill(self, keeps: bool, state: BatchState, *probs: Tensor) -> tuple[Tensor, ...]:
+        """Put the exchanged block of K - 1 tokens in flight in rows that have none; returns what is in flight now."""
+        filled: tuple[Tensor, ...] = ()
+        if probs:
+            fresh_BTV, *before = probs
+            fresh_BTV = torch.cat([fresh_BTV[:, :1], fresh_BTV], dim=1)  # as in a block of K, whose first is examined
+            if before:
+                fresh_BTV = torch.where((state.ahead_B == 0)[:, None, None], fresh_BTV, before[0])
+            filled = (before[0].copy_(fresh_BTV) if keeps else fresh_BTV,)
+        state.ahead_B.fill_(self.num_ahead)
+        return filled
+
+    def _verify_ahead(
+        self, keeps: bool, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor
+    ) -> Tensor:
+        """Verify, commit, and say which rows keep the following block.
+
+        `probs` are those of the following block and of the one in flight, if drafts have any. Returns the result
+        (B, K + 2): the tokens in flight, then the decision.
+        """
+        following_BTV, before_BTV = probs or (None, None)
+        flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self.in_flight_A)
+        decision = self.verifier.verify_ahead(
+            Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:]),
+            Draft(ids_BK, following_BTV),
+            target_BKV,
+            ahead_B=state.ahead_B,
+            draws=self.uniforms.split(uniforms_BN, self._num_drafted),
+        )
+        result = state.commit(decision, drafted_ids_BK=flying_BA)
+        state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)
+        if keeps and before_BTV is not None and following_BTV is not None:
+            before_BTV.copy_(following_BTV)
+        return result
+
+
+def _behind_flight(state: BatchState) -> Rows:
+    """The rows as the draft sees them: what is in flight counts as text."""
+    return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)

@@ -1,0 +1,255 @@
+"""One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
+
+No stage reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
+which rows, and which bucket of the cache.
+
+    speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
+      the draft's first step reads           t     t
+      its later steps read                               d1    d2
+      the target reads                             t     d1    d2    d3
+      two accepted: the text gains                       d1    d2    x           x: chosen by the target
+
+A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage: from
+Python, as a trace or as a CUDA graph (`executors`). A round without a drafter is plain decoding: `verify` then draws
+one token.
+
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
+L is a row's length.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.runner import Runner
+from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.engine.clock import Clock
+from llama_ssp.speculate.engine.state import BatchState
+from llama_ssp.speculate.engine.verifier import Verifier
+from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.uniforms import UniformTable
+
+
+class DraftChoice(NamedTuple):
+    """How a round drafts.
+
+    Attributes:
+        num_tokens: K of this round; 0 decodes one token without a draft.
+        source: the drafter, as a place in `Round.drafters`.
+        num_unread: tokens at the end of each row that the drafter reads first; see `Drafter.propose`.
+    """
+
+    num_tokens: int
+    source: int = 0
+    num_unread: int = 2
+
+
+class Stage(NamedTuple):
+    """A stage of a round.
+
+    Attributes:
+        name: in a round, each stage has its own.
+        function: maps the batch and further tensors to one or more tensors; it may write to the batch.
+        choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
+        bucket: number of cache slots that it reads.
+        reads: objects whose tensors it reads in addition to its arguments.
+        repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
+        on_host: it reads values on the host.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    choice: DraftChoice
+    bucket: int
+    reads: Sequence[object] = ()
+    repeats: bool = True
+    on_host: bool = False
+
+
+class Executor(Protocol):
+    """Runs the stages of a round.
+
+    Attributes:
+        keeps_state: it depends on the addresses of the tensors, so that runs should share one batch.
+    """
+
+    keeps_state: bool
+
+    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+        """Call the function of a stage, or do what it does; returns what it returns."""
+
+
+class EagerExecutor:
+    """Runs each stage from Python."""
+
+    keeps_state = False
+
+    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+        """See `Executor`."""
+        return stage.function(state, *tensors)
+
+
+class Round:
+    """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
+
+    Attributes:
+        max_tokens_per_round: the most tokens that a round adds to a row.
+        num_ahead: the most drafted tokens that wait for verification when a round begins.
+        waits, drafts_here: see `OverlappedRound`.
+    """
+
+    waits: bool | None = False
+    drafts_here = False
+
+    def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
+        self.target = target
+        self.drafters = drafters
+        self.verifier = verifier
+        num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
+        self.max_tokens_per_round = num_draft_tokens + 1
+        self.num_ahead = 0
+        self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
+        self.uniforms = UniformTable(num_draft_tokens, target.device)
+
+    @property
+    def num_allocations(self) -> tuple[int, ...]:
+        """How often each model's cache has been allocated."""
+        return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
+
+    @property
+    def reads_by_length(self) -> bool:
+        """Whether no part reads buckets of a cache, so that one graph serves all lengths; see `Runner`."""
+        return self.target.reads_by_length and all(drafter.reads_by_length for drafter in self.drafters)
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
+        self.target.allocate(batch_size=batch_size, capacity=num_slots)
+        for drafter in self.drafters:
+            drafter.allocate(batch_size=batch_size, num_slots=num_slots)
+
+    def prefill(
+        self,
+        prompts: BatchState,
+        rows: Sequence[int],
+        *,
+        lengths: Sequence[int],
+        buckets: Buckets,
+        drafters: Sequence[Drafter] | None = None,
+    ) -> Tensor:
+        """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
+
+        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
+        default all. Returns the result of these rows; see `BatchState.commit`.
+        """
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
+        drafters = self.drafters if drafters is None else drafters
+        return self.read(prompts, to_read, rows, buckets=buckets, drafters=drafters)
+
+    def read(
+        self,
+        prompts: BatchState,
+        to_read: Prompts,
+        rows: Sequence[int],
+        *,
+        buckets: Buckets,
+        drafters: Sequence[Drafter],
+    ) -> Tensor:
+        """Prefill as `prefill` does, with the tokens that are to be read apart from the batch that they are in."""
+        lengths_R = prompts.lengths_B
+        logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
+        for drafter in drafters:
+            drafter.prefill(to_read, rows=rows, buckets=buckets)
+        context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
+        plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
+        return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
+
+    def step(
+        self,
+        executor: Executor,
+        state: BatchState,
+        in_flight_BTV: Tensor | None = None,  # noqa: ARG002 - of rounds that overlap
+        *,
+        choice: DraftChoice,
+        bucket: int,
+        clock: Clock,
+        refills: bool = False,  # noqa: ARG002 - of rounds that overlap
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one round on a batch whose rows have at least two tokens.
+
+        Args:
+            executor: runs its stages.
+            state: the batch.
+            in_flight_BTV: what the round before has returned; None at first.
+            choice: how to draft.
+            bucket: number of cache slots to read, at least the longest row's length + K.
+            clock: times the stages.
+            refills: rows without a block in flight get one first; see `overlap`.
+
+        Returns:
+            The result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies,
+            if any.
+        """
+        clock.start()
+        drafted: tuple[Tensor, ...] = ()
+        if choice.num_tokens:
+            drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
+            clock.add("draft")
+        result = executor.run(self.verify_stage(choice, bucket=bucket), state, *drafted)
+        clock.add("verify")
+        return result, None
+
+    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Extend every row by `choice.num_tokens` drafted tokens; returns uniforms, ids, and probabilities if any."""
+        drafter = self.drafters[choice.source]
+        return Stage(
+            "draft", partial(self._draft, choice, bucket), choice, bucket,
+            reads=(self.drafters,), repeats=drafter.repeats_operators, on_host=drafter.on_host,
+        )  # fmt: skip
+
+    def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+        """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
+        return Stage(
+            "verify", partial(self._verify, choice, bucket), choice, bucket,
+            reads=(self.target, self.verifier, self.last_and_drafted_W), repeats=self.target.repeats_operators,
+        )  # fmt: skip
+
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
+        uniforms_BN = state.uniforms()
+        draft = self.drafters[choice.source].propose(
+            state.rows,
+            num_tokens=choice.num_tokens,
+            uniforms_BKP=self.uniforms.split(uniforms_BN, choice.num_tokens).draft_BKP,
+            num_unread=choice.num_unread,
+            bucket=bucket,
+        )
+        return uniforms_BN, *given(draft)
+
+    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, *drafted: Tensor) -> Tensor:
+        scores = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
+        if not drafted:
+            logits_BWV, context = scores
+            plain_BP = self.uniforms.split(state.uniforms()).plain_BP
+            return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
+        uniforms_BN, ids_BK, *probs = drafted
+        draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
+        draft = Draft(ids_BK, probs[0] if probs else None)
+        decision = self.verifier.verify(draft, self.verifier.process(*scores), draws=draws)
+        return state.commit(decision, drafted_ids_BK=ids_BK)
+
+    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
+        """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
+        positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
+        ids_BW = state.tokens_BS.gather(1, positions_BW)
+        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
+        return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
+
+
+def given(draft: Draft) -> tuple[Tensor, ...]:
+    """The tensors of a draft: ids, and probabilities if it has any."""
+    ids_BK, probs_BTV = draft
+    return (ids_BK,) if probs_BTV is None else (ids_BK, probs_BTV)

@@ -1,0 +1,160 @@
+"""A batch on the device: token ids, lengths and limits in fixed shapes, and how a decision advances them.
+
+No value is read back to the host. Rows can advance by different lengths: `lengths_B` alone decides how much of
+the token buffer is text, and the next round overwrites the rest.
+
+    tokens row | prompt ....... | generated ..... | drafted, undecided | free ....... |
+    position   0                P                 length               length + K     num_slots
+
+Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.upload import to_device
+from llama_ssp.speculate.engine.verifier import Decision
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.uniforms import UniformTable, prompt_key, row_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request for one completion.
+
+    Attributes:
+        index: the prompt's index in its file, which no uniform depends on.
+        prompt_ids: token ids, at least one.
+        sample: which of several samples of this prompt.
+        num_equal_before: how many equal prompts came before it (`count_equal_before`).
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sample: int = 0
+    num_equal_before: int = 0
+
+    def key(self, seed: int) -> int:
+        """The key of its uniforms: of the seed, its prompt, how many equal ones came before, and the sample."""
+        prompt = prompt_key(self.prompt_ids, num_equal_before=self.num_equal_before)
+        return row_key(seed=seed, prompt=prompt, sample_index=self.sample)
+
+
+def count_equal_before(prompts: Iterable[tuple[int, ...]]) -> list[int]:
+    """For each prompt, how many equal ones came before it."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    counts = []
+    for ids in prompts:
+        counts.append(seen[ids])
+        seen[ids] += 1
+    return counts
+
+
+class BatchState(NamedTuple):
+    """The state of a batch, as tensors on one device.
+
+    Attributes:
+        tokens_BS: token ids, int64.
+        lengths_B: how many of them are text.
+        limits_B: length at which a row ends; equal to the row's length once it has ended.
+        uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
+        keys_B: the key of each row's uniforms.
+        ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
+        first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
+    """
+
+    tokens_BS: Tensor
+    lengths_B: Tensor
+    limits_B: Tensor
+    uniforms_BMN: Tensor
+    first_round_B: Tensor
+    keys_B: Tensor
+    ahead_B: Tensor
+
+    @classmethod
+    def empty(cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
+        """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
+        device = table.device
+        tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
+        twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
+        uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
+        keys_B, ahead_B = torch.zeros_like(twos_B), torch.zeros_like(twos_B)
+        return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B, ahead_B)
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Request], *, num_slots: int, num_rounds: int, table: UniformTable, seed: int
+    ) -> "BatchState":
+        """A batch of these requests' prompts, one row each; `num_rounds` is above the new tokens of each."""
+        device = table.device
+        tokens_BS = torch.zeros(len(requests), num_slots, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+        lengths = [len(request.prompt_ids) for request in requests]
+        limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
+        keys = [request.key(seed) for request in requests]
+        first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
+        lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
+        uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
+        for row, length in enumerate(lengths):  # one at a time, to save memory
+            starts_M = torch.arange(length, length + num_rounds, device=device)
+            uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
+        tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
+        return cls(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
+
+    @property
+    def rows(self) -> Rows:
+        """The part of the batch that drafters and rules see."""
+        return Rows(self.tokens_BS, self.lengths_B, self.keys_B)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.tokens_BS.shape[1]
+
+    @property
+    def num_rounds(self) -> int:
+        """M."""
+        return self.uniforms_BMN.shape[1]
+
+    def put(self, rows_R: Tensor, other: "BatchState") -> None:
+        """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""
+        moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
+        self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
+        self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
+        self.limits_B.index_copy_(0, rows_R, other.limits_B)
+        self.uniforms_BMN.index_copy_(0, rows_R, other.uniforms_BMN)
+        self.first_round_B.index_copy_(0, rows_R, other.first_round_B + moved_R * self.num_rounds)
+        self.keys_B.index_copy_(0, rows_R, other.keys_B)
+        self.ahead_B.index_copy_(0, rows_R, other.ahead_B)
+
+    def uniforms(self) -> Tensor:
+        """The uniforms (B, N) of the round that begins now."""
+        return self.uniforms_BMN.flatten(0, 1).index_select(0, self.first_round_B + self.lengths_B)
+
+    def commit(self, decision: Decision, *, drafted_ids_BK: Tensor | None = None) -> Tensor:
+        """Append the decided tokens to the text, up to each row's limit; drafted ones are in `tokens_BS` already.
+
+        Returns the round's result (B, K + 3), int64: the drafted tokens, then the decision, not cut at the limits.
+        """
+        lengths_B1 = self.lengths_B.unsqueeze(1)
+        lengths_B1.add_(decision.num_accepted_B1)
+        self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
+        self.lengths_B.add_(1).clamp_max_(self.limits_B)
+        return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
+
+    def vacate(self, rows: int | slice, *, length: int = 2) -> None:
+        """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.
+
+        Rows of another `length` hold no text, and cost what rows of that length do.
+        """
+        self.lengths_B[rows] = length
+        self.limits_B[rows] = length
+        self.first_round_B[rows] = -length
+        self.ahead_B[rows] = 0

@@ -1,0 +1,199 @@
+"""Traces functions of tensors on the CPU once per shape, so that torch replays them without Python.
+
+A small forward is a few hundred operators, and Python takes a third of its time to call them. torch's tracer records
+the calls and its interpreter repeats them: the same kernels on the same numbers, so the same bits.
+
+    calls of a shape    1st: from Python    2nd: traced, then replayed    3rd, 4th, ...: replayed
+
+Every tensor that a function reads or writes must be an argument, or reachable from the objects passed to `Traced`:
+their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Those tensors are found
+by walking the objects. Tracing runs the function once more, on copies of the arguments; a tensor of the objects may
+only be written in a way that the replay repeats.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from types import FunctionType, MethodType
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
+from llama_ssp.ranks.comms import recording, take_error
+
+Leaf = Tensor | torch.ScriptObject
+"""A tensor, or weights in a packed format of torch."""
+
+_Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
+
+_log = logging.getLogger(__name__)
+_one_at_a_time = Lock()
+_is_optimizing, _set_optimizing = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
+_CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator cannot be traced, or torch's private API has changed
+_NOT_WALKED = ("builtins", "torch", "transformers", "llama_ssp.settings", "llama_ssp.ranks")
+
+
+class Traced(Generic[_Result]):
+    """A traced function.
+
+    Args:
+        function: maps tensors to one or more tensors; a key always means the same operators.
+        reads: objects whose tensors it reads and writes in addition to its arguments.
+
+    Attributes:
+        failed: tracing has failed once; since then the function is called from Python.
+        replays: the replay by key; None after the first call.
+    """
+
+    def __init__(self, function: Callable[..., _Result], *, reads: Sequence[object] = ()) -> None:
+        self._function = function
+        self._reads = reads
+        self._weights: Any = None
+        self._num_moving = 0
+        self._moving: dict[int, list[ref[Tensor]]] = {}
+        self._version: Hashable = None
+        self._made_version: Hashable = None
+        self.replays: dict[Hashable, Callable[..., _Result] | None] = {}
+        self.failed = False
+
+    def __call__(self, key: Hashable, *arguments: Tensor, bucket: int = 0, version: Hashable = None) -> _Result:
+        """Call the function with its arguments; `key` is everything that decides which operators run.
+
+        `bucket` is the number of cache slots to read; `version` differs whenever an object has replaced its tensors.
+        """
+        if self.failed or key not in self.replays:
+            self.replays[key] = None
+            return self._function(*arguments)
+        moving = self._moving_tensors(bucket, version)
+        if moving is None:
+            return self._function(*arguments)
+        replay = self.replays[key]
+        if replay is None:
+            try:
+                replay = self.replays[key] = self._trace(arguments, moving)
+            except _CANNOT as error:
+                reason = str(error).strip().partition("\n")[0]
+                _log.warning("continuing without tracing: %s", reason)
+                self.failed = True
+                return self._function(*arguments)
+        before = _is_optimizing()
+        _set_optimizing(False)  # as `_without_optimizer` does, but faster
+        try:
+            return replay(*arguments, *moving)
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            raise take_error() or error from None
+        finally:
+            _set_optimizing(before)
+
+    def _moving_tensors(self, bucket: int, version: Hashable) -> list[Tensor] | None:
+        """The tensors of `allocate` for this bucket, cached as weak references so that a replaced cache is freed.
+
+        None if fewer are there than before: the first forward after an allocation makes the caches.
+        """
+        if version != self._version:
+            self._moving.clear()
+            self._version = version
+        if bucket in self._moving:
+            tensors = [reference() for reference in self._moving[bucket]]
+            if not any([tensor is None for tensor in tensors]):  # noqa: C419 - a list is faster
+                return tensors  # type: ignore[return-value]  # none is None
+        weights, moving = find_tensors(self._reads, bucket=bucket)
+        if len(moving) < self._num_moving and version != self._made_version:
+            self._made_version = version
+            return None
+        if self._weights is None or len(moving) != self._num_moving:
+            self.replays = dict.fromkeys(self.replays)
+            self._moving.clear()
+            self._weights, self._num_moving = _holder(weights), len(moving)
+        self._moving[bucket] = [ref(tensor) for tensor in moving]
+        return moving
+
+    def _trace(self, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]) -> Callable[..., _Result]:
+        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever."""
+        inputs = *(argument.clone() for argument in arguments), *moving
+        names = [f"input_{number}" for number in range(len(inputs))]
+        with _one_at_a_time, recording(), warnings.catch_warnings(), _without_optimizer():
+            warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
+            graph, _ = torch._C._create_graph_by_tracing(
+                lambda *tensors: self._function(*tensors[: len(arguments)]),
+                inputs, lambda _: "", True, False, self._weights, names,
+            )  # fmt: skip
+            _check_constants(graph)
+            replay = torch._C._create_function_from_graph("replay", graph)
+        return partial(replay, self._weights)
+
+
+def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
+    """Find all tensors that objects hold, each once, in an order that depends only on the objects' structure.
+
+    Returns weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.
+    """
+    weights: list[Leaf] = []
+    moving: list[Tensor] = []
+    seen: set[int] = set()
+
+    def visit(value: object, *, moves: bool, bucket: int) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, OwnBuckets):
+            bucket = value.own_bucket(bucket)
+        if isinstance(value, Tensor) and moves:
+            moving.append(value)
+        elif isinstance(value, Leaf):
+            weights.append(value)
+        else:
+            for part in _parts(value, bucket=bucket):
+                visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
+
+    visit(roots, moves=False, bucket=bucket)
+    return weights, moving
+
+
+def _parts(value: object, *, bucket: int) -> Iterable[object]:
+    """The members of an object that may be or hold tensors."""
+    if isinstance(value, PerBucket):
+        return (value[bucket],)
+    if isinstance(value, nn.Module):
+        return (*value.parameters(), *value.buffers())
+    if isinstance(value, dict):
+        return tuple(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    is_code = isinstance(value, type | FunctionType | MethodType)
+    if is_code or not hasattr(value, "__dict__") or type(value).__module__.startswith(_NOT_WALKED):
+        return ()
+    return tuple(vars(value).values())
+
+
+def _holder(weights: Sequence[Leaf]) -> object:
+    """The weights that all traces of a function read, as a script module."""
+    module = torch._C.ScriptModule("Holder", torch._C.CompilationUnit(), False)  # type: ignore[call-arg]
+    for number, leaf in enumerate(weights):
+        module._register_attribute(f"weight_{number}", torch._C._jit_try_infer_type(leaf).type(), leaf)  # type: ignore[attr-defined]
+    return module
+
+
+def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name its type
+    """Raise RuntimeError for a trace that froze a tensor, which may have other values or another address at replay."""
+    for node in graph.findAllNodes("prim::Constant"):
+        if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
+            shape = tuple(node.t("value").shape)
+            raise RuntimeError(f"tracing would freeze a tensor of shape {shape} as a constant: pass it as an input")
+
+
+@contextmanager
+def _without_optimizer() -> Iterator[None]:
+    """Switch off the optimizer, whose search takes as long as ten forwards and saves less."""
+    before = _is_optimizing()
+    _set_optimizing(False)
+    try:
+        yield
+    finally:
+        _set_optimizing(before)

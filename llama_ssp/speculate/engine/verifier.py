@@ -1,0 +1,128 @@
+"""Runs the verification rule on one rank and gives all ranks its decision.
+
+Every rank runs the same loop and the same calls, and each token id comes from exactly one rank. So ranks cannot diverge
+by rounding. By default one rank decides for all rows and broadcasts the decision. With a `BatchSplit` each rank decides
+for its own rows, whose drafts it holds, and the decisions are gathered.
+
+Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.shapes import static_shape
+from llama_ssp.speculate.drafters.shared import BatchSplit
+from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, verify_ahead
+from llama_ssp.speculate.sampling.uniforms import Draws
+
+STOP_REQUESTED, NOT_A_NUMBER, GOES_ON = 1, 2, 4
+"""Flags of `Decision.flags_B1`."""
+
+
+class Decision(NamedTuple):
+    """The outcome of a forward of the target, the same on all ranks.
+
+    Attributes:
+        num_accepted_B1: how many drafted tokens become text.
+        next_ids_B1: the token that follows them.
+        flags_B1: STOP_REQUESTED if the deciding rank is to stop, plus NOT_A_NUMBER in rows whose logits are NaN, plus
+            GOES_ON where the next token is drafted too, so that the tokens behind it stay in flight (`overlap`).
+    """
+
+    num_accepted_B1: Tensor
+    next_ids_B1: Tensor
+    flags_B1: Tensor
+
+
+class Verifier:
+    """Draws and verifies tokens with a rule, and makes all ranks agree on the outcome.
+
+    Args:
+        comm: the ranks that must agree.
+        verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
+        split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
+
+    Attributes:
+        comm: see above.
+        needs_context: `draw` and `process` need the context of their positions.
+    """
+
+    def __init__(
+        self, rule: Rule, *, comm: Comm, verify_rank: int, device: torch.device, split: BatchSplit | None = None
+    ) -> None:
+        self._rule = rule
+        self.needs_context = rule.needs_context
+        self.comm = comm
+        self._verify_rank = verify_rank
+        self._decides = comm.rank == verify_rank
+        self._split = split
+        self._stop_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def request_stop(self) -> None:
+        """Attach a stop request to the next decision; it takes effect on the deciding rank only."""
+        self._stop_11.fill_(STOP_REQUESTED)
+
+    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> Decision:
+        """Sample one token for every row from the target's logits."""
+        decision = None
+        if self._decides:
+            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
+            weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
+            decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1))
+        return self._broadcast(decision, batch_size=static_shape(uniforms_BP)[0])
+
+    def process(self, logits_BWV: Tensor, context: Context | None = None) -> Tensor:
+        """Process the target's logits for `verify`, for the rows that this rank decides."""
+        if self._split:
+            own = self._split.own_rows(static_shape(logits_BWV)[0])
+            own_context = context and context.part(own.start, own.stop)
+            return self._rule.process(logits_BWV[own.start : own.stop], own_context)
+        return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
+
+    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
+        """Accept a prefix of the draft and choose the token that follows it; with a split, any rank can ask to stop."""
+        batch_size, _ = static_shape(draft.ids_BK)
+        if not self._split:
+            verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
+            return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
+        rows = self._split.own_rows(batch_size)
+        packed_R3 = self._stop_11.new_empty(0, 3)
+        if rows:
+            own = slice(rows.start, rows.stop)
+            own_draws = Draws(*(uniforms[own] for uniforms in draws))
+            verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
+            packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
+        return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
+
+    def verify_ahead(
+        self, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
+    ) -> Decision:
+        """Examine what is in flight and the first token behind it; see `rules.verify_ahead`."""
+        decision = None
+        if self._decides:
+            verdict, goes_on_B1 = verify_ahead(
+                self._rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws
+            )
+            decision = self._decision(verdict)
+            decision.flags_B1.add_(goes_on_B1, alpha=GOES_ON)
+        return self._broadcast(decision, batch_size=static_shape(ahead_B)[0])
+
+    def _decision(self, verdict: Verdict) -> Decision:
+        num_accepted_B1, next_ids_B1, weights_B1 = verdict
+        is_nan_B1 = weights_B1 != weights_B1  # noqa: PLR0124 - true only for NaN
+        return Decision(num_accepted_B1, next_ids_B1, torch.add(self._stop_11, is_nan_B1, alpha=NOT_A_NUMBER))
+
+    def _broadcast(self, decision: Decision | None, *, batch_size: int) -> Decision:
+        """Send the decision to all ranks in one message of 3 numbers per row."""
+        if decision and self.comm.size == 1:
+            return decision
+        packed_B3 = torch.cat([*decision], dim=1) if decision else self._stop_11.new_empty(batch_size, 3)
+        return _unpacked(self.comm.broadcast(packed_B3, src=self._verify_rank))
+
+
+def _unpacked(packed_B3: Tensor) -> Decision:
+    return Decision(*packed_B3.split_with_sizes([1, 1, 1], dim=1))

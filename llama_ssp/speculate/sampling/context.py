@@ -1,0 +1,98 @@
+"""Rows of a batch as rules see them, and penalties for tokens that the prompt, the text or the draft already has.
+
+Penalties come before temperature and the other processors, as in transformers, and are the same for draft and target,
+so the text keeps the distribution of the penalised target.
+
+Shapes: B sequences, S slots, T scored positions, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.shapes import static_shape
+
+
+class Rows(NamedTuple):
+    """Rows of a batch.
+
+    Attributes:
+        tokens_BS: token ids: prompt, text and drafted tokens; what follows them is undefined.
+        lengths_B: tokens of prompt and text.
+        keys_B: the key of each row's random numbers; see `uniforms.row_key`.
+    """
+
+    tokens_BS: Tensor
+    lengths_B: Tensor
+    keys_B: Tensor
+
+    def part(self, start: int, stop: int) -> "Rows":
+        """Some of the rows, as views."""
+        return Rows(*(each[start:stop] for each in self))
+
+    def before(self, last_BT: Tensor) -> "Context":
+        """The context of positions whose last known token stands at `last_BT` (B, T)."""
+        return Context(self.tokens_BS, self.keys_B, last_BT)
+
+
+class Context(NamedTuple):
+    """The tokens before each scored position.
+
+    Tokens and keys are those of `Rows`. The last token before each scored position stands at `last_BT` (B, T), which
+    grows by 1 along T.
+    """
+
+    tokens_BS: Tensor
+    keys_B: Tensor
+    last_BT: Tensor
+
+    def part(self, start: int, stop: int) -> "Context":
+        """Some of the rows, as views."""
+        return Context(*(each[start:stop] for each in self))
+
+
+Penalty = Callable[[Tensor, Context], Tensor]
+"""Maps logits (B, T, V) and their context to logits (B, T, V)."""
+
+
+def penalty(sampling: SamplingConfig) -> Penalty | None:
+    """Compose the penalties of a sampling config; None without any.
+
+    Source: Keskar et al. 2019, arXiv:1909.05858 (repetition); the frequency and presence penalties are those of
+        OpenAI's API, counted over prompt and text.
+    """
+    repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    if not sampling.penalizes:
+        return None
+
+    def apply(logits_BTV: Tensor, context: Context) -> Tensor:
+        counts_BTV = count_tokens(context, vocab_size=static_shape(logits_BTV)[-1]).to(logits_BTV.dtype)
+        is_known_BTV = counts_BTV > 0
+        if repetition != 1.0:
+            scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
+            logits_BTV = torch.where(is_known_BTV, scaled_BTV, logits_BTV)
+        if frequency:
+            logits_BTV = logits_BTV - frequency * counts_BTV
+        if presence:
+            logits_BTV = logits_BTV - presence * is_known_BTV
+        return logits_BTV
+
+    return apply
+
+
+def count_tokens(context: Context, *, vocab_size: int) -> Tensor:
+    """Count every token of the vocabulary before each scored position: fp32 (B, T, V)."""
+    tokens_BS, _, last_BT = context
+    batch_size, num_positions = static_shape(last_BT)
+    places_BS = torch.ones_like(tokens_BS).cumsum(1) - 1  # unlike a range, right for any number of slots in a trace
+    is_before_BS = (places_BS <= last_BT[:, :1]).to(torch.float32)
+    counts_BV = torch.zeros(batch_size, vocab_size, device=tokens_BS.device)
+    counts_T = [counts_BV.scatter_add(1, tokens_BS * is_before_BS.long(), is_before_BS)]
+    one_B1 = torch.ones(batch_size, 1, device=tokens_BS.device)
+    for position in range(1, num_positions):
+        next_B1 = tokens_BS.gather(1, last_BT[:, position : position + 1])
+        counts_T.append(counts_T[-1].scatter_add(1, next_B1, one_B1))
+    return torch.stack(counts_T, dim=1)

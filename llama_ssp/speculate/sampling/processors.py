@@ -1,0 +1,193 @@
+"""Turns logits into probabilities and draws one token per row from two uniforms.
+
+The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
+transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort
+puts last). Uniforms come from `uniforms`; drafted tokens are verified in `rules`.
+
+Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
+`...` stands for any leading dimensions.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from llama_ssp.kernels.draw import Draw, find_draw
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.shapes import static_shape
+
+_log = logging.getLogger(__name__)
+
+# Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
+DRAW_UNITS = 2.0**62
+
+
+def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callable[[Tensor], Tensor]:
+    """Compose the processors of a sampling config with a temperature above 0 (greedy has no probabilities).
+
+    Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
+    fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves just so many tokens: of equal
+    logits some. A draft may do so, since verification is exact whatever it draws from.
+
+    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
+        Minh et al. 2024, arXiv:2407.01082 (min-p).
+    """
+    temperature, top_k, min_p = sampling.temperature, sampling.top_k, sampling.min_p
+    top_p = None if sampling.top_p == 1.0 else sampling.top_p
+    assert temperature > 0
+
+    def process(logits: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(dtype) * (1 / temperature)
+        probs = torch.softmax(logits, dim=-1)
+        vocab_size = static_shape(logits)[-1]
+        if top_k is not None or top_p is not None:
+            largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
+        if top_k is not None:
+            is_kept = logits >= largest_S[..., -1:]
+            if breaks_ties:
+                is_kept = torch.zeros_like(is_kept).scatter_(-1, ids_S, 1)
+            probs = _keep(probs, is_kept)
+        if top_p is not None:
+            probs_S = probs.gather(-1, ids_S)
+            mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S
+            num_kept = (mass_before_S < top_p).sum(-1, keepdim=True)  # at least 1
+            probs = _keep(probs, logits >= largest_S.gather(-1, num_kept - 1))
+        if min_p is not None:
+            probs = _keep(probs, probs >= min_p * probs.amax(-1, keepdim=True))
+        return probs
+
+    return process
+
+
+def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
+    """Zero the probabilities of all other tokens and renormalise, in place."""
+    probs.mul_(is_kept)
+    return probs.div_(probs.sum(-1, keepdim=True))
+
+
+def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+    """Draw one token per row, in proportion to the weights: first a block of tokens, then a token in the block.
+
+    Each token uses two uniforms: one picks the block, one the token within it, both by inverting the cumulative
+    distribution. Rounding differs between placements and shifts each boundary of that distribution by the summed error
+    of all weights before it; a draw between the old and the new boundary changes. Sums over about a hundred blocks, and
+    then over the tokens of one, shift far less than one sum over the whole vocabulary.
+
+    A token of weight 0 is never drawn: with c the cumulative sum in integers, the first i with c[i] > x has
+    c[i - 1] <= x < c[i], so its weight is positive. Such an i exists, because x = floor(u c[-1]) is below c[-1] for
+    u <= 1 - 2^-53. Integers make this hold for parallel sums too, where fp64 would round c[i] and c[i - 1] differently.
+    Indices are clamped only because of NaN, which must not become an invalid id before its flag is reported.
+
+    Args:
+        weights_BV: at least 0, with a sum above 0 and below 2: probabilities, or a residual of them. A row with a
+            small sum has coarser shares, but is rarer in the same proportion.
+        uniforms_BP: fp64 in [0, 1): for the block, and for the token in it.
+
+    Returns:
+        int64 (B, 1); the boundaries between tokens are exact to within V 2^-53 over the row's sum.
+    """
+    vocab_size = static_shape(weights_BV)[-1]
+    if fused := _draw_on_gpu(weights_BV):
+        return fused(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    if compiled := _draw_on_cpu(weights_BV):
+        return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), DRAW_UNITS, tokens_of_a_block(vocab_size))
+    return _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=vocab_size)
+
+
+def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
+    """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
+    if fused := _draw_on_gpu(units_BV):
+        return fused(units_BV, uniforms_BP, units=1.0, tokens_of_a_block=tokens_of_a_block(vocab_size))
+    if compiled := _draw_on_cpu(units_BV):
+        return compiled(units_BV.contiguous(), uniforms_BP.contiguous(), 1.0, tokens_of_a_block(vocab_size))
+    return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+
+
+def _draw_on_cpu(weights_BV: Tensor) -> Draw | None:
+    """The draw in one operator, for fp32 on a CPU that it compiles for."""
+    return _compiled_draw() if weights_BV.device.type == "cpu" and weights_BV.dtype is torch.float32 else None
+
+
+@cache
+def _compiled_draw() -> Draw | None:
+    """The operator, compared with torch's operators."""
+
+    def check(draw: Draw) -> None:
+        weights_BV, uniforms_BP = _some_draws(8)
+        found_B1 = draw(weights_BV, uniforms_BP, DRAW_UNITS, tokens_of_a_block(1000))
+        if not torch.equal(found_B1, _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)):
+            raise RuntimeError("the compiled one is wrong on this CPU")
+
+    return find_draw(check)
+
+
+def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:
+    """The draw in two kernels, for fp32 on a GPU where Triton works."""
+    return _fused_draw() if weights_BV.device.type == "cuda" and weights_BV.dtype is torch.float32 else None
+
+
+@cache
+def _fused_draw() -> Callable[..., Tensor] | None:
+    """Compile the kernels, and compare their ids with those of torch's operators."""
+    try:
+        from llama_ssp.speculate.sampling.draw_kernels import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
+
+        weights_BV, uniforms_BP = (drawn.cuda() for drawn in _some_draws(64))
+        found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))
+        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
+        reason = "its ids are wrong" if bool((found_B1 != wanted_B1).any()) else None
+    except Exception as error:  # noqa: BLE001 - compilers raise what they like
+        reason = str(error).strip().partition("\n")[0]
+    if reason is None:
+        return draw_tokens
+    _log.warning("continuing with draws of twenty kernels instead of two: %s", reason)
+    return None
+
+
+def _some_draws(num_rows: int) -> tuple[Tensor, Tensor]:
+    """Weights of 1000 tokens, and uniforms, that a draw is tried with."""
+    generator = torch.Generator().manual_seed(0)
+    weights_BV = torch.randn(num_rows, 1000, generator=generator).softmax(-1)
+    return weights_BV, torch.rand(num_rows, 2, generator=generator, dtype=torch.float64)
+
+
+def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
+    block_size = tokens_of_a_block(vocab_size)
+    num_blocks = -(-vocab_size // block_size)
+    num_missing = num_blocks * block_size - vocab_size
+    whole_BV = units_BV.long()
+    if num_missing:
+        whole_BV = pad(whole_BV, (0, num_missing))
+    blocks_BCM = whole_BV.unflatten(1, (num_blocks, block_size))
+    of_blocks_B1, of_tokens_B1 = uniforms_BP.split(1, dim=1)
+    blocks_B1 = _pick(blocks_BCM.sum(-1), of_blocks_B1, num_places=num_blocks)
+    rows_B = rows_at(blocks_B1, num_rows=static_shape(units_BV)[0], num_positions=num_blocks)
+    places_B1 = _pick(blocks_BCM.flatten(0, 1).index_select(0, rows_B), of_tokens_B1, num_places=block_size)
+    ids_B1 = places_B1.add_(blocks_B1, alpha=block_size)
+    return ids_B1.clamp_max_(vocab_size - 1) if num_missing else ids_B1
+
+
+def tokens_of_a_block(vocab_size: int) -> int:
+    """M: the power of two nearest to the square root of the vocabulary, so that C is about as large."""
+    return 1 << round(math.log2(vocab_size) / 2)
+
+
+def rows_at(positions_B1: Tensor, *, num_rows: int, num_positions: int) -> Tensor:
+    """The index (B,) of one position of each row when rows and positions are flattened into one dimension."""
+    rows_B = positions_B1.flatten()
+    if num_rows == 1:
+        return rows_B
+    return rows_B + torch.arange(0, num_rows * num_positions, num_positions, device=rows_B.device)
+
+
+def _pick(units_BX: Tensor, uniforms_B1: Tensor, *, num_places: int) -> Tensor:
+    """The index in each row where the cumulative sum passes the given share of the total."""
+    cumulative_BX = units_BX.cumsum(-1)
+    points_B1 = (uniforms_B1 * cumulative_BX.narrow(1, num_places - 1, 1)).long()
+    return torch.searchsorted(cumulative_BX, points_B1, right=True).clamp_max_(num_places - 1)

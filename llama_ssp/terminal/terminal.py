@@ -1,0 +1,248 @@
+"""Everything that a run prints: texts and tables on standard output, the rest on standard error.
+
+Text of models and prompts is never parsed as markup, and its control characters are made visible, so that it cannot
+control the terminal. If standard output is no terminal, texts are written without colours or added line breaks.
+`session.ranklog` writes log files.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console, RenderableType
+from rich.progress import DownloadColumn, MofNCompleteColumn, TransferSpeedColumn
+from rich.rule import Rule
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+from llama_ssp.errors import SspError
+from llama_ssp.reports.records import Summary
+from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
+from llama_ssp.terminal.tables import (
+    ACCEPTED_STYLE,
+    OWN_STYLE,
+    benchmark_table,
+    closing_line,
+    summary_table,
+    verdict_table,
+)
+from llama_ssp.terminal.typed import typed_prompts
+from llama_ssp.terminal.unread import has_hung_up, silence
+from llama_ssp.visible import visible
+
+_PICTURE_COLUMNS = 80
+# A viewer would have to download the fonts; a picture must be complete offline.
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", flags=re.DOTALL)
+# Red, green, yellow, blue, magenta, cyan.
+_COLOURS = [(224, 108, 117), (152, 205, 121), (229, 192, 123), (97, 175, 239), (214, 145, 242), (86, 182, 194)]
+_WHITE, _GREY, _BLACK = (222, 225, 230), (138, 145, 160), (30, 32, 38)
+_PICTURE_THEME = TerminalTheme(_BLACK, _WHITE, [_BLACK, *_COLOURS, _WHITE], [_GREY, *_COLOURS, _WHITE])
+
+ShowProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, the finished units, and all units."""
+
+
+class Output(Console):
+    """A console that becomes silent when nobody reads it any more: after `| head`, or when its terminal has hung up."""
+
+    when_unread: Callable[[], None] | None = None
+    """Called when the reader of a pipe closes it."""
+
+    def on_broken_pipe(self) -> None:
+        """Replaces rich's own handler, which would end the process."""
+        self.fall_silent()
+        if self.when_unread:
+            self.when_unread()
+
+    def fall_silent(self) -> None:
+        """Write nothing from now on."""
+        self.quiet = True
+        silence(self.file)
+
+    def _check_buffer(self) -> None:
+        """Write the buffer, for all methods of rich, which handles closed pipes but not lost terminals."""
+        try:
+            super()._check_buffer()
+        except OSError:
+            if not has_hung_up(self.file):
+                raise
+            self.fall_silent()
+
+
+class Terminal:
+    """The terminal of rank 0, as consoles of standard output and standard error; on other ranks it is silent."""
+
+    def __init__(self, *, out: Output, err: Output) -> None:
+        self._out = out
+        self._err = err
+        self._shown: list[RenderableType] = []
+        self._text = Text()
+        self._view: ProgressView | None = None
+
+    @classmethod
+    def of_rank(cls, world_rank: int) -> "Terminal":
+        """Use this process's own streams on rank 0, and none on any other rank."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        silent = world_rank != 0
+        return cls(out=Output(quiet=silent, highlight=False), err=Output(quiet=silent, highlight=False, stderr=True))
+
+    @contextmanager
+    def while_read(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` when nobody reads standard output any more."""
+        self._out.when_unread = stop
+        try:
+            yield
+        finally:
+            self._out.when_unread = None
+
+    @property
+    def is_screen(self) -> bool:
+        """Whether somebody sees standard output on a terminal."""
+        return self._out.is_terminal and not self._out.quiet
+
+    def heading(self, name: str, *, number: int, total: int | None = None) -> None:
+        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown.
+
+        `name` is that of a mode or another name of the completion.
+        """
+        if self._shown:
+            self._show(Text())
+        elif self._out.color_system:
+            accepted, own = ("accepted drafted tokens", ACCEPTED_STYLE), ("the target's own", OWN_STYLE)
+            self._show(Text.assemble(accepted, ", ", own, "\n"))
+        of_total = f" of {total}" if total else ""
+        title = Text(f"prompt {number}{of_total}, {visible(name)}", style="bold")
+        self._show(Rule(title, align="left", style="bright_black"))
+
+    def prompt(self, text: str) -> None:
+        """Show the prompt, which its completion continues."""
+        self._write(text, "bright_black")
+
+    def stream(self, pieces: Iterable[tuple[str, bool]]) -> None:
+        """Show new pieces of the open completion immediately: texts, and whether they were drafted and accepted."""
+        for text, accepted in pieces:
+            self._write(text, ACCEPTED_STYLE if accepted else OWN_STYLE)
+
+    def end_of_text(self) -> None:
+        """End the open completion, if any, with a line feed if it has none."""
+        if not self._text:
+            return
+        if not self._text.plain.endswith("\n"):
+            self._write("\n", "")
+        self._text.right_crop(1)
+        self._shown.append(self._text)
+        self._text = Text()
+
+    def line(self, text: str) -> None:
+        """Write a record such as ASCII JSON to standard output, for programs to read: unchanged, with a line feed."""
+        if self._view:
+            self._view.hide()
+        self._write_raw(text + "\n")
+
+    def results(self, summary: Summary, *, run_dir: Path, shows_table: bool = True) -> None:
+        """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
+        self.end_of_text()  # an interruption may leave one open
+        if summary.cells:
+            self._show(benchmark_table(summary.cells))
+        if shows_table:
+            self._show(summary_table(summary))
+        if summary.evaluation:
+            self._show(verdict_table(summary.evaluation))
+        self._err.print(closing_line(summary).append(f"; records in {visible(str(run_dir))}"), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Write a sentence to standard error."""
+        self._err.print(Text(visible(sentence)), soft_wrap=True)
+
+    @contextmanager
+    def loading(self) -> Iterator[ShowProgress]:
+        """Show bytes as they load: `with terminal.loading() as progress: progress("target", done, total)`."""
+        view = ProgressView(self._err, DownloadColumn(), TransferSpeedColumn())
+        with self._showing(view):
+            yield view.update
+
+    @contextmanager
+    def measuring(self) -> Iterator[ShowProgress]:
+        """Show the turns of a measurement: `with terminal.measuring() as progress: progress("1 rank", done, total)`."""
+        view = ProgressView(self._err, MofNCompleteColumn())
+        with self._showing(view):
+            yield view.update
+
+    @contextmanager
+    def decoding(
+        self, paces: Mapping[str, Pace], *, max_new_tokens: int, unit: str, shows_texts: bool
+    ) -> Iterator[RunProgress]:
+        """Show the progress of decoding: a bar on a terminal, elsewhere a line a minute.
+
+        With `shows_texts`, texts go to standard output meanwhile; they cannot share a screen with a bar.
+        """
+        has_bar = self._err.is_terminal and not (shows_texts and self._out.is_terminal)
+        bars = ProgressView(self._err, MofNCompleteColumn()) if has_bar else None
+        write = None if self._err.is_terminal else self.say
+        with self._showing(bars):
+            yield RunProgress(paces, max_new_tokens=max_new_tokens, unit=unit, write=write, bars=bars)
+
+    def ask(self) -> Iterator[str]:
+        """Read prompts at `> ` until Ctrl-D ends the input; `typed_prompts` says how."""
+        try:
+            yield from typed_prompts()
+        except OSError:
+            if not has_hung_up(sys.stdout):
+                raise
+            return
+        if self._out.is_terminal:
+            self._out.print()
+
+    def save_svg(self, path: Path, *, title: str) -> None:
+        """Draw what standard output has shown so far, 80 columns wide; raises SspError if the file is not writable."""
+        picture = Console(
+            record=True, file=StringIO(), width=_PICTURE_COLUMNS, force_terminal=True, color_system="truecolor",
+            highlight=False,
+        )  # fmt: skip
+        for shown in self._shown:
+            picture.print(shown)
+        try:
+            svg = picture.export_svg(title=title, theme=_PICTURE_THEME)
+            path.write_text(_FONTS.sub("", svg), encoding="utf-8")
+        except OSError as error:
+            raise SspError(f"cannot write the picture {path}: {error.strerror}") from error
+
+    @contextmanager
+    def _showing(self, view: ProgressView | None) -> Iterator[None]:
+        self._view = view
+        try:
+            yield
+        finally:
+            if view:
+                view.hide()
+            self._view = None
+
+    def _show(self, renderable: RenderableType) -> None:
+        self._out.print(renderable)
+        self._shown.append(renderable)
+
+    def _write(self, text: str, style: str) -> None:
+        shown = visible(text)
+        self._text.append(shown, style)
+        if self._out.is_terminal:
+            self._out.out(shown, style=style, end="")
+        else:
+            self._write_raw(shown)
+
+    def _write_raw(self, text: str) -> None:
+        if not self._out.quiet:
+            try:
+                self._out.file.write(text)
+                self._out.file.flush()
+            except BrokenPipeError:
+                self._out.on_broken_pipe()
+            except OSError:
+                if not has_hung_up(self._out.file):
+                    raise
+                self._out.fall_silent()

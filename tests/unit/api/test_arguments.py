@@ -1,0 +1,248 @@
+"""Wrong arguments raise the package's errors, in words of the library."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llama_ssp import Pair, compare_machines, load, plan
+from llama_ssp.api.arguments import dtype_of
+from llama_ssp.api.words import in_library_words, of_library
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import DeviceKind, Dtype
+from llama_ssp.weights import hub
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+OF_COMMANDS = re.compile(
+    r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\bmodel=|\blaunch/"
+)
+"""Settings of a command line, which a notebook does not have."""
+try_load: Any = load
+try_plan: Any = plan
+try_compare: Any = compare_machines
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load("tiny", "tiny-draft")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": "hot"}, "temperature='hot' must be a number, for example 0.8; 0 is greedy"),
+        ({"temperature": -1}, "temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0 (greedy) or at least 1e-06, for example 0.8"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number, for example 50, or None for the whole vocabulary"),
+        ({"top_k": 0}, "top_k=0 must be at least 1, or None for the whole vocabulary"),
+        ({"top_p": 2}, "top_p=2.0 must be above 0 and at most 1, or None to switch it off"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number of tokens, for example 64"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1, for example 64"),
+        ({"num_draft_tokens": "many"}, "num_draft_tokens='many' must be a whole number, for example 4, or 'auto'"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1 and at most 1024, for example 4, or auto"),
+        ({"seed": None}, "seed=None must be a whole number"),
+        ({"seed": -1}, "seed=-1 must be between 0 and 2^63 - 1"),
+        ({"num_samples": 0}, "num_samples=0 must be at least 1 and at most 1000000 completions"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1 sequence"),
+        ({"stop": 5}, "stop=5 must be a text or a list of texts"),
+        ({"stop": ["a", ""]}, 'stop has an empty string, which matches everywhere: give texts such as stop=["\\n\\n"]'),
+        ({"chat": "yes"}, "chat='yes' must be True or False"),
+        ({"chat": True}, "chat=True needs a tokenizer with a chat template; leave chat out, or use a chat model"),
+        ({"rule": "fast"}, "unknown rule 'fast': there are block, coupled, greedy, speculative"),
+        (
+            {"rule": "greedy"},
+            (
+                "rule=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: use "
+                "temperature=0, rule=speculative, rule=block or rule=coupled"
+            ),
+        ),
+        (
+            {"streamer": 1},
+            "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)",
+        ),
+        (
+            {"temperature": "hot", "seed": 1.0},
+            (
+                "2 problems in the arguments:\n  1. temperature='hot' must be a number, for example 0.8; 0 is greedy\n"
+                "  2. seed=1.0 must be a whole number"
+            ),
+        ),
+        (
+            {"max_new_tokens": 5000},
+            (
+                "prompt 'import os' has 3 tokens, and with max_new_tokens=5000 that is more than the context of 2048; "
+                "max_new_tokens=2045 would fit"
+            ),
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_would_work(pair: Pair, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pair.generate("import os", **arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "at least one prompt is required"),
+        (5, "prompts=5 must be a text, a chat such as"),
+        (None, "prompts=None must be"),
+        ({"role": "user", "content": "Hi"}, "must be a text, a chat such as"),
+        (["a", 5.5], "prompt 2 is 5.5, and a text, a chat"),
+        (["a", []], r"prompt 2 is \[\], and"),
+        ([[{"role": "user"}]], r"prompt 1 is \[\{'role': 'user'\}\], and"),
+        ([[1, "a"]], r"prompt 1 is \[1, 'a'\], and"),
+        ([1, -2], "prompt 1 has token id -2: ids begin at 0"),
+        ([10**6], "has token id 1000000, and the model knows"),
+        ([{"role": "user", "content": "Hi"}], "messages, such as .Hi., need a tokenizer with a chat template: use"),
+        ("\ud800", "a lone surrogate: write it in UTF-8"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(pair: Pair, prompts: Any, message: str) -> None:  # noqa: ANN401 - anything
+    with pytest.raises(ConfigError, match=message) as caught:
+        pair.generate(prompts, max_new_tokens=2)
+    assert not OF_COMMANDS.search(str(caught.value))
+
+
+def test_a_streamer_is_for_one_completion(pair: Pair) -> None:
+    from transformers import TextStreamer
+
+    for more in ({"prompts": ["a", "b"]}, {"prompts": "a", "num_samples": 2}):
+        with pytest.raises(ConfigError, match="a streamer shows one completion, and 2 were asked for"):
+            pair.generate(**more, streamer=TextStreamer(pair.tokenizer))
+
+
+def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
+    given = {"max_new_tokens": np.int64(3), "temperature": np.float32(0), "top_p": np.float64(0.5), "seed": np.int32(1)}
+    (found,) = pair.generate("a", **given)  # type: ignore[arg-type]
+    assert len(found.token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: try_load("tini"), "unknown target 'tini': .* did you mean tiny"),
+        (lambda: try_load("tiny", "tini"), "unknown draft 'tini': .* did you mean tiny"),
+        (lambda: try_load(""), "unknown target ''"),
+        (lambda: try_load("local"), "unknown target 'local'"),
+        (
+            lambda: try_load(5),
+            "target=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub",
+        ),
+        (lambda: try_load("tiny", dtype="int3"), "unknown dtype 'int3': there are auto, bf16, fp16, fp32"),
+        (lambda: try_load("tiny", dtype=torch.int64), "unknown dtype 'torch.int64'"),
+        (lambda: try_load("tiny", quantization="int5"), "unknown quantization 'int5': there are"),
+        (lambda: try_load("tiny", quantization=8), "unknown quantization '8'"),
+        (lambda: try_load("tiny", device="tpu"), "unknown device 'tpu': there are auto, cpu, cuda"),
+        (lambda: try_load("tiny", device=torch.device("meta")), "unknown device 'meta'"),
+        (
+            lambda: try_load("tiny", device="cuda:99"),
+            "device=cuda:99 is not on this machine, which has auto, cpu",
+        ),
+        (lambda: try_load("tiny", "tiny-draft", tokenizer="mine"), "unknown tokenizer 'mine': there are own, same"),
+        (lambda: try_load("tiny", "tiny-draft", tokenizer=5), "tokenizer=5 must be same, own, a loaded tokenizer"),
+        (lambda: try_load("tiny", "tiny-draft", tokenizer="own"), "^tokenizer=own has no effect with draft=tiny-draft"),
+        (
+            lambda: try_load(torch.nn.Linear(2, 2)),
+            "target is a loaded Linear, and a causal language model of transformers",
+        ),
+        (lambda: try_plan("30B", hardware="p5"), "unknown hardware 'p5': there are"),
+        (lambda: try_plan("30B", hardware=5), "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
+        (lambda: try_plan("30B", hardware="8xa100_80gb", num_gpus=0), "^num_gpus=0"),
+        (
+            lambda: try_plan("30B", placement="wide"),
+            "unknown placement 'wide': there are auto, one_rank, own_gpu, repl",
+        ),
+        (lambda: try_plan("30B", batch_size="two"), "batch_size='two' must be a whole number of rows"),
+        (lambda: try_plan("30B", "7B", num_draft_tokens=0), "^num_draft_tokens=0 must be at least 1"),
+        (lambda: try_plan("30B", "7B", acceptance=2), "^acceptance=2.0 must be a probability, between 0 and 1"),
+        (lambda: try_plan("30B", "llama3_8B"), "^the draft must have the target's vocabulary: target=30B has 32000"),
+        (lambda: try_plan("30B", prompt_tokens=4000), "the context of target=30B has 2048 tokens"),
+    ],
+)
+def test_load_and_plan_refuse_in_words_of_the_library(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(SspError, match=message) as caught:
+        call()
+    assert not OF_COMMANDS.search(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokens", "max_new_tokens"), ("max_length", "max_new_tokens"), ("temprature", "temperature"),
+        ("stop_strings", "stop"), ("num_assistant_tokens", "num_draft_tokens"), ("gamma", "num_draft_tokens"),
+        ("n", "num_samples"), ("do_sample", "temperature"),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(pair: Pair, name: str, meant: str) -> None:
+    try_generate: Any = pair.generate
+    with pytest.raises(ConfigError) as caught:
+        try_generate("hi", **{name: 5})
+    assert str(caught.value) == f"unknown argument {name!r} of generate: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: try_load("tiny", torch_dtype="fp32"), "unknown argument 'torch_dtype' of load: did you mean dtype?"),
+        (
+            lambda: try_load("tiny", assistant_model="a"),
+            "unknown argument 'assistant_model' of load: did you mean draft?",
+        ),
+        (lambda: try_load(model="tiny"), "unknown argument 'model' of load: did you mean target?"),
+        (lambda: try_plan("30B", gpus=2), "unknown argument 'gpus' of plan: did you mean num_gpus?"),
+        (
+            lambda: try_compare("30B", max_tokens=2),
+            "unknown argument 'max_tokens' of compare_machines: did you mean max_",
+        ),
+        (
+            lambda: try_load("tiny", xyzzy=1),
+            "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, device, tokenizer",
+        ),
+        (
+            lambda: try_plan("30B", n_predict=2, batch=4),
+            (
+                "2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?"
+                "\n  2. unknown argument 'batch' of plan: did you mean batch_size?"
+            ),
+        ),
+    ],
+)
+def test_load_and_plan_name_the_argument_that_was_meant(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        call()
+
+
+def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hub.resolve(catalogue.load("tiny"))
+    monkeypatch.setattr(hub, "resolve", lambda _entry: folder)
+    with pytest.raises(SspError, match=rf"is not 7B: .*; its folder {folder}, in place of the name, accepts it"):
+        load("7B")
+
+
+def test_every_setting_in_an_error_becomes_an_argument() -> None:
+    messages = (
+        "sampling.top_k=0 must be at least 1, or null", "draft.model.path=DIR is required", "give draft.matching=text",
+        "unknown model.quantization 'a'", "verification=greedy keeps", "chat=true needs", "model=7B has",
+        "another model.revision is required", "3 problems in the configuration:",
+    )  # fmt: skip
+    assert [OF_COMMANDS.search(of_library(message)) for message in messages] == [None] * len(messages)
+    with pytest.raises(SspError, match=r"^top_k=0$"), in_library_words():
+        raise SspError("sampling.top_k=0")
+
+
+@pytest.mark.parametrize("given", [Dtype.bf16, "bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
+    assert dtype_of(given) is Dtype.bf16
+
+
+@pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])
+def test_a_device_is_ours_or_that_of_torch(given: Any) -> None:  # noqa: ANN401 - of several types
+    assert load("tiny", device=given).device == torch.device("cpu")

@@ -1,0 +1,189 @@
+"""What `Pair.generate` takes, gives and keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, TextStreamer
+
+from llama_ssp import Completion, Pair, load, speculative_generate
+from llama_ssp.run.session import loading
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.round import Round
+from llama_ssp.speculate.engine.tracing import Traced
+from llama_ssp.weights import hub
+from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy
+from tests.helpers.recorded import FakeRecorder
+
+pytestmark = pytest.mark.seconds
+
+TEMPLATE = (
+    "{{ bos_token }}{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PROMPTS = ["import os\n", "def main():\n", "class Stack:\n"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(catalogue.load("tiny")))
+    tokenizer.chat_template = TEMPLATE
+    return load("tiny", "tiny-draft", tokenizer=tokenizer)
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    trace = Traced._trace
+
+    def counted(self: Any, *arguments: Any) -> Any:  # noqa: ANN401 - passed on
+        traced.append(self)
+        return trace(self, *arguments)
+
+    monkeypatch.setattr(Traced, "_trace", counted)
+    fresh = Pair(models=pair.models, config=pair.config)
+    for seed in range(10):
+        fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop="never found" if seed % 2 else ())
+    assert len(traced) == 3, "the draft, the verification and the prefill, each once"
+
+
+def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where another address or size of the cache would drop all graphs."""
+    recorder = FakeRecorder()
+
+    def make_executor(round_: Round, *, cuda_graphs: bool) -> GraphExecutor:
+        assert cuda_graphs
+        return GraphExecutor(round_, recorder=recorder)
+
+    monkeypatch.setattr(loading, "make_executor", make_executor)
+    fresh = Pair(models=pair.models, config=pair.config)
+    for number in range(10):
+        fresh.generate("import os\n" * (1 + number // 4), max_new_tokens=6 + number // 2)
+    assert recorder.num_recorded == 2, "the draft and the verification, each once"
+    assert recorder.num_replayed >= 18
+
+
+@pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])
+def test_the_text_of_a_prompt_does_not_depend_on_its_place(pair: Pair, temperature: float) -> None:
+    first, second, third = ids(pair.generate(PROMPTS, max_new_tokens=12, temperature=temperature))
+    assert ids(pair.generate([PROMPTS[2], PROMPTS[0]], max_new_tokens=12, temperature=temperature)) == [third, first]
+    assert ids(pair.generate(PROMPTS[1], max_new_tokens=12, temperature=temperature)) == [second]
+
+
+@pytest.mark.heavy
+def test_equal_prompts_have_texts_of_their_own(pair: Pair) -> None:
+    """Chance of a false alarm: the law of 24 tokens has far more than a million texts of similar probability."""
+    one, other, again = ids(pair.generate(["import", "import", "import"], max_new_tokens=24, temperature=1.2))
+    assert len({tuple(one), tuple(other), tuple(again)}) == 3
+    assert ids(pair.generate(["a", "import", "b", "import"], max_new_tokens=24, temperature=1.2))[1::2] == [one, other]
+
+
+def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
+    prompts = [*PROMPTS, PROMPTS[0]]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    ended = launch(
+        "task=generate", "draft=tiny-draft", "max_new_tokens=12", "num_samples=2", "seed=3", "batch_size=3",
+        f"prompts={tmp_path}/p.jsonl", f"run_dir={tmp_path}/run",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
+    texts = {(line["index"], line["sample"]): line["token_ids"] for line in lines}
+    found = pair.generate(prompts, max_new_tokens=12, num_samples=2, seed=3)
+    assert {(each.index, each.sample): each.token_ids for each in found} == texts
+    assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"
+
+
+def test_texts_chats_and_token_ids_are_prompts(pair: Pair) -> None:
+    text = "system: Be short.\nuser: Hi\nassistant: "
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    tokens = pair.tokenizer(text).input_ids
+    (wanted,) = ids(pair.generate(text, max_new_tokens=8))
+    for same in (chat, tokens, tuple(tokens), torch.tensor(tokens), torch.tensor([tokens]), [chat], [tokens], [text]):
+        assert ids(pair.generate(same, max_new_tokens=8)) == [wanted]
+    mixed = pair.generate([chat, "a", tokens], max_new_tokens=8)
+    assert ids(mixed)[0] == wanted
+    assert [each.prompt_ids for each in mixed][::2] == [tokens, tokens]
+    (message,) = pair.generate("Hi", chat=True, max_new_tokens=1)
+    assert pair.tokenizer.decode(message.prompt_ids) == "<bos>user: Hi\nassistant: "
+
+
+def test_an_assistants_last_message_is_continued(pair: Pair) -> None:
+    chat = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2,"}]
+    (found,) = pair.generate(chat, max_new_tokens=1)
+    assert str(pair.tokenizer.decode(found.prompt_ids)).endswith("assistant: 1, 2,")
+
+
+def test_a_completion_says_what_was_drafted_and_how_long_it_took(pair: Pair) -> None:
+    found = pair.generate(PROMPTS, max_new_tokens=24)
+    plain = pair.generate(PROMPTS, max_new_tokens=24, plain=True)
+    assert sum(sum(each.accepted_lengths) for each in found) > 0
+    for each, alone in zip(found, plain, strict=True):
+        assert len(each.accepted_ids) == sum(each.is_drafted) == sum(each.accepted_lengths)
+        assert not each.is_drafted[0], "the prefill's token"
+        assert each.acceptance is not None
+        assert 0 <= each.acceptance <= 1
+        assert len(each.draft_lengths) == len(each.accepted_lengths)
+        times = each.times
+        assert 0 < times.first_token_s < times.total_s
+        assert times.first_token_s + times.draft_s + times.verify_s <= times.total_s * 1.01
+        assert each.ms_per_token == pytest.approx(1e3 * times.total_s / 24)
+        assert (alone.accepted_ids, alone.acceptance, alone.draft_lengths) == ([], None, [])
+        assert alone.num_target_forwards == 24
+
+
+def test_a_repr_is_a_line(pair: Pair) -> None:
+    assert repr(pair) == "Pair(tiny, draft tiny-draft, on cpu, context 2048)"
+    (found,) = pair.generate("import os\n", max_new_tokens=40, temperature=0)
+    assert "\n" not in repr(found)
+    assert len(repr(found)) < 160
+    assert repr(found).startswith("Completion(")
+
+
+class Interrupting(TextStreamer):
+    """Is interrupted at the third group of tokens, as by Ctrl-C in a notebook."""
+
+    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - a tokenizer
+        super().__init__(tokenizer)
+        self.num_put = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.num_put += 1
+        if self.num_put == 3:
+            raise KeyboardInterrupt
+        super().put(value)  # type: ignore[no-untyped-call]
+
+
+def test_an_interrupted_call_does_not_change_the_next_one(pair: Pair) -> None:
+    wanted = ids(pair.generate("import os\n", max_new_tokens=30, seed=2))
+    with pytest.raises(KeyboardInterrupt):
+        pair.generate("import os\n", max_new_tokens=30, streamer=Interrupting(pair.tokenizer))
+    assert ids(pair.generate("import os\n", max_new_tokens=30, seed=2)) == wanted
+
+
+def test_a_streamer_shows_prompt_and_completion(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = TextStreamer(pair.tokenizer, skip_special_tokens=True)
+    (found,) = pair.generate("import os\n", max_new_tokens=12, streamer=streamer)
+    assert capsys.readouterr().out.rstrip("\n") == ("import os\n" + found.text).rstrip("\n")
+
+
+@pytest.mark.heavy
+def test_speculative_generate_is_generate_with_one_object_for_the_sampling(pair: Pair) -> None:
+    sampling = SamplingConfig(temperature=0.7, top_k=20)
+    found = speculative_generate(pair, PROMPTS, max_new_tokens=12, sampling=sampling, seed=4, stop_strings="return")
+    same = pair.generate(PROMPTS, max_new_tokens=12, temperature=0.7, top_k=20, seed=4, stop="return")
+    assert ids(found) == ids(same)
+
+
+@pytest.mark.heavy
+def test_k_is_chosen_for_each_round_on_request(pair: Pair) -> None:
+    (found,) = pair.generate("import os\n", max_new_tokens=24, num_draft_tokens="auto", temperature=0)
+    (wanted,) = pair.generate("import os\n", max_new_tokens=24, temperature=0)
+    assert found.token_ids == wanted.token_ids

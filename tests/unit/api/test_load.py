@@ -1,0 +1,138 @@
+"""`load` takes what a notebook has already: models and tokenizers of transformers, dtypes and devices of torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from llama_ssp import load
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.in_memory import weights_of
+from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.other_tokenizer import PROMPT, save_pair
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.seconds
+
+TINY, DRAFT = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (TINY, DRAFT))
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY)
+    return loaded
+
+
+def test_loaded_models_give_the_text_of_their_folders(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    loaded, from_files = load(*models), load(TINY, DRAFT)
+    assert repr(loaded) == "Pair(tiny, draft tiny-draft, on cpu, context 2048)"
+    texts = [pair.generate("import os\n", max_new_tokens=12, seed=1)[0] for pair in (loaded, from_files)]
+    assert texts[0].token_ids == texts[1].token_ids
+    assert texts[0].accepted_lengths == texts[1].accepted_lengths
+    assert loaded.models.eos_ids == from_files.models.eos_ids
+    assert not next(models[0].parameters()).is_meta, "the models stay usable"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_in_memory_are_those_of_the_saved_files(tmp_path: Path, family: str) -> None:
+    model = build_checkpoint(tmp_path, family)
+    held, stored = weights_of(model, what="target"), inspect(tmp_path)
+    assert held.tensors.keys() == stored.tensors.keys(), "tied ones once"
+    assert (held.shape, held.dtype, held.context) == (stored.shape, stored.dtype, stored.context)
+    for name in held.tensors:
+        values = held.read(name, dtype=torch.bfloat16)
+        assert torch.equal(values, stored.read(name, dtype=torch.bfloat16))
+        assert values.data_ptr() != held.parameters[name].data_ptr()
+    matrix = next(name for name, facts in held.tensors.items() if len(facts.shape) == 2)
+    parts = [range(1, 3), range(5, 6)]
+    assert torch.equal(held.read(matrix, dim=0, parts=parts), stored.read(matrix, dim=0, parts=parts))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "gpt_neo"])
+def test_families_whose_files_have_other_names_load_from_memory(family: str) -> None:
+    model = tiny_model(family)
+    held = weights_of(model, what="target")
+    loaded = load_modules(held, dtype=None, device=torch.device("cpu"), comm=Comm.single())
+    for name, values in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], values), name
+
+
+def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBase) -> None:
+    pair = load("tiny", "tiny-draft", tokenizer=tokenizer)
+    assert pair.tokenizer is tokenizer
+    again = load("tiny", "tiny-draft", tokenizer=(tokenizer, AutoTokenizer.from_pretrained(DRAFT)))
+    assert again.tokenizer is tokenizer, "two of one vocabulary are as one"
+    assert again.models.tokenizers is None
+
+
+@pytest.mark.heavy
+def test_two_loaded_tokenizers_are_the_targets_and_the_drafts_own(tmp_path: Path) -> None:
+    save_pair(tmp_path)
+    folders = tmp_path / "target", tmp_path / "draft"
+    own, other = (AutoTokenizer.from_pretrained(folder) for folder in folders)
+    pair = load(*folders, tokenizer=(own, other))
+    assert pair.models.tokenizers
+    assert pair.tokenizer is own
+    (found,) = pair.generate(PROMPT, max_new_tokens=12, temperature=0)
+    (wanted,) = load(*folders, tokenizer="own").generate(PROMPT, max_new_tokens=12, temperature=0)
+    assert found.token_ids == wanted.token_ids
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match=r"target is a loaded LlamaForCausalLM without a folder.* give tokenizer="):
+        load(model)
+    with pytest.raises(ConfigError, match="draft is a loaded LlamaForCausalLM without a folder"):
+        load(models[0], model)
+
+
+def test_models_whose_weights_are_elsewhere_are_refused() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="whose weights are not all in memory: load it without offload"):
+        load(model)
+
+
+@pytest.mark.heavy
+def test_each_model_has_its_own_format_on_request() -> None:
+    pair = load("tiny", "tiny-draft", dtype=(torch.float32, "bf16"), quantization=("int8_weight_only", None))
+    target, draft = pair.models.target, pair.models.draft
+    assert isinstance(target, LeanRunner)
+    assert isinstance(draft, LeanRunner)
+    assert (target.dtype, draft.dtype) == (torch.float32, torch.bfloat16)
+    assert [source.precision.quantization for source in pair.models.sources] == ["int8_weight_only", "none"]
+
+
+@pytest.mark.heavy
+def test_prompt_look_up_drafts_without_a_model() -> None:
+    pair = load("tiny", "ngram")
+    assert repr(pair) == "Pair(tiny, draft ngram, on cpu, context 2048)"
+    (found,) = pair.generate("import os\nimport sys\nimport os\nimport", max_new_tokens=12, temperature=0)
+    (plain,) = load("tiny").generate("import os\nimport sys\nimport os\nimport", max_new_tokens=12, temperature=0)
+    assert found.token_ids == plain.token_ids
+    assert found.draft_lengths
+    assert not plain.draft_lengths
+
+
+def test_a_plan_needs_no_torch() -> None:
+    program = (
+        "import sys; from llama_ssp import plan; found = plan('30B', '7B', hardware='8xa100_80gb'); "
+        "assert found.fits; print(*sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "hydra"} & set(ended.stdout.split()) == set()

@@ -1,0 +1,131 @@
+"""`plan` gives the plan of `llama-ssp plan`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp import compare_machines, plan
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.spec import job_of_plan, resolve_shapes
+from llama_ssp.run.commands.plan import main, read_settings
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import DraftLayout
+from llama_ssp.weights import hub
+
+
+def by_command(*settings: str) -> dict[str, Any]:
+    config = read_settings([*settings])
+    resolve_shapes(config)
+    machine = hardware.build(config.hardware)
+    return document(make_plan(job_of_plan(config, machine), machine))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (
+            {"target": "30B", "draft": "7B", "hardware": "8xa100_80gb"},
+            ["model=30B", "draft=7B", "hardware=8xa100_80gb"],
+        ),
+        (
+            {"target": "13B", "hardware": "8xa100_80gb", "num_gpus": 2, "num_nodes": 1, "batch_size": 4},
+            ["model=13B", "draft=none", "hardware=8xa100_80gb", "hardware.num_gpus=2", "batch_size=4"],
+        ),
+        (
+            {
+                "target": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
+                "quantization": ("int8", None), "num_draft_tokens": "auto", "acceptance": 0.6, "prompt_tokens": 100,
+                "max_new_tokens": 200,
+            },
+            [
+                "model=30B", "draft=7B", "hardware=p4d_24xlarge", "placement=sharded", "model.dtype=fp16",
+                "draft.model.dtype=fp16", "model.quantization=int8", "speculation.num_draft_tokens=auto",
+                "speculation.acceptance=0.6", "prompt_tokens=100", "max_new_tokens=200",
+            ],
+        ),
+        (
+            {"target": "65B", "draft": "tinyllama_1B", "hardware": "8xh100", "text": "code"},
+            ["model=65B", "draft=tinyllama_1B", "hardware=8xh100", "speculation.text=code"],
+        ),
+        (
+            {"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"},
+            ["model=7B", "draft=ngram", "hardware=laptop_cpu"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list[str]) -> None:
+    found, wanted = document(plan(**arguments)), by_command(*settings)
+    assert found == wanted
+
+
+def test_the_planner_chooses_the_placement() -> None:
+    found = plan("30B", "7B", hardware="p4d_24xlarge", placement="auto")
+    assert found.job.draft_kind in DraftLayout
+    assert found.timing.speculative_s
+    others = [plan("30B", "7B", hardware="p4d_24xlarge", placement=name) for name in ("one_rank", "sharded")]
+    assert found.timing.speculative_s <= min(each.timing.speculative_s or 0.0 for each in others)
+
+
+def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:
+    found = plan("tiny", "tiny-draft")
+    assert len(found.ranks) == 1
+    assert found.fits
+
+
+def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = hub.resolve(catalogue.load("tiny"))
+    monkeypatch.setattr(hub, "find_config", lambda _model: folder)
+    found = plan("owner/name", hardware="laptop_cpu")
+    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+
+
+def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").symlink_to(hub.resolve(catalogue.load("tiny")))
+    found = plan("~/m", hardware="laptop_cpu")
+    assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
+    settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
+    assert by_command(*settings)["target"] == document(found)["target"]
+
+
+def test_machines_are_compared_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model=7B", "draft=none", "hardware=g5_12xlarge,1xl4", "objective=price", "prices={1xl4:0.5}"]
+    assert main([*settings, "max_ms_per_token=40", "batch_size=2", "format=json"]) == 0
+    wanted = json.loads(capsys.readouterr().out)["machines"]
+    found = compare_machines(
+        "7B", hardware=["g5_12xlarge", hardware.load("1xl4")], objective="price", prices={"1xl4": 0.5},
+        max_ms_per_token=40, batch_size=2,
+    )  # fmt: skip
+    numbered = [{"rank": number} | asdict(choice) for number, choice in enumerate(found, start=1)]
+    assert json.loads(json.dumps(numbered)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"objective": "speed"}, "unknown objective 'speed'"),
+        ({"text": "poetry"}, "unknown text 'poetry'"),
+        ({"hardware": []}, "names no machine"),
+        ({"max_price": -1}, "max_price=-1.0 must be above 0"),
+        ({"prices": {"1xl4": "cheap"}}, "must be US dollars per hour by machine"),
+        ({"search": "yes"}, "search='yes' must be True or False"),
+    ],
+)
+def test_a_wrong_argument_of_a_comparison_is_one_sentence(wrong: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        compare_machines("7B", **{"hardware": ["1xl4"], **wrong})
+
+
+def test_a_repr_is_a_line() -> None:
+    assert repr(plan("7B", hardware="laptop_cpu")).startswith("Plan(7B, on 1 x ")
+    found = repr(plan("65B", "7B", hardware="8xa100_80gb", num_gpus=1))
+    assert "\n" not in found
+    assert "does not fit" in found
+    assert found.endswith(" ms/token)")

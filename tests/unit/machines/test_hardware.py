@@ -1,0 +1,120 @@
+"""The catalogue of machines, and what is said of a file that is wrong."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.settings.folders import conf_dir
+
+REQUIRED = {
+    "p4d_24xlarge", "8xa100_80gb", "g5_12xlarge", "8xh100", "8xh200", "1xh200", "mi250", "4xl40s", "laptop_cpu",
+    "1xa100_80gb", "1xh100", "1xrtx3090", "1xrtx4090", "1xl4", "8xmi300x", "g6e_48xlarge", "p5_48xlarge",
+    "p5e_48xlarge", "8xb200",
+}  # fmt: skip
+WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "price", "profiles"}
+
+
+def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
+    figures: dict[str, Any] = yaml.safe_load((conf_dir() / "hardware" / f"{name}.yaml").read_text())
+    return figures
+
+
+def test_the_catalogue_has_every_machine_that_was_promised() -> None:
+    assert set(hardware.names()) >= REQUIRED
+
+
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_every_figure_of_an_entry_has_a_source(name: str) -> None:
+    figures, machine = _figures(name), hardware.load(name)
+    wanted = {key for key, value in figures.items() if value is not None} - WITHOUT_SOURCE
+    wanted |= {f"{link}.{key}" for link in ("link", "network") if link in figures for key in figures[link]}
+    wanted |= {"price.usd_per_hour"} if machine.price else set()
+    assert wanted - machine.sources.keys() == set()
+    assert machine.name == name
+
+
+@pytest.mark.parametrize("name", sorted(REQUIRED))
+def test_every_price_of_an_entry_has_its_month(name: str) -> None:
+    price = hardware.load(name).price
+    assert price is None or re.fullmatch(r"20\d\d-\d\d", price.date or "")
+
+
+def test_all_problems_of_a_file_are_told_at_once() -> None:
+    figures = _figures() | {
+        "num_gpus": -8, "memory_bytes": 1.5, "kernel_s": -1, "link": {"latency_s": 0}, "wheels": 4,
+        "flops_per_s": {"fp16": 0, "fp8": 1e15}, "device": "tpu", "num_nodes": 2, "network": None,
+    }  # fmt: skip
+    del figures["bandwidth_bytes_per_s"]
+    problems = "\n".join(hardware.problems_of(figures))
+    for complaint in (
+        "hardware.num_gpus=-8 must be above 0",
+        "hardware.memory_bytes=1.5 must be a whole number",
+        "hardware.kernel_s=-1 must be 0 or more",
+        "hardware.link.bandwidth_bytes_per_s is missing",
+        "'wheels'",
+        "hardware.flops_per_s.fp16=0 must be above 0",
+        "'fp8'",
+        "hardware.device=tpu must be one of cuda, cpu",
+        "hardware.bandwidth_bytes_per_s is missing",
+        "hardware.num_nodes=2 needs hardware.network",
+    ):
+        assert complaint in problems
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("link", 5, "must be a mapping"),
+        ("flops_per_s", {}, "at least one number format"),
+        ("sources", "web", "where each figure is from"),
+        ("profiles", {"num_ranks": 1}, "must be a list"),
+        ("profiles", [{"num_ranks": 1}], "hardware.profiles[0].linear is missing"),
+        ("memory_bytes", "40 GB", "must be a whole number"),
+        ("memory_bytes", float("nan"), "must be a whole number"),
+        ("gpu", 7, "must be text"),
+        ("price", 3, "hardware.price must be a mapping"),
+        ("price", {"usd_per_hour": 0}, "hardware.price.usd_per_hour=0 must be above 0"),
+        ("price", {"per": "gpu"}, "hardware.price.usd_per_hour is missing"),
+        ("price", {"usd_per_hour": 2, "per": "hour"}, "hardware.price.per=hour must be node or gpu"),
+        ("price", {"usd_per_hour": 2, "date": 2025}, "hardware.price.date=2025 must be text"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object, complaint: str) -> None:
+    assert complaint in "\n".join(hardware.problems_of(_figures() | {key: value}))
+
+
+def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one() -> None:
+    assert hardware.problems_of(_figures()) == []
+    assert hardware.problems_of(["p4d"]) == ["hardware must be a mapping of figures, not ['p4d']"]
+
+
+def test_an_unknown_machine_is_told_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match="did you mean 8xh100"):
+        hardware.load("8xh10")
+
+
+def test_whole_numbers_written_with_an_exponent_are_whole_numbers() -> None:
+    machine = hardware.build(_figures() | {"memory_bytes": 4e10})
+    assert isinstance(machine.memory_bytes, int)
+
+
+def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
+    parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
+    profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
+    faulty = [{"rows": 1.5, "width": 0, "s": -1}, {"rows": 1, "s": "fast", "speed": 2}]
+    figures = _figures() | {"profiles": [profile | {"layer": faulty}]}
+    assert sorted(hardware.problems_of(figures)) == [
+        "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0",
+        "hardware.profiles[0].layer[0].s=-1 must be above 0",
+        "hardware.profiles[0].layer[0].width=0 must be above 0",
+        "hardware.profiles[0].layer[1].s=fast must be a number, above 0",
+        "hardware.profiles[0].layer[1].width is missing",
+        "unknown figure of hardware.profiles[0].layer[1] 'speed': there are rows, s, width",
+    ]
+    figures["profiles"][0] |= {"layer": [], "composition": [{"rows": 1, "working_set_bytes": 8, "ratio": 2.0}]}
+    assert hardware.problems_of(figures) == [], "what earlier versions wrote is ignored"
+    assert hardware.build(figures).profiles[0].forward_ratio == 1.0

@@ -1,0 +1,173 @@
+"""A wait for a GPU ends when it has passed the event, or as a collective on CPUs does: late, or without a rank."""
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llama_ssp.errors import LostRankError
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
+from llama_ssp.ranks.gpu import device_wait
+from llama_ssp.ranks.gpu.device_wait import DeviceWait
+
+NEVER = 10**9
+
+
+@dataclass
+class CountedEvent:
+    """An event that is passed when it has been asked for so often."""
+
+    num_refusals: int
+    num_queries: int = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.num_queries > self.num_refusals
+
+    def synchronize(self) -> None:
+        pytest.fail("it waits without a limit")
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The naps of the waits."""
+    taken: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(device_wait, "time", SimpleNamespace(monotonic=time.monotonic, sleep=taken.append))
+    assert sleep is time.sleep
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("num_refusals", "num_queries", "num_naps"), [(0, 1, 0), (1, 2, 0), (31, 32, 0), (40, 41, 8)],
+    ids=["there already", "soon", "just", "later"],
+)  # fmt: skip
+def test_a_result_that_is_there_costs_one_query_and_no_nap(
+    num_refusals: int, num_queries: int, num_naps: int, naps: list[float]
+) -> None:
+    event = CountedEvent(num_refusals)
+    DeviceWait(lambda: False).until(event)
+    assert (event.num_queries, len(naps)) == (num_queries, num_naps)
+
+
+def test_a_device_that_finishes_nothing_is_given_up_at_the_timeout() -> None:
+    waits = DeviceWait(lambda: False)
+    waits.timeout_s = 0.05
+    with pytest.raises(dist.DistBackendError, match=r"timed out after 0\.05 s"):
+        waits.until(CountedEvent(NEVER))
+
+
+def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_wait, "_GRACE_S", 0.05)
+    with pytest.raises(dist.DistBackendError, match="a rank that has ended"):
+        DeviceWait(lambda: True).until(CountedEvent(NEVER))
+
+
+def test_a_wait_that_the_device_can_end_is_not_given_up_because_of_another_replica(naps: list[float]) -> None:
+    DeviceWait(lambda: True).until(CountedEvent(40))
+    assert len(naps) == 8
+
+
+def test_a_wait_that_has_ended_is_progress() -> None:
+    waits = DeviceWait(lambda: False)
+    waits.passed_s = 0.0
+    waits.until(CountedEvent(0))
+    assert time.monotonic() - waits.passed_s < 60
+
+
+class Channel(ControlChannel):
+    """A control channel that rank 1 of two does not answer."""
+
+    def __init__(self, *, alarmed: bool) -> None:
+        super().__init__(None, rank=0, size=2, is_first_here=True)
+        self._is_alarmed = alarmed
+
+    def missing(self) -> tuple[int, ...]:
+        return (1,)
+
+
+@pytest.mark.parametrize(
+    ("alarmed", "cause"), [(True, "connection closed"), (False, "no answer within timeouts.decode_s=0.2")]
+)
+@pytest.mark.usefixtures("_signal_handlers")
+def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
+    alarmed: bool, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_wait, "_GRACE_S", 0.05)
+    watch = Channel(alarmed=alarmed)
+    comm = Comm(rank=0, size=2, device_wait=DeviceWait(lambda: watch.has_failed))
+    assert comm.device_wait
+    comm.device_wait.timeout_s = 0.2
+    sentence = f"rank 1 is missing while decoding ({cause}); run the same command with the same run_dir to resume"
+    with pytest.raises(LostRankError) as caught:  # noqa: SIM117 - the inner block is what is tested
+        with unify_failure(watch, Phase(doing="decoding", limit="timeouts.decode_s=0.2")):
+            comm.alone().wait(CountedEvent(NEVER))
+    assert str(caught.value) == sentence
+    assert caught.value.speaks
+
+
+def test_a_rank_whose_gpu_waits_for_nobody_leaves_the_wait_to_torch() -> None:
+    waited: list[str] = []
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append("synchronize"))
+    Comm.single().wait(event)
+    assert waited == ["synchronize"]
+
+
+def test_values_in_the_memory_of_the_host_are_read_as_they_are() -> None:
+    values = torch.ones(3)
+    assert Comm.single().read(values) is values
+
+
+class Clock:
+    """A clock that goes by naps and by whatever else moves it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(device_wait, "_NAP_S", 0.5)
+        monkeypatch.setattr(device_wait, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.move))
+
+    def move(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize("work_s", [200.0, 500.0])
+def test_a_peer_that_compiles_for_longer_than_the_timeout_is_waited_for(
+    work_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    waits = DeviceWait(lambda: False, has_busy_peer=lambda: clock.now_s < work_s)
+    waits.timeout_s = 60.0
+    event = SimpleNamespace(query=lambda: clock.now_s >= work_s + 1)
+    waits.until(event)
+    assert clock.now_s == pytest.approx(work_s + 1)
+    assert not waits.is_waiting
+
+
+@pytest.mark.parametrize(("work_s", "ended_s"), [(0.0, 60.0), (100.0, 120.0), (10**6, 600.0)])
+def test_a_peer_that_is_not_at_work_any_more_or_for_too_long_is_given_up(
+    work_s: float, ended_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    waits = DeviceWait(lambda: False, has_busy_peer=lambda: clock.now_s < work_s)
+    waits.timeout_s = 60.0
+    with pytest.raises(dist.DistBackendError, match="timed out after 60 s"):
+        waits.until(CountedEvent(NEVER))
+    assert ended_s <= clock.now_s <= ended_s + 2.5
+    assert not waits.is_waiting
+
+
+def test_a_rank_says_that_it_waits_only_while_it_does() -> None:
+    """It is asked from a thread, whatever the main thread is doing."""
+    seen: list[bool] = []
+
+    def is_passed() -> bool:
+        seen.append(waits.is_waiting)
+        return len(seen) > 40
+
+    waits = DeviceWait(lambda: False)
+    waits.until(SimpleNamespace(query=is_passed))
+    assert (seen[0], seen[-1], waits.is_waiting) == (False, True, False)

@@ -1,0 +1,135 @@
+"""Every way in which a run can break is one sentence, and the same one on all ranks that are left."""
+
+import errno
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
+from llama_ssp.ranks.failures import ControlChannel, Phase, from_message, unify_failure
+from llama_ssp.ranks.signals import STOP_SIGNALS
+
+pytestmark = pytest.mark.usefixtures("_signal_handlers")
+PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.1.1]")
+LATE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/buf.cc:81] Timed out waiting 5000ms for recv")
+RESUME = "run the same command with the same run_dir to resume"
+
+
+@dataclass(kw_only=True)
+class Others(ControlChannel):
+    """The other ranks' answers."""
+
+    size: int = 3
+    rank: int = 1
+    gone: tuple[int, ...] = ()
+    orphan: bool = False
+    alarmed: bool = False
+    first: str | None = None
+    agreed: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str | None:
+        return self.first
+
+    @property
+    def has_failed(self) -> bool:
+        return self.alarmed
+
+    @property
+    def is_orphan(self) -> bool:
+        return self.orphan
+
+    def missing(self) -> tuple[int, ...]:
+        return self.gone
+
+    def agree_on(self, words: str, *, without: tuple[int, ...] = ()) -> str:
+        assert without == self.gone
+        self.agreed.append(words)
+        return words
+
+    def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
+        return self.first is None and 0 in without
+
+
+def ended(error: BaseException, watch: ControlChannel) -> BaseException:
+    with pytest.raises((Exception, KeyboardInterrupt)) as caught, unify_failure(watch, PHASE):
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "gone", "kind", "sentence"),
+    [
+        (CLOSED, (2,), LostRankError, f"rank 2 is missing while decoding (connection closed); {RESUME}"),
+        (
+            LATE, (0, 2), LostRankError,
+            f"ranks 0, 2 are missing while decoding (no answer within timeouts.decode_s=5); {RESUME}",
+        ),
+        (
+            dist.DistBackendError("a rank did not come in time: timed out"), (), LostRankError,
+            "ranks lost each other while decoding (no answer within timeouts.decode_s=5), though all are alive; ",
+        ),
+        (
+            CLOSED, (), LostRankError,
+            f"ranks lost each other while decoding (connection closed), though all are alive; {RESUME}",
+        ),
+        (KeyboardInterrupt(), (2,), LostRankError, f"rank 2 is missing while decoding (no answer); {RESUME}"),
+        (KeyboardInterrupt(), (), InterruptedRun, "interrupted"),
+        (ConfigError("no"), (), ConfigError, "no"),
+        (MemoryError(), (), CapacityError, "rank 1 failed while decoding: out of memory: end other programs"),
+    ],
+)  # fmt: skip
+def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
+    error: BaseException, gone: tuple[int, ...], kind: type[SspError], sentence: str
+) -> None:
+    watch = Others(gone=gone)
+    found = ended(error, watch)
+    assert type(found) is kind
+    assert str(found).startswith(sentence)
+    assert isinstance(found, SspError)
+    assert found.speaks is (0 in gone)
+    assert "\n" not in str(found)
+    for number in STOP_SIGNALS:
+        signal.raise_signal(number)  # is ignored
+    assert type(from_message(watch.agreed[0])) is kind
+
+
+def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:
+    found = ended(KeyboardInterrupt(), Others(gone=(2,), alarmed=True))
+    assert str(found) == f"rank 2 is missing while decoding (connection closed); {RESUME}"
+
+
+def test_what_another_rank_has_met_first_is_the_end_here_too() -> None:
+    found = ended(CLOSED, Others(first="CapacityError\nrank 0 needs more", gone=(2,)))
+    assert (type(found), str(found)) == (CapacityError, "rank 0 needs more")
+    assert isinstance(found, SspError)
+    assert found.speaks is False
+
+
+def test_ranks_without_their_agent_are_interrupted_also_where_the_others_have_ended_before() -> None:
+    for error in (KeyboardInterrupt(), CLOSED, LATE):
+        assert str(ended(error, Others(orphan=True))) == "interrupted"
+    assert "rank 2 is missing" in str(ended(CLOSED, Others(orphan=True, gone=(2,))))
+
+
+def test_what_nobody_has_foreseen_keeps_its_traceback_and_is_named_to_the_others() -> None:
+    watch, error = Others(gone=()), KeyError("row")
+    assert ended(error, watch) is error
+    assert watch.agreed == ["LostRankError\nrank 1 failed while decoding: KeyError: 'row'"]
+
+
+def test_a_rank_alone_keeps_its_errors_but_for_memory_and_disk() -> None:
+    for error in (KeyboardInterrupt(), ConfigError("no"), CLOSED, PermissionError(errno.EACCES, "Permission denied")):
+        assert ended(error, ControlChannel.alone()) is error
+    full = ended(OSError(errno.ENOSPC, "No space left on device", "a.log"), ControlChannel.alone())
+    assert str(full).startswith("cannot write a.log: no space left on device; free some space")
+    assert type(full) is SspError
+
+
+def test_the_allocator_of_the_cpu_runs_out_of_memory_in_a_sentence() -> None:
+    with pytest.raises(CapacityError, match="out of memory"), unify_failure(ControlChannel.alone(), PHASE):
+        torch.empty(1 << 58)

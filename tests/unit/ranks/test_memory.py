@@ -1,0 +1,35 @@
+"""What this process holds and what the node still has, as the kernel tells it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llama_ssp.ranks import memory
+
+
+def test_a_nodes_free_memory_is_what_programs_can_still_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:    4000 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", told)
+    assert memory.available_bytes() == 4000 * 1024
+
+
+def test_a_gpus_memory_is_what_it_has_lost_at_most_as_plans_count_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes torch reserved up to 60, now 40; context, NCCL and graphs hold 13, and then 5."""
+    told = {"mem_get_info": (47, 100), "memory_reserved": 40, "max_memory_reserved": 60}
+    for name in (*told,):
+        monkeypatch.setattr(torch.cuda, name, lambda _device, name=name: told[name])
+    watch = memory.MemoryWatch(torch.device("cuda", 0))
+    watch.sample()
+    assert watch.peak_bytes == 60 + 13
+    told["mem_get_info"] = 55, 100
+    watch.sample()
+    assert watch.peak_bytes == 60 + 13
+
+
+def test_a_system_without_proc_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    assert memory.available_bytes() is None
+    assert memory.anonymous_bytes() is None

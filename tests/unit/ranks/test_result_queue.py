@@ -1,0 +1,124 @@
+"""What copies finish reaches rank 0, and all of them end a stage together."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
+
+from llama_ssp.ranks import result_queue
+from llama_ssp.ranks.result_queue import ResultQueue
+
+
+def _stage(
+    *,
+    ranks_per_copy: int,
+    num_copies: int,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: Callable[[], tuple[int, ...]] = tuple,
+    has_failed: Callable[[], bool] = bool,
+) -> list[ResultQueue]:
+    """One end for each rank, all of the same stage."""
+    store = HashStore()
+    monkeypatch.setattr(result_queue, "_stages", iter([7] * ranks_per_copy * num_copies))
+    return [
+        ResultQueue(
+            store,
+            rank=rank,
+            number=rank // ranks_per_copy,
+            speaks=rank % ranks_per_copy == 0,
+            num_copies=num_copies,
+            missing=missing,
+            has_failed=has_failed,
+            patience_s=0.3,
+        )
+        for rank in range(ranks_per_copy * num_copies)
+    ]
+
+
+@pytest.mark.parametrize("who_stopped", [None, 0, 2, 3])
+def test_rank_0_hears_every_text_once_and_all_hear_whether_one_was_stopped(
+    who_stopped: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = _stage(ranks_per_copy=2, num_copies=3, monkeypatch=monkeypatch)
+    heard: list[str] = []
+
+    def work(rank: int) -> bool:
+        number = rank // 2
+        for place in range(number * 2):
+            ends[rank].tell(f"copy {number}, text {place}")
+        stopped = who_stopped is not None and number == who_stopped // 2
+        return ends[rank].end(stopped=stopped, take=heard.append)
+
+    with ThreadPoolExecutor(6) as pool:
+        outcomes = list(pool.map(work, range(6)))
+    assert sorted(heard) == [f"copy {number}, text {place}" for number in (1, 2) for place in range(number * 2)]
+    assert [text for text in heard if "copy 2" in text] == [f"copy 2, text {place}" for place in range(4)]
+    assert outcomes == [who_stopped is not None] * 6
+
+
+def test_rank_0_fetches_while_others_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch)
+    assert first.fetch() == []
+    second.tell("one")
+    second.tell("two")
+    assert first.fetch() == ["one", "two"]
+    assert first.fetch() == []
+
+
+def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
+        time.sleep(0.1)
+        assert not waiting.done()
+        assert not second.end(stopped=False, take=lambda _text: None)
+        assert not waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
+    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: (1 - rank,))
+    with pytest.raises(dist.DistStoreError):
+        ends[rank].end(stopped=False, take=lambda _text: None)
+
+
+def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
+    calls = iter([(), (1,), ()] * 5)
+    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: next(calls, ()))
+    with ThreadPoolExecutor(1) as pool:
+        waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
+        time.sleep(1.0)
+        assert not second.end(stopped=False, take=lambda _text: None)
+        assert not waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[bool] = []
+
+    def has_failed() -> bool:
+        if killed == [True]:
+            ends[1 - rank].tell("finished just before")
+            killed.append(True)
+        return bool(killed)
+
+    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, has_failed=has_failed)
+    heard: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ends[rank].end, stopped=False, take=heard.append)
+        time.sleep(0.2)
+        assert not waiting.done(), "a copy that has ended its share is no fault"
+        killed.append(True)
+        try:
+            with pytest.raises(dist.DistStoreError):
+                waiting.result(timeout=5)
+        finally:
+            ends[1 - rank].end(stopped=False, take=heard.append) if not waiting.done() else None
+    assert heard == ["finished just before"][rank:]

@@ -1,0 +1,185 @@
+"""Who a process is, where it computes, and which cores are its own."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch does not list it
+
+from llama_ssp.errors import LostRankError
+from llama_ssp.ranks import world
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.environment import Ranks, read_ranks
+from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.world import on_all_cores, share_cores
+from llama_ssp.settings.schema import DeviceKind
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM_STEP = {
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_ID": "0",
+}  # fmt: skip
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
+FIFTH_OF_EIGHT = Ranks(rank=5, size=8, local_rank=1, local_size=4)
+ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        (TORCHRUN, FIFTH_OF_EIGHT),
+        (TORCHRUN | SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, FIFTH_OF_EIGHT),
+        (SLURM_STEP, FIFTH_OF_EIGHT),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),4", "SLURM_NODEID": "2"}, FIFTH_OF_EIGHT),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,4,1", "SLURM_NODEID": "1"}, FIFTH_OF_EIGHT),
+        (BATCH_SCRIPT, ALONE),
+        ({}, ALONE),
+    ],
+    ids=[
+        "torchrun",
+        "torchrun in a SLURM step",
+        "a SLURM step",
+        "a SLURM step on nodes of two sizes",
+        "a SLURM step on nodes of three sizes",
+        "a batch script outside of any step",
+        "plain python",
+    ],
+)
+def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
+    assert read_ranks(environ) == ranks
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "sharers", "threads", "own"),
+    [
+        (8, (4, 5, 6, 7), 2, [{2, 3}]),
+        (4, (4, 5, 6, 7), 1, [{1}]),
+        (2, (4, 5, 6, 7), 1, []),
+        (2, (5,), 2, []),
+        (4, (5, 7), 2, [{0, 1}]),
+    ],
+    ids=["more", "as many", "fewer", "bound by srun", "bound to a socket by srun"],
+)
+def test_ranks_that_may_use_the_same_cores_share_them(
+    num_cores: int, sharers: tuple[int, ...], threads: int, own: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []
+    set_threads: list[int] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)))
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
+    assert share_cores(FIFTH_OF_EIGHT, cores=frozenset(range(num_cores)), sharers=sharers) == threads
+    assert (kept, set_threads) == (own, [threads])
+
+
+@pytest.mark.parametrize(
+    ("others", "sharers", "crowded"),
+    [
+        ([["here", [0, 1]]] * 3, (0, 1, 2, 3), True),
+        ([["here", [2, 3]], ["here", [0, 1]], ["there", [0, 1]]], (1, 2), False),
+    ],
+    ids=["one mask for all", "a mask for each socket, and another host"],
+)
+def test_ranks_of_a_host_with_the_same_mask_share_cores(
+    others: list[object], sharers: tuple[int, ...], crowded: bool, meeting: "Meeting", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting.say(others)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+        assert world._sharers(job.ranks, job.cores) == sharers
+    assert meeting.crowded == [crowded]
+
+
+def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("the number of threads was changed"))
+    assert share_cores(ALONE, cores=frozenset({0, 1}), sharers=(0,)) == torch.get_num_threads()
+
+
+def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
+    cores = os.sched_getaffinity(0)
+    share = {min(cores)}
+    os.sched_setaffinity(0, share)
+    try:
+        with on_all_cores(frozenset(cores)):
+            assert os.sched_getaffinity(0) == cores
+        assert os.sched_getaffinity(0) == share
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+class Meeting:
+    """A world of four that has met, without the three others."""
+
+    def __init__(self, *, fails_at: str = "never") -> None:
+        self.fails_at = fails_at
+        self.crowded: list[bool] = []
+        self.store = HashStore()
+        self.say([["there", [0]]] * 3)
+
+    def say(self, cores: list[object]) -> None:
+        """Let the others, ranks 0, 2 and 3, tell their host and cores."""
+        for rank, words in zip((0, 2, 3), cores, strict=True):
+            self.store.set(f"llama_ssp/cores/{rank}", json.dumps(words))
+
+    def of_world(self, *, crowded: bool, **_: object) -> SimpleNamespace:
+        self.crowded.append(crowded)
+        self._come_to("meeting")
+        return SimpleNamespace(set_timeout=lambda _: None, barrier=lambda: self._come_to("ending"))
+
+    def _come_to(self, place: str) -> None:
+        if place == self.fails_at:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    found = Meeting()
+    others = SimpleNamespace(
+        rank=0,
+        size=4,
+        verdict=None,
+        has_failed=False,
+        is_orphan=False,
+        missing=lambda: (2,),
+        agree_on=lambda words, **_: words,
+        is_error_reporter=lambda **_: True,
+    )
+    for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world, "_watch", lambda _: others)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: found.store)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(Comm, "of_world", found.of_world)
+    for cached in (world._first_cores, world._sharers):
+        cached.cache_clear()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield found
+    for cached in (world._first_cores, world._sharers):
+        cached.cache_clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("place", ["meeting", "ending"])
+def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeting) -> None:
+    meeting.fails_at = place
+    doing = {"meeting": "connecting"}.get(place, place)
+    sentence = f"rank 2 is missing while {doing} .connection closed.; "
+    with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
+        assert place == "ending"
+
+
+def test_later_jobs_of_a_sweep_know_all_cores_of_the_node(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [set(range(4)), {1}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores.pop(0) if len(cores) > 1 else cores[0])
+    for _ in range(2):
+        with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
+            assert job.cores == set(range(4))
+    assert meeting.crowded == [False, False]

@@ -1,0 +1,118 @@
+"""How many ranks a command line means, on which machine, and what is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.run.commands.ranks import own
+from llama_ssp.run.commands.ranks.own import Start, num_gpus, read_start
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
+
+
+def read(*words: str, environ: dict[str, str] | None = None, default: int | None = None) -> Start:
+    return read_start(words, environ or {}, default=default)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of 4 cores without GPUs, and a torch for GPUs."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(own, "version", lambda _package: "2.13.0")
+    monkeypatch.setattr(own, "_DEVICES", tmp_path)
+    monkeypatch.setattr(own, "_AMD_NODES", tmp_path)
+
+
+def test_ranks_are_a_word_of_the_command_and_no_setting() -> None:
+    start = read("model=30B", "ranks=4", "draft=7B")
+    assert start == Start(words=["model=30B", "draft=7B"], num_ranks=4, sentence="starting 4 ranks…")
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "num_ranks", "sentence"),
+    [
+        ([], 0, 1, "starting 1 rank, since no GPU was found (ranks=N starts another number)…"),
+        ([], 1, 1, "starting 1 rank, one for each GPU (ranks=N starts another number)…"),
+        ([], 8, 8, "starting 8 ranks, one for each GPU (ranks=N starts another number)…"),
+        (["ranks=2"], 8, 2, "starting 2 ranks…"),
+        (["ranks=1"], 8, 1, "starting 1 rank…"),
+        (["device=cpu"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
+        (["placement=accelerate"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
+    ],
+)
+def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(
+    words: list[str], gpus: int, num_ranks: int, sentence: str, tmp_path: Path
+) -> None:
+    for index in range(gpus):
+        (tmp_path / f"nvidia{index}").touch()
+    (tmp_path / "nvidiactl").touch()
+    start = read(*words)
+    assert (start.num_ranks, start.sentence) == (num_ranks, sentence)
+
+
+def test_a_file_of_the_checkout_starts_one_rank_and_says_nothing_new() -> None:
+    assert read(default=1) == Start(words=[], num_ranks=1)
+    assert read("ranks=2", default=1).num_ranks == 2
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, {**STEP, "SLURM_STEP_NUM_TASKS": "2"}], ids=["torchrun", "srun"])
+def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> None:
+    assert read("model=7B", environ=environ) == Start(words=["model=7B"], num_ranks=None)
+    assert read("ranks=2", environ=environ).num_ranks is None
+    with pytest.raises(ConfigError, match=r"ranks=4: (torchrun|srun) has started 2 already, so leave ranks= out"):
+        read("ranks=4", environ=environ)
+
+
+def test_a_shell_on_a_node_of_slurm_is_no_rank() -> None:
+    assert read("ranks=4", environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}).num_ranks == 4
+
+
+def test_jobs_of_a_sweep_have_a_setting_of_their_own() -> None:
+    assert read("-m", "hydra/launcher=slurm").num_ranks == 1
+    with pytest.raises(
+        ConfigError, match=r"ranks=8 has no effect on jobs: hydra.launcher.ranks_per_node=8 sets theirs"
+    ):
+        read("-m", "hydra/launcher=slurm", "ranks=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ranks=0"], r"ranks=0 must be one whole number from 1 on, of the processes on this machine, such as ranks=2"),
+        (["ranks="], r"ranks= must be one whole number"),
+        (["ranks=two"], r"ranks=two must be one whole number"),
+        (["ranks=1,2"], r"ranks=1,2 must be one whole number"),
+        (["ranks=2x8"], r"; several nodes are started by sbatch launch/slurm.sbatch, or by torchrun --nnodes"),
+        (["ranks=33"], r"ranks=33 must be at most 32 on this machine, which has 4 cores; several nodes are started by"),
+        (["ranks=2", "ranks=4"], r"ranks=2 ranks=4: give ranks= once"),
+    ],
+)
+def test_what_is_no_number_of_ranks_of_this_machine_is_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(*words)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-a, GPU-b,MIG-c", 3)]
+)
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_gpus_may_be_hidden(variable: str, visible: str, count: int, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    assert num_gpus({}) == 1
+    assert num_gpus({variable: visible}) == count
+
+
+def test_amds_gpus_are_counted_without_its_cpus(tmp_path: Path) -> None:
+    for name, units in (("0", 0), ("1", 304), ("2", 304)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
+    assert num_gpus({}) == 2
+
+
+def test_a_torch_for_cpus_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(own, "version", lambda _package: "2.13.0+cpu")
+    assert num_gpus({}) == 0

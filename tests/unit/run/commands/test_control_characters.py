@@ -1,0 +1,106 @@
+"""No control character of a prompt, a value or a text of a model reaches the terminal; records keep them all."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.run.commands import manifest, plan
+from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+CONTROLS = "".join(map(chr, [*range(1, 9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F)]))
+HOSTILE = f"\x1b[2J\x1b]0;title\x07\x9b31m{CONTROLS}"
+SMALL = ("model=tiny-draft", "draft=none", "max_new_tokens=2", "device=cpu", f"prompt={HOSTILE}")
+
+
+def assert_harmless(text: str) -> None:
+    assert [char for char in text if char not in "\n\t" and unicodedata.category(char) in {"Cc", "Cs"}] == []
+    assert not set(text) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def of_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every token of the model be half of an escape sequence."""
+    halves = iter(["a\x1b", "[2J", "\x1b]", "0;t\x07", "\x9b", "31m"] * 100)
+    monkeypatch.setattr("llama_ssp.continuation.TextAfter.decode", lambda _self, _ids: next(halves))
+
+
+@pytest.mark.parametrize(
+    "settings", [("task=generate",), heavy(("task=generate", "batch_size=2")), heavy(("task=latency",))]
+)
+def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_model(monkeypatch)
+    ended = launch(*SMALL, *settings, f"run_dir={tmp_path}/\x1b[2Jrun")
+    assert ended.code == 0, ended.err
+    assert_harmless(ended.out + ended.err)
+    if settings == ("task=generate",):
+        assert "\\x1b[2J" in ended.out
+
+
+@pytest.mark.heavy
+def test_compare_prints_none(tmp_path: Path) -> None:
+    ended = launch("max_new_tokens=2", "device=cpu", f"prompt={HOSTILE}", f"run_dir={tmp_path}/run")
+    assert ended.code == 0, ended.err
+    assert "\\x1b[2J\\x1b]0;title\\x07\\x9b31m" in ended.out
+    assert_harmless(ended.out + ended.err)
+
+
+def test_json_lines_hold_none_and_are_exact_and_so_are_records(tmp_path: Path) -> None:
+    ended = launch(*SMALL, "task=generate", "task.format=jsonl", f"run_dir={tmp_path}")
+    assert ended.code == 0, ended.err
+    assert_harmless(ended.out + ended.err)
+    (line,) = ended.out.splitlines()
+    recorded = json.loads((tmp_path / "run.jsonl").read_bytes())
+    assert json.loads(line) == recorded
+    assert recorded["prompt"] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["--cfg", "job", "prompt=\u202e"],
+        heavy(["-m", "hydra/launcher=slurm", "hardware=p4d_24xlarge", "dry_run=true", f"prompt={HOSTILE}"]),
+        [f"--{HOSTILE}"],
+        [f"model={HOSTILE}"],
+        heavy([f"prompts={HOSTILE}"]),
+        heavy([f"model.path={HOSTILE}", "task=generate"]),
+        [f"seed='{HOSTILE}'"],
+        [f"stop_strings=['{HOSTILE}']", "max_new_tokens=0"],
+        [f"hardware={HOSTILE}"],
+    ],
+)
+def test_what_hydra_prints_and_errors_hold_none(settings: list[str], tmp_path: Path) -> None:
+    ended = launch(*settings, f"run_dir={tmp_path}/run")
+    assert ended.code in {0, 2}, ended.err
+    assert ended.out + ended.err
+    assert_harmless(ended.out + ended.err)
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize("search", ["false", heavy("true")])
+def test_a_plan_prints_none(form: str, search: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = f"'{HOSTILE}'"
+    settings = [f"hardware.name={hostile}", f"hardware.gpu={hostile}", f"format={form}", f"search={search}"]
+    assert plan.main(["model=7B", "draft=none", "hardware=g5_12xlarge", *settings]) == 0
+    said = capsys.readouterr()
+    assert said.out
+    assert_harmless(said.out + said.err)
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]", ":smile:"])
+def test_a_name_in_a_plan_is_no_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["model=7B", "draft=none", "hardware=g5_12xlarge", f"hardware.name='{name}'"]) == 0
+    assert name in capsys.readouterr().out
+
+
+def test_a_name_of_a_file_holds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "\x1b[2J\udc9b"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert manifest.main([str(folder)]) == 0
+    assert manifest.main([f"{folder}/none"]) == 2
+    said = capsys.readouterr()
+    assert_harmless(said.out + said.err)

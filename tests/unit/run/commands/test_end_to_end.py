@@ -1,0 +1,291 @@
+"""Whole runs on one rank, in this process: what a user gets for good input and for bad."""
+
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llama_ssp.run.commands import run
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
+from tests.helpers.lanes import heavy
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.texts import library_greedy
+from tests.helpers.tokenizers import save_tokenizer
+
+pytestmark = pytest.mark.seconds
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    code: int
+    out: str
+    err: str
+    run_dir: Path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What it recorded."""
+        return [json.loads(line) for line in (self.run_dir / "run.jsonl").read_text().splitlines()]
+
+
+Launch = Callable[..., Ended]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+    """A function that runs the entry with a run folder of its own."""
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+    def launch_one(*arguments: str, run_dir: str = "run") -> Ended:
+        sys.argv = ["run.py", *arguments, f"run_dir={tmp_path / run_dir}"]
+        capsys.readouterr()  # what was written before the run, as the bars of saved checkpoints
+        code = run.main()
+        out, err = capsys.readouterr()
+        return Ended(code=code, out=out, err=err, run_dir=tmp_path / run_dir)
+
+    return launch_one
+
+
+@pytest.fixture(scope="session")
+def neox_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-NeoX pair in bfloat16, the target in many shards."""
+    folder = tmp_path_factory.mktemp("a pair")
+    build_checkpoint(folder / "target", "gpt_neox", dtype=torch.bfloat16, max_shard_size="50KB")
+    build_checkpoint(folder / "draft", "gpt_neox", dtype=torch.bfloat16, num_hidden_layers=1)
+    for part in ("target", "draft"):
+        save_tokenizer(folder / part, VOCAB_SIZE)
+    assert len(list((folder / "target").glob("*.safetensors"))) > 2
+    return folder
+
+
+def local(folder: Path) -> list[str]:
+    return [f"model.path={folder / 'target'}", f"draft.model.path={folder / 'draft'}", "model=local", "draft=local"]
+
+
+def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
+    prompt = "def factorial(n):"
+    ended = launch("task=generate", "sampling=greedy", f"prompt={prompt}", "max_new_tokens=24")
+    folder = hub.resolve(catalogue.load("tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = library_greedy(model, tokenizer(prompt).input_ids, num_tokens=24)
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    startup = json.loads((ended.run_dir / "summary.json").read_text())["startup"]
+    steps = ["composed_s", "imported_s", "joined_s", "checked_s", "loaded_s", "first_token_s"]
+    assert list(startup) == ["began_unix_s", *steps]
+    assert [startup[step] for step in steps] == sorted(startup[step] for step in steps)
+    assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
+
+
+@pytest.mark.heavy
+def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
+    ended = launch("sampling=greedy", "prompt=class Stack:", "max_new_tokens=40", r'stop_strings=["\n\n"]')
+    assert ended.code == 0, ended.err
+    plain, fast = ended.lines
+    assert plain["text"] == fast["text"]
+    assert [line["finish_reason"] for line in ended.lines] == ["stop", "stop"]
+    assert plain["text"].count("\n\n") == 1
+
+
+@pytest.mark.heavy
+def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_args, **_kwargs: pytest.fail("a model was downloaded"))
+    greedy = ["task=generate", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24", "draft=none"]
+    wanted = launch(*greedy, "model=tiny-draft").lines[0]["token_ids"]
+    ended = launch(*greedy, "model=smollm2_135M", "model.dtype=fp32", "weights=synthetic", run_dir="other")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    assert json.loads((ended.run_dir / "summary.json").read_text())["weights"] == "synthetic"
+
+
+@pytest.mark.heavy
+def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
+    greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
+    alone = launch(*greedy)
+    assert alone.code == 0, alone.err
+    wanted = alone.lines[0]["token_ids"]
+    limit = ["placement.target.offload=disk", "placement.target.max_memory_gb=0.04"]
+    ended = launch(*greedy, "placement=accelerate", *limit, run_dir="other")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["token_ids"] == wanted
+    assert "[8]; 2 offloaded (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
+    assert not list(ended.run_dir.glob("offload*"))
+    assert "meta device" not in ended.out + ended.err
+    planned = json.loads((ended.run_dir / "summary.json").read_text())["placement"]["target"]
+    assert planned == {"kind": "accelerate", "ranks": [0], "tp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["placement.target.offload=cpu", "placement.target.max_memory_gb=1"], "use offload=disk or none"),
+        (["placement.target.offload=disk", "placement.target.max_memory_gb=0.001"], "give at least 0.00839"),
+    ],
+)
+def test_layers_that_cannot_wait_are_refused_before_anything_is_loaded(
+    launch: Launch, settings: list[str], sentence: str
+) -> None:
+    ended = launch("task=generate", "prompt=a", "device=cpu", "placement=accelerate", *settings)
+    assert ended.code == 2
+    assert sentence in ended.err.splitlines()[0]
+    assert "loaded target" not in (ended.run_dir / "ranks" / "000.log").read_text()
+
+
+def test_any_pair_of_folders_runs(launch: Launch, neox_pair: Path) -> None:
+    ended = launch("task=generate", *local(neox_pair), "prompt=t5 t6 t7", "max_new_tokens=9", "ignore_eos=true")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["num_new_tokens"] == 9
+    assert sum(length + 1 for length in ended.lines[0]["accepted_lengths"]) >= 8
+
+
+@pytest.mark.heavy
+def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, neox_pair: Path) -> None:
+    prompt = " ".join(["t9"] * 100)
+    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=28", "ignore_eos=true")
+    assert ended.code == 0, ended.err
+    assert ended.lines[0]["num_new_tokens"] == 28
+    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=29", run_dir="other")
+    assert ended.code == 2
+    assert "max_new_tokens=28 would fit" in ended.err
+
+
+@pytest.mark.heavy
+def test_prompts_come_from_a_file_or_standard_input_in_order(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import"}\n{"prompt": "class A:\\n"}\n')
+    small = ["task=generate", "task.format=jsonl", "max_new_tokens=3", "batch_size=8"]
+    ended = launch(*small, f"prompts={tmp_path}/prompts.jsonl")
+    assert [json.loads(line)["prompt"] for line in ended.out.splitlines()] == ["import", "class A:\n"]
+    assert "speculative: 1 of 2 prompts at " in ended.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import\nfrom\n"))
+    ended = launch(*small, "prompts=-", run_dir="other")
+    assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
+
+
+def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) -> None:
+    ended = launch("prompt=import os", "max_new_tokens=6", f"task.picture={tmp_path}/compare.svg")
+    assert ended.code == 0, ended.err
+    assert [line["mode"] for line in ended.lines] == ["plain", "speculative"]
+    assert "prompt 1 of 1, speculative" in ended.out
+    assert "speed-up" in ended.out
+    assert "<svg" in (tmp_path / "compare.svg").read_text()
+
+
+@pytest.mark.heavy
+def test_a_comparison_without_a_terminal_tells_how_far_it_is_and_a_resumed_one_counts_on(
+    launch: Launch, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("import\nfrom\nclass\n")
+    small = [f"prompts={tmp_path}/prompts.txt", "max_new_tokens=3"]
+    ended = launch(*small)
+    assert re.search(r"plain: 1 of 3 prompts at .*; speculative: 1 of 3 prompts at .*; 6 tokens, \d+ s left", ended.err)
+    lines = (ended.run_dir / "run.jsonl").read_bytes().splitlines(keepends=True)
+    (ended.run_dir / "run.jsonl").write_bytes(b"".join(lines[:3]))
+    assert re.search(r"plain: 3 of 3 prompts at .*; speculative: 2 of 3 prompts at .*; 6 tokens, ", launch(*small).err)
+
+
+@pytest.mark.heavy
+def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -> None:
+    lists = ["task.num_draft_tokens=[2]", "task.prompt_tokens=[5]", "task.batch_sizes=[1,2]", "task.repetitions=1"]
+    ended = launch("task=benchmark", *lists, "max_new_tokens=4")
+    assert ended.code == 0, ended.err
+    rows = [json.loads(line) for line in (ended.run_dir / "benchmark.jsonl").read_text().splitlines()]
+    assert [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows] == [
+        (2, 5, 1),
+        (2, 5, 2),
+    ]
+    assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
+    assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
+    assert "assisted" in ended.out
+    summary = json.loads((ended.run_dir / "summary.json").read_text())
+    assert (summary["task"], summary["cells"], summary["plain"]) == ("benchmark", rows, None)
+    assert "2 cells measured; records in" in ended.err
+    assert "plain: 1 of 4 runs at " in ended.err
+    assert "; assisted: 1 of 2 runs at " in ended.err
+
+
+def spoil_truncate(folder: Path) -> str:
+    file = folder / "target" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return "is truncated or corrupt"
+
+
+def spoil_shard(folder: Path) -> str:
+    file = folder / "target" / "model.safetensors"
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
+    file.unlink()
+    return "names model-00002-of-00002.safetensors"
+
+
+def spoil_pickle(folder: Path) -> str:
+    (folder / "target" / "model.safetensors").rename(folder / "target" / "pytorch_model.bin")
+    return "holds pickle weights"
+
+
+def spoil_missing(folder: Path) -> str:
+    shutil.rmtree(folder / "target")
+    return "does not exist"
+
+
+def spoil_vocabulary(folder: Path) -> str:
+    save_tokenizer(folder / "draft", VOCAB_SIZE - 1)
+    return "the draft must have the target's vocabulary"
+
+
+def spoil_tokenizer(folder: Path) -> str:
+    (folder / "draft" / "tokenizer.json").write_text("{")
+    return "tokenizer.json is not JSON"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_truncate, spoil_vocabulary, *map(heavy, (spoil_shard, spoil_pickle, spoil_missing, spoil_tokenizer))],
+)
+def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
+    spoil: Callable[[Path], str], launch: Launch, tmp_path: Path
+) -> None:
+    for part in ("target", "draft"):
+        build_checkpoint(tmp_path / part, "llama", num_hidden_layers=1)
+        save_tokenizer(tmp_path / part, VOCAB_SIZE)
+    sentence = spoil(tmp_path)
+    ended = launch("task=generate", *local(tmp_path), "prompt=t5")
+    assert (ended.code, len(ended.err.strip().splitlines())) == (2, 1)
+    assert sentence in ended.err
+    assert ended.lines == []
+    assert (ended.run_dir / "status").read_text().startswith("2: ")
+
+
+def test_a_dry_run_prints_the_plan_and_loads_nothing(launch: Launch) -> None:
+    ended = launch("model=7B", "draft=none", "task=generate", "prompt=x", "dry_run=true", "hardware=p4d_24xlarge")
+    assert ended.code == 0, ended.err
+    assert "weights, target" in ended.out
+    assert not ended.run_dir.exists()
+
+
+def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(launch: Launch) -> None:
+    ended = launch("prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu")
+    summary = json.loads((ended.run_dir / "summary.json").read_text())
+    assert summary["forecast"]["plain_ms_per_token"] > 0
+    assert summary["forecast"]["speedup"] > 0
+    assert summary["memory"][0]["planned_bytes"] > summary["memory"][0]["measured_peak_bytes"] / 2
+    full = launch("model=30B", "dry_run=true", "hardware=laptop_cpu")
+    assert (full.code, "rank 0 needs" in full.err) == (3, True)

@@ -1,0 +1,155 @@
+"""Models of the hub by their ids: found in a cache, without a network, by runs, plans, sweeps and the library."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp import load, speculative_generate
+from llama_ssp.run.commands import plan
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
+from tests.helpers.hub import put
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.own_conf import OwnConf
+
+pytestmark = pytest.mark.seconds
+
+TARGET, DRAFT = "acme/tiny-v1.0", "acme/tiny_draft"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with the shipped pair under ids of the hub."""
+    folder = tmp_path / "hub"
+    for hub_id, name in ((TARGET, "tiny"), (DRAFT, "tiny-draft")):
+        put(folder, hub_id, hub.resolve(catalogue.load(name)).iterdir())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    return folder
+
+
+def run(folder: Path, *words: str) -> Ended:
+    return launch(*words, "task=generate", "device=cpu", "prompt=import os", "max_new_tokens=8", f"run_dir={folder}")
+
+
+def line_of(folder: Path) -> dict[str, Any]:
+    (line,) = (folder / "run.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("cache")
+def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Path) -> None:
+    ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}")
+    assert ended.code == 0, ended.err
+    assert run(tmp_path / "b", "model=tiny", "draft=tiny-draft").code == 0
+    found, wanted = line_of(tmp_path / "a"), line_of(tmp_path / "b")
+    assert found["token_ids"] == wanted["token_ids"]
+    assert found["accepted_lengths"] == wanted["accepted_lengths"]
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert (summary["model"], summary["draft"]) == (TARGET, DRAFT)
+    assert summary["forecast"]["plain_ms_per_token"] > 0
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_dry_run_and_a_plan_need_the_config_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for weights in (tmp_path / "hub").rglob("*.safetensors"):
+        weights.unlink()
+    ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}", "dry_run=true")
+    assert ended.code == 0, ended.err
+    assert plan.main([f"model={TARGET}", f"draft={DRAFT}", "hardware=laptop_cpu", "format=json"]) == 0
+    of_hub = json.loads(capsys.readouterr().out)
+    assert plan.main(["model=tiny", "draft=tiny-draft", "hardware=laptop_cpu", "format=json"]) == 0
+    by_name = json.loads(capsys.readouterr().out)
+    assert of_hub["target"]["name"] == TARGET
+    assert of_hub["target"]["num_parameters"] == by_name["target"]["num_parameters"]
+    assert of_hub["time"]["plain_ms_per_token"] == by_name["time"]["plain_ms_per_token"]
+    refused = run(tmp_path / "b", f"model={TARGET}", "draft=none")
+    assert refused.code == 2
+    assert f"of {TARGET} only other files than weights are in" in refused.err
+    assert f"run hf download {TARGET} on a network" in refused.err
+
+
+@pytest.mark.usefixtures("cache")
+def test_synthetic_weights_have_the_sizes_of_the_config_file_alone(tmp_path: Path) -> None:
+    for weights in (tmp_path / "hub").rglob("*.safetensors"):
+        weights.unlink()
+    ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}", "weights=synthetic", "dry_run=true")
+    assert ended.code == 0, ended.err
+    assert TARGET in ended.out
+    absent = run(tmp_path / "b", "model=acme/absent", "draft=none", "weights=synthetic", "dry_run=true")
+    assert absent.code == 2
+    assert "run hf download acme/absent" in absent.err
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("cache")
+def test_a_sweep_goes_over_ids_and_names(tmp_path: Path) -> None:
+    ended = run(tmp_path / "a", "-m", f"model={TARGET},tiny", f"draft={DRAFT},none")
+    assert ended.code == 0, ended.err
+    summaries = [json.loads((tmp_path / "a" / str(point) / "summary.json").read_text()) for point in range(4)]
+    assert [(each["model"], each["draft"]) for each in summaries] == [
+        (TARGET, DRAFT), (TARGET, None), ("tiny", DRAFT), ("tiny", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("cache")
+def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: OwnConf) -> None:
+    own_conf("experiment/hub.yaml", f"# @package _global_\ndefaults:\n  - override /model: {TARGET}\n")
+    assert run(tmp_path / "a", "experiment=hub", "draft=none").code == 0
+    own_conf("model/mine.yaml", f"name: mine\nhub_id: {TARGET}\ndefault_draft: {DRAFT}\n")
+    assert run(tmp_path / "b", "model=mine").code == 0
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert (summary["model"], summary["draft"]) == ("mine", DRAFT)
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("cache")
+def test_the_library_loads_a_pair_of_the_hub() -> None:
+    of_hub, by_name = (load(*names, device="cpu") for names in ((TARGET, DRAFT), ("tiny", "tiny-draft")))
+    texts = [speculative_generate(pair, "import os", max_new_tokens=8)[0].text for pair in (of_hub, by_name)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["model=tyni"], "did you mean tiny?"),
+        (["model=mistral"], "; model=owner/name takes a model of the hub"),
+        (["draft=a/b/c"], "neither a name of the catalogue nor an id of the hub, owner/name: for a folder give draft="),
+        (["model=./weights"], "neither a name of the catalogue nor an id of the hub"),
+        (["model=acme/absent", "draft=none"], "acme/absent on the hub is not in"),
+        (["model=acme/absent", "draft=none", "dry_run=true"], "HF_HUB_OFFLINE is set: run hf download acme/absent"),
+        (["hardware=acme/box"], "unknown hardware 'acme/box'"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_a_name_that_is_no_model_gets_its_sentence(settings: list[str], sentence: str, tmp_path: Path) -> None:
+    ended = run(tmp_path / "a", *settings)
+    assert ended.code == 2
+    assert sentence in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("cache")
+def test_a_folder_with_the_name_of_an_id_is_never_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(TARGET).mkdir(parents=True)
+    Path(TARGET, "config.json").touch()
+    ended = run(tmp_path / "a", f"model={TARGET}", "draft=none")
+    assert ended.code == 2
+    assert f"model={TARGET} is a folder here: give model=local model.path={TARGET}, or model=local" in ended.err
+    hub_alone = run(tmp_path / "b", "model=local", f"model.hub_id={TARGET}", "draft=none")
+    assert hub_alone.code == 0, hub_alone.err
+
+
+def test_a_plan_of_an_absent_model_is_one_sentence(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["model=acme/absent", "draft=none", "hardware=laptop_cpu"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    wanted = f"acme/absent on the hub is not in {cache} and HF_HUB_OFFLINE is set: run hf download acme/absent"
+    assert said.err == f"{wanted} on a network\n"

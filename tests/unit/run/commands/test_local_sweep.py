@@ -1,0 +1,148 @@
+"""A sweep on this machine: all points are checked before the first one starts."""
+
+import gc
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.run.commands.ranks import own
+from llama_ssp.settings import folders
+from llama_ssp.settings.schema import RunConfig
+from tests.helpers.in_process import launch
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+TINY = folders.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
+TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> str:
+    """Settings of a sweep over a folder with a model and a folder that does not exist."""
+    shutil.copytree(TINY, tmp_path / "good")
+    return f"model.path={tmp_path}/good,{tmp_path}/typo"
+
+
+def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
+    """Make this process a rank of two that srun has started on two nodes."""
+    step = {"STEP_ID": "0", "PROCID": str(rank), "LOCALID": "0", "STEP_NUM_TASKS": "2", "STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -> None:
+    ended = launch("-m", "speculation.num_draft_tokens=4,0,2,-1", f"run_dir={tmp_path}/sweep")
+    assert ended.code == 2
+    begun, *problems = ended.err.splitlines()
+    assert begun.startswith("2 problems")
+    assert [problem.split(" run_dir=")[0] for problem in problems] == [
+        "  1. job 1 (speculation.num_draft_tokens=0",
+        "  2. job 3 (speculation.num_draft_tokens=-1",
+    ]
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.heavy
+def test_a_point_that_does_not_fit_keeps_all_points_from_starting(tmp_path: Path) -> None:
+    ended = launch(*TOO_LARGE, f"run_dir={tmp_path}/sweep")
+    assert ended.code == 3
+    assert ended.err.startswith("job 1 (")
+    assert "the smallest change that fits" in ended.err
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llama-ssp", "run"])
+    words = ["ranks=2", "-m", "placement=own_gpu", "hardware=laptop_cpu", "seed=1,2", "dry_run=true"]
+    assert own.main(words, num_ranks=None) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.count("Memory per rank") == 2
+
+
+def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the folder of the point, the same command would begin another sweep inside it."""
+
+    def interrupted(config: RunConfig, _clock: object) -> bool:
+        raise InterruptedRun.in_folder(config.run_dir)
+
+    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: interrupted)
+    ended = launch("-m", "seed=1,2", f"run_dir={tmp_path}/my sweep")
+    assert ended.code == 4
+    assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
+
+
+class Model:
+    """Refers to itself, as decoders and their executors refer to each other."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[weakref.ref[Model]] = []
+    alive = []
+
+    def act(_config: object, _clock: object) -> bool:
+        alive.append([model() is not None for model in made])
+        made.append(weakref.ref(Model()))
+        return False
+
+    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: act)
+    gc.disable()
+    try:
+        assert launch("-m", "seed=1,2,3", f"run_dir={tmp_path}/sweep").code == 0
+    finally:
+        gc.enable()
+    assert alive == [[], [False], [False, False]]
+
+
+@pytest.mark.parametrize("rank", [heavy(0), 1])
+def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_step_of_srun(monkeypatch, rank=rank)
+    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda _config, _clock: False)
+    monkeypatch.setattr("llama_ssp.run.commands.ranks.torchrun.SILENCE_S", 0.1)
+    ended = launch(*TOO_LARGE)
+    assert ended.code == 3
+    assert ended.err.startswith("job 1 (") == (rank == 0)
+
+
+@pytest.mark.heavy
+def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would wait for it; every run checks its capacity again, together with them."""
+    as_step_of_srun(monkeypatch, rank=0)
+    started = []
+    monkeypatch.setattr("llama_ssp.machines.machine.host_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
+    assert launch("-m", "device=cpu", "seed=1,2").code == 0
+    assert started == [1, 2]
+
+
+@pytest.mark.heavy
+def test_a_folder_without_a_model_keeps_all_points_from_starting(local: str, tmp_path: Path) -> None:
+    ended = launch("-m", "model=local", local, "task=generate", "device=cpu", f"run_dir={tmp_path}/sweep")
+    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
+    assert ended.err.startswith("job 1 (")
+    assert "typo does not exist" in ended.err
+
+
+def test_prompts_that_cannot_be_read_keep_all_points_from_starting_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.machines.machine._gpu_names", lambda: ["Nobody's GPU"])
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "import os"}')
+    bad.write_text("import os")
+    ended = launch("-m", "task=generate", f"prompts={good},{bad}", f"run_dir={tmp_path}/sweep")
+    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
+    assert ended.err.startswith("job 1 (")
+    assert "bad.jsonl must be a JSON object" in ended.err

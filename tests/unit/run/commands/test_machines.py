@@ -1,0 +1,155 @@
+"""`llama-ssp plan hardware=all` as a user calls it: what it prints, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.machines import hardware
+from llama_ssp.run.commands import plan as entry
+from llama_ssp.settings.schema import Objective
+from tests.helpers.hub import put
+from tests.helpers.lanes import heavy
+from tests.helpers.own_conf import MACHINE, OwnConf
+
+pytestmark = pytest.mark.seconds
+
+LIST = "hardware=8xh100,g5_12xlarge"
+Compare = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
+    """Return a function from settings to the document of a plan."""
+
+    def compare_once(*settings: str) -> dict[str, Any]:
+        code = entry.main([*settings, "format=json"])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        content: dict[str, Any] = json.loads(said.out)
+        return content
+
+    return compare_once
+
+
+def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_conf: OwnConf) -> None:
+    own_conf("hardware/mybox.yaml", MACHINE)
+    found = compare("model=7B", "hardware=all")
+    names = {row["machine"] for row in found["machines"]}
+    assert names == set(hardware.names())
+    assert "mybox" in names
+    assert found["plan_version"] == 3
+    assert [row["rank"] for row in found["machines"]] == list(range(1, len(found["machines"]) + 1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("hardware=g5_12xlarge", "objective=latency"),
+        heavy((LIST, "objective=price")),
+        heavy((LIST, "search=true", "objective=throughput")),
+    ],
+)
+def test_every_row_can_be_planned_and_takes_as_long(compare: Compare, settings: tuple[str, ...]) -> None:
+    asked = ("model=llama3_8B", "batch_size=4")
+    rows = [row for row in compare(*asked, "draft=llama3_1B", *settings)["machines"] if row["reason"] is None]
+    assert len(rows) > 1
+    for row in rows:
+        time = compare(*asked, *row["settings"])["time"]
+        ms = time["speculative_ms_per_token"] if row["draft"] else time["plain_ms_per_token"]
+        assert ms == pytest.approx(row["ms_per_token"], rel=1e-3), row  # a cache has slots for K
+
+
+def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> None:
+    found = compare("model=7B", LIST, "hardware.memory_bytes=40000000000", "prices={8xh100:10}")
+    assert {row["capacity_bytes"] for row in found["machines"]} == {40000000000}
+    assert found["prices"]["8xh100"]["usd_per_hour"] == 10
+    assert found["prices"]["g5_12xlarge"]["usd_per_hour"] == 5.672
+    assert found["prices"]["g5_12xlarge"]["date"]
+    one = compare("model=7B", LIST, "hardware.price.usd_per_hour=3", "hardware.price.per=gpu")
+    assert {row["usd_per_hour"] for row in one["machines"] if row["num_gpus"] == 2} == {6.0}
+
+
+@pytest.mark.parametrize("objective", [Objective.price, heavy(Objective.latency), heavy(Objective.throughput)])
+def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(compare: Compare, objective: Objective) -> None:
+    found = compare("model=7B", "hardware=8xh100", f"objective={objective.name}")
+    assert {row["num_gpus"] for row in found["machines"]} == {1, 2, 4, 8}
+    assert found["objective"] == objective.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "complaint"),
+    [
+        (["hardware=8xh100,dgx"], 2, "unknown hardware 'dgx'"),
+        ([LIST, "placement=sharded"], 2, "placement=sharded has no effect on a comparison of machines"),
+        ([LIST, "figure=no/such/folder/a.png"], 2, "create the folder no/such/folder first"),
+        (["hardware=mi250,1xrtx3090", "draft=none", "figure=a.svg"], 2, "nothing that is left has one: prices="),
+        ([LIST, "max_price=-1"], 2, "max_price=-1.0 must be above 0"),
+        ([LIST, "prices={dgx:3}"], 2, "unknown machine in prices 'dgx'"),
+        ([LIST, "hardware.memory_bytes=-1"], 2, "memory_bytes=-1 must be above 0"),
+        ([LIST, "max_ms_per_token=0.01"], 3, "nothing is left of 2 machines; the closest is "),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    settings: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert entry.main(["model=7B", *settings, "format=json"]) == code
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]) == 0
+    said = capsys.readouterr().out
+    assert "llama3_70B, batch 1: the fastest first" in said
+    assert "31.92" in said
+    assert "the first row: hardware=8xh100 draft=none" in said
+    assert "left out: 1xl4 (1 x L4): rank 0 needs" in said
+    assert "USD: on-demand list prices of 2025-06 to 2026-09" in said
+
+
+def test_the_number_of_gpus_is_a_setting_where_it_is_not_the_machines_own(compare: Compare) -> None:
+    rows = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s")["machines"]
+    numbers = {(row["machine"], row["num_gpus"]): _num_gpus_of(row) for row in rows if row["num_replicas"] == 1}
+    assert numbers["8xh100", 8] is None
+    assert numbers["4xl40s", 4] is None
+    assert numbers["4xl40s", 2] == "hardware.num_gpus=2"
+    four = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s", "hardware.num_gpus=4")["machines"]
+    found = {_num_gpus_of(row) for row in four if row["machine"] == "8xh100" and row["num_gpus"] == 4}
+    assert found == {"hardware.num_gpus=4"}
+
+
+def _num_gpus_of(row: dict[str, Any]) -> str | None:
+    return next((setting for setting in row["settings"] if setting.startswith("hardware.num_gpus=")), None)
+
+
+def test_a_comparison_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machines.svg"
+    assert entry.main(["model=7B", "draft=none", LIST, f"figure={file}"]) == 0, capsys.readouterr().err
+    assert "8xh100" in file.read_text()
+
+
+def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {
+        "model_type": "qwen2", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768,
+        "dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    for name, changes in (("acme/large", {}), ("acme/other", {"model_type": "exaone"})):
+        file = tmp_path / name / "config.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(sizes | changes))
+        put(tmp_path / "hub", name, [file])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = compare("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100", "search=true")["search"]
+    assert {choice["target"] for choice in found} == {"acme/large"}
+    assert {"qwen2.5_0.5B", "qwen2.5_7B"} <= {choice["draft"] for choice in found}
+    several = compare("model=acme/other", "draft=none", LIST)
+    assert several["notes"][0].startswith("the engine does not run exaone models")
+    alone = compare("model=acme/other", "draft=none", "hardware=8xh100")
+    assert any(note.startswith("the engine does not run exaone models") for note in alone["notes"])
+    assert entry.main(["model=acme/other", "draft=qwen2.5_0.5B", "hardware=8xh100"]) == 2
+    assert "the draft must have the target's vocabulary" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""Whatever the JSON files of a model's folder hold: a run and a plan end with a sentence, or are not harmed.
+
+Known faults come first, then drawn ones: up to three changes of one folder's files, always the same ones.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from llama_ssp.run.commands import plan, run
+from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.tasks import run as task
+from llama_ssp.run.tasks.dry_run import dry_run
+from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.weights.checkpoint import INDEX_FILE
+from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.mutations import Mutation, mutations, to_text
+from tests.helpers.tokenizers import save_tokenizer
+
+pytestmark = pytest.mark.seconds
+
+FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
+UNHURRIED = settings(
+    derandomize=True, deadline=None, database=None, phases=[Phase.generate],  # to shrink a case would take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+FEW, MANY = settings(UNHURRIED, max_examples=20), settings(UNHURRIED, max_examples=50)
+KEYS = (
+    "model_type", "architectures", "num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads",
+    "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings",
+    "tie_word_embeddings", "dtype", "torch_dtype", "rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta",
+    "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "sliding_window",
+    "use_sliding_window", "layer_types", "attention_types", "attention_layers", "window_size", "is_causal",
+    "auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "text_config", "num_labels",
+    "id2label", "return_dict", "torchscript", "chunk_size_feed_forward", "output_attentions", "tp_plan",
+    "use_cache", "eos_token_id", "bos_token_id", "pad_token_id", "temperature", "top_k", "do_sample", "max_length",
+    "cache_implementation", "watermarking_config", "model_max_length", "chat_template", "tokenizer_class",
+    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "padding_side", "truncation_side",
+    "bos_token", "eos_token", "unk_token", "model_input_names", "clean_up_tokenization_spaces", "add_bos_token",
+    "add_prefix_space", "split_special_tokens", "backend", "legacy", "tokenizer_file", "vocab_file", "truncation",
+    "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens", "weight_map",
+    "metadata", "x",
+)  # fmt: skip
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ bos_token }} {{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each family, in several files, each with a tokenizer and a manifest."""
+    folder = tmp_path_factory.mktemp("sound")
+    for family in FAMILIES:
+        build_checkpoint(folder / family, family, max_shard_size="100KB")
+        assert (folder / family / INDEX_FILE).exists()
+        save_tokenizer(folder / family, VOCAB_SIZE)
+        with_fields(TOKENIZER_CONFIG_FILE, chat_template=CHAT_TEMPLATE)(folder / family)
+        (folder / family / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+        write_manifest(folder / family)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def complete(folder: Path, *more: str) -> Ended:
+    """Complete a prompt with the checkpoint of a folder."""
+    return launch(
+        "task=generate", "model=local", f"model.path={folder}", "draft=none", "prompt=t5 t6", "max_new_tokens=2",
+        "device=cpu", f"run_dir={folder}/run", *more,
+    )  # fmt: skip
+
+
+def plan_for(folder: Path) -> Ended:
+    """Plan a run of the checkpoint of a folder, without torch's part."""
+    said = io.StringIO()
+    words = ["model=local", f"model.path={folder}", "hardware=laptop_cpu", "draft=none"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            return Ended(code=plan.main(words), err=said.getvalue())
+    except Exception:  # noqa: BLE001 - whatever gets out is what is looked for
+        return Ended(code=None, err=traceback.format_exc())
+
+
+def edited(name: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        edit(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+def with_fields(name: str, **fields: object) -> Callable[[Path], None]:
+    return edited(name, lambda content: content.update(fields))
+
+
+def deep(name: str, depth: int = 5000) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text('{"model_type": ' + "[" * depth + "]" * depth + "}")
+
+    return change
+
+
+def huge(name: str) -> Callable[[Path], None]:
+    """Make a file of a size that is not read, without writing it."""
+
+    def change(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.truncate(2**30)
+
+    return change
+
+
+KNOWN: list[tuple[Callable[[Path], None], str]] = [
+    (edited(INDEX_FILE, lambda index: index["weight_map"].update(x="y" * 5000)), "has no weight_map from tensors to"),
+    (edited(INDEX_FILE, lambda index: index["weight_map"].update(x="\0")), "has no weight_map from tensors to"),
+    (deep(INDEX_FILE), f"{INDEX_FILE} is nested more than 64 deep"),
+    (deep("config.json"), "config.json is nested more than 64 deep"),
+    (deep("config.json", depth=80), "config.json is nested more than 64 deep"),
+    (deep("generation_config.json"), "generation_config.json is nested more than 64 deep"),
+    (deep("tokenizer_config.json"), "tokenizer_config.json is nested more than 64 deep"),
+    (deep("tokenizer.json"), "tokenizer.json is nested more than 64 deep"),
+    (deep("special_tokens_map.json"), "special_tokens_map.json is nested more than 64 deep"),
+    (huge("config.json"), "config.json has 1073741824 bytes"),
+    (huge("tokenizer.json"), "tokenizer.json has 1073741824 bytes"),
+    (with_fields("config.json", num_attention_heads="0"), 'has num_attention_heads "0", and a whole number'),
+    (with_fields("config.json", num_key_value_heads="-4"), 'has num_key_value_heads "-4", and a whole number'),
+    (with_fields("config.json", num_hidden_layers=10**9), "has num_hidden_layers 1000000000, and a whole number"),
+    (with_fields("tokenizer_config.json", model_max_length="x"), 'has model_max_length "x", and a number'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "sentence"), [case if n % 3 == 0 else heavy(*case) for n, case in enumerate(KNOWN)])
+def test_a_known_fault_is_a_sentence(fault: Callable[[Path], None], sentence: str, sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+    fault(folder)
+    ended = complete(folder)
+    assert ended.code == 2, ended.err
+    assert sentence in ended.err
+    assert str(folder) in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert len(ended.err) < 1000
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"), [case for case in KNOWN if case[1].startswith(("config.json", "has num_"))]
+)
+def test_a_plan_says_the_same(fault: Callable[[Path], None], sentence: str, sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+    fault(folder)
+    ended = plan_for(folder)
+    assert ended.code == 2, ended.err
+    assert sentence in ended.err
+
+
+@pytest.mark.parametrize("family", [name if name in {"llama", "gpt_neox"} else heavy(name) for name in FAMILIES])
+def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
+    with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)
+    ended = complete(folder)
+    assert ended.code == 0, ended.err
+
+
+def test_a_chat_template_that_fails_is_a_sentence(sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+    with_fields("tokenizer_config.json", chat_template="{% for %}")(folder)
+    ended = complete(folder, "chat=true")
+    assert ended.code == 2, ended.err
+    assert f"the chat template in {folder} fails (" in ended.err
+
+
+def test_a_benchmark_checks_what_transformers_will_generate_by(sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+    with_fields("generation_config.json", early_stopping=5)(folder)
+    ended = complete(folder, "task=benchmark")
+    assert ended.code == 2, ended.err
+    assert f"refuses {folder}/generation_config.json (`early_stopping` must be" in ended.err
+
+
+def test_a_manifest_that_is_deep_is_a_sentence(sound: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+    deep(MANIFEST_FILE)(folder)
+    ended = complete(folder, "model.verify=true")
+    assert ended.code == 2, ended.err
+    assert f"{MANIFEST_FILE} is nested more than 64 deep" in ended.err
+
+
+Case = tuple[str, list[tuple[int, Mutation]]]
+CASES: st.SearchStrategy[Case] = st.tuples(
+    st.sampled_from(FAMILIES),
+    st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 5, 6]), mutations(KEYS)), min_size=1, max_size=3),
+)
+"""A family, and changes of files by their number, the configuration most often."""
+FILES = (
+    "config.json", "generation_config.json", INDEX_FILE, "tokenizer_config.json", "tokenizer.json",
+    "special_tokens_map.json", MANIFEST_FILE,
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(sound: Path) -> RunConfig:
+    return composed(sound)
+
+
+def composed(sound: Path) -> RunConfig:
+    """The config of `complete` for any folder: Hydra takes longer for it than all that reads the files."""
+    configs: list[RunConfig] = []
+    with mock.patch.object(task, "run", lambda config, _clock: configs.append(config)):
+        ended = complete(sound / FAMILIES[0])
+    assert configs, ended.err
+    return configs[0]
+
+
+def answer(act: Callable[[RunConfig], object], config: RunConfig) -> Ended:
+    """End as the entry of a rank does when it comes to this with a config that is composed."""
+    with mock.patch.object(run, "_launch", side_effect=lambda *_, **__: act(deepcopy(config))):
+        return launch()
+
+
+def run_it(config: RunConfig) -> None:
+    task.run(config, StartClock(age_s=0.0))
+
+
+def plan_it(config: RunConfig) -> None:
+    dry_run(config, world_size=1)
+
+
+def check(sound: Path, config: RunConfig, case: Case) -> None:
+    """Change a copy of a checkpoint, and look how a run and a plan of it end."""
+    family, changes = case
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        folder = Path(shutil.copytree(sound / family, Path(place) / "model"))
+        for name in sorted({FILES[number] for number, _ in changes}):
+            document = json.loads((folder / name).read_text())
+            for number, mutation in changes:
+                if FILES[number] == name:
+                    document = mutation.apply(document)
+            (folder / name).write_text(to_text(document))
+        config.model.path, config.run_dir = str(folder), f"{place}/run"
+        config.model.verify = all(FILES[number] == MANIFEST_FILE for number, _ in changes)
+        config.chat = any(FILES[number] == TOKENIZER_CONFIG_FILE for number, _ in changes) and len(changes) > 1
+        said = [answer(act, config) for act in (plan_it, run_it)]
+    for ended in said:
+        assert ended.code in {0, 1, 2, 3, 4}, f"{case}\n{ended.err}"
+        assert "Traceback" not in ended.err, f"{case}\n{ended.err}"
+        assert ended.code == 0 or ended.err.strip(), f"{case} ended with {ended.code} and without a word"
+        assert ended.code == 0 or len(ended.err) < 2000, f"{case}\n{ended.err[:3000]}"
+
+
+@FEW
+@given(CASES)
+def test_any_change_of_a_model_s_files_is_a_sentence_or_does_no_harm(
+    sound: Path, config: RunConfig, case: Case
+) -> None:
+    check(sound, config, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_changes_of_a_model_s_files_are_sentences_or_do_no_harm(part: int, sound: Path, config: RunConfig) -> None:
+    seed(part)(MANY(given(CASES)(lambda case: check(sound, config, case))))()

@@ -1,0 +1,106 @@
+"""A user's own models, machines, pairs and experiments, from a folder that is not the repository."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.run.commands import plan
+from tests.helpers.in_process import launch
+from tests.helpers.own_conf import OwnConf, write_all, writer
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.seconds
+
+PLAN = ("model=mine", "hardware=mybox", "format=json")
+
+
+def called(folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Call a program in a folder, as a user whose options lie below it."""
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "home")}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / program), *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tmp_path: Path) -> None:
+    write_all(writer(tmp_path / "home" / "llama-ssp"))
+    ended = called(tmp_path, "plan.py", *PLAN)
+    assert ended.returncode == 0, ended.stderr
+    content = json.loads(ended.stdout)
+    assert (content["target"]["name"], content["draft"]["name"]) == ("mine", "7B")
+    assert content["hardware"]["name"] == "mybox"
+    assert content["time"]["acceptance"] == 0.61
+
+
+@pytest.mark.heavy
+def test_outside_the_repository_a_run_knows_the_users_experiment(tmp_path: Path) -> None:
+    write_all(writer(tmp_path / "home" / "llama-ssp"))
+    ended = called(tmp_path, "run.py", "experiment=paper", "hardware=mybox", "dry_run=true", "device=cpu")
+    assert ended.returncode == 0, ended.stderr
+    assert "mine" in ended.stdout
+    assert "+ 7 tokens" in " ".join(ended.stdout.split())
+    assert [*tmp_path.iterdir()] == [tmp_path / "home"]
+
+
+def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf, capsys: pytest.CaptureFixture[str]) -> None:
+    del own_conf  # this user has no folder of their own
+    write_all(writer(tmp_path / "conf"))
+    assert plan.main([*PLAN, "--config-dir", str(tmp_path / "conf")]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["acceptance"] == 0.61
+    assert plan.main([*PLAN]) == 2, "the folder of another call is forgotten"
+    assert "unknown model 'mine'" in capsys.readouterr().err
+    ended = launch("--config-dir", str(tmp_path / "conf"), "experiment=paper", "--cfg", "job")
+    assert ended.code == 0, ended.err
+    assert "max_new_tokens: 7" in ended.out
+    assert "name: latency" in ended.out
+
+
+def test_a_job_of_a_sweep_searches_the_given_folder_too(tmp_path: Path, own_conf: OwnConf) -> None:
+    del own_conf
+    write_all(writer(tmp_path / "conf"))
+    words = ("model=mine", "hardware=mybox", "draft=none", "task=generate", "prompt=a", "max_new_tokens=1")
+    ended = launch("-m", "--config-dir", str(tmp_path / "conf"), "hydra/launcher=slurm", "dry_run=true", *words)
+    assert ended.code == 0, ended.err
+    assert f" -- --config-dir {tmp_path / 'conf'} " in ended.out
+
+
+def test_help_lists_the_users_names(own_conf: OwnConf) -> None:
+    write_all(own_conf)
+    assert {"mine", "mybox"} <= set(launch("--help", "all").out.split())
+
+
+def test_a_users_option_replaces_the_packages_for_hydra_too(own_conf: OwnConf) -> None:
+    own_conf("model/13B.yaml", "name: 13B\nhub_id: acme/mirror\n")
+    own_conf("sampling/cool.yaml", "temperature: 0.1\n")
+    for words in (("model=13B", "draft=none"), ("draft=13B",)):
+        assert "hub_id: acme/mirror" in launch(*words, "sampling=cool", "--cfg", "job").out
+    assert "temperature: 0.1" in launch("sampling=cool", "--cfg", "job").out
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "setting"),
+    [
+        ("model/bad.yaml", "name: [", "model=bad"),
+        ("model/bad.yaml", "name: other", "draft=bad"),
+        ("model/bad.yaml", "name: bad\nhub: a/b", "model=bad"),
+        ("hardware/bad.yaml", "wheels: 4", "hardware=bad"),
+        ("experiment/bad.yaml", "# @package _global_\ndefaults: {override /model: 7B}", "experiment=bad"),
+        ("experiment/bad.yaml", "# @package _global_\ndefaults: [3]", "experiment=bad"),
+        ("sampling/bad.yaml", "- 3", "sampling=bad"),
+        ("config.yaml", "seed: 3", "seed=4"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_before_anything_starts(
+    file: str, text: str, setting: str, own_conf: OwnConf, tmp_path: Path
+) -> None:
+    written = own_conf(file, text)
+    ended = launch(setting, f"run_dir={tmp_path / 'run'}")
+    assert ended.code == 2
+    assert ended.err.startswith(str(written))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,224 @@
+"""launch/plan.py as a user calls it: exit codes, what it prints, what it imports, how long it takes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.run.commands import plan as entry
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT = ROOT / "launch" / "plan.py"
+# Packages that an engineer without a GPU need not have; None makes their import fail.
+BLOCKED = ("torch", "transformers", "numpy", "rich", "matplotlib", "accelerate", "safetensors", "scipy", "psutil")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return a function that calls the entry in this process."""
+
+    def call_once(*settings: str) -> Ended:
+        code = entry.main(list(settings))
+        said = capsys.readouterr()
+        return Ended(code=code, out=said.out, err=said.err)
+
+    return call_once
+
+
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def plan(call: Call) -> Plan:
+    """Return a function from settings to the document of a plan that fits."""
+
+    def plan_once(*settings: str) -> dict[str, Any]:
+        ended = call(*settings, "format=json")
+        assert ended.code == 0, ended.err
+        content: dict[str, Any] = json.loads(ended.out)
+        return content
+
+    return plan_once
+
+
+def start(*settings: str, before: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run the script in a process of its own, after some Python."""
+    program = (
+        f"import runpy, sys; {before}; sys.argv = ['plan.py', *{list(settings)!r}]; "
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_transformers_or_numpy() -> None:
+    absent = f"sys.modules.update(dict.fromkeys({BLOCKED!r}))"
+    tell = "import atexit; atexit.register(lambda: print([n for n in sys.modules if sys.modules[n]], file=sys.stderr))"
+    finished = start("model=30B", "draft=7B", "format=json", before=f"{absent}; {tell}")
+    assert finished.returncode == 0, finished.stderr
+    imported = {name.partition(".")[0] for name in json.loads(finished.stderr.replace("'", '"'))}
+    assert imported & set(BLOCKED) == set()
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"), [("rich", "format=table"), heavy("rich", "search=true"), ("matplotlib", "figure=plan.png")]
+)
+def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
+    other = ["format=json"] if package == "matplotlib" else []
+    finished = start("model=7B", setting, *other, before=f"sys.modules[{package!r}] = None", cwd=tmp_path)
+    assert finished.returncode == 2
+    assert f"needs {package}: pip install {package}" in finished.stderr
+
+
+def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: Call) -> None:
+    ended = call("model=7B", "figure=/missing/plan.png")
+    assert (ended.code, ended.out) == (2, "")
+    assert "figure=/missing/plan.png: create the folder /missing first, or name another file" in ended.err
+
+
+def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
+    """The fastest of three counts: tests that run at the same time slow this one down, and never speed it up."""
+    assert min(_seconds_of_a_plan(tmp_path) for _ in range(3)) < 1.0
+
+
+def _seconds_of_a_plan(folder: Path) -> float:
+    before = os.times()
+    started = time.perf_counter()
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), "model=30B", "draft=7B", "hardware=p4d_24xlarge", "format=json"],
+        capture_output=True, text=True, check=False, cwd=folder, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    spent = os.times().children_user + os.times().children_system - before.children_user - before.children_system
+    assert finished.returncode == 0, finished.stderr
+    return min(spent, time.perf_counter() - started)
+
+
+def test_a_plan_imports_nothing_that_only_sweeps_need() -> None:
+    program = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from llama_ssp.run.commands import plan; "
+    program += "code = plan.main(['model=7B', 'format=json']); print(*sys.modules, file=sys.stderr); sys.exit(code)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    imported = set(ended.stderr.split())
+    assert not imported & {"llama_ssp.run.commands.slurm", "llama_ssp.run.commands.points", "importlib.metadata"}
+
+
+def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits(call: Call, plan: Plan) -> None:
+    asked = ["model=65B", "draft=7B", "hardware=g5_12xlarge"]
+    ended = call(*asked, "format=json")
+    assert ended.code == 3
+    content = json.loads(ended.out)
+    assert ended.err.strip() == content["shortage"]
+    for change in content["changes"]:
+        replaced = {setting.partition("=")[0] for setting in change["settings"]}
+        kept = [setting for setting in asked if setting.partition("=")[0] not in replaced]
+        changed = plan(*kept, *change["settings"])
+        assert changed["fits"]
+        assert max(rank["needed_bytes"] for rank in changed["memory"]) == change["needed_bytes"]
+
+
+def test_every_setting_of_the_search_can_be_planned(plan: Plan) -> None:
+    found = plan("model=13B", "hardware=g5_12xlarge", "search=true")["search"]
+    best = next(choice for choice in found if choice["draft"])
+    content = plan("hardware=g5_12xlarge", *best["settings"])
+    assert content["time"]["speculative_ms_per_token"] == pytest.approx(best["ms_per_token"], rel=1e-3)
+
+
+def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none(plan: Plan) -> None:
+    assert plan("model=65B")["draft"]["name"] == "7B"
+    assert plan("model=65B", "draft=none")["draft"] is None
+    assert plan("model=tinyllama_1B")["draft"] is None
+
+
+def test_the_planners_choice_is_planned_and_told(plan: Plan) -> None:
+    content = plan("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
+    assert content["draft"]["kind"] == "sharded", "a draft on one rank takes longer"
+    (note,) = content["notes"]
+    assert note.startswith("placement=auto: the target on ranks 0 1 and the draft on ranks 0 1 (sharded), forecast at ")
+
+
+def test_figures_of_the_machine_can_be_changed(plan: Plan) -> None:
+    content = plan("model=13B", "hardware.num_gpus=2", "hardware.num_nodes=2")
+    assert len(content["memory"]) == 4
+    assert content["hardware"]["num_nodes"] == 2
+
+
+def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_path: Path) -> None:
+    sizes = {
+        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4,
+        "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 512, "dtype": "float16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    content = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu")
+    layer = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128
+    assert content["target"]["num_parameters"] == 3 * layer + 2 * 512 * 128 + 128
+    assert (content["target"]["dtype"], content["target"]["matrix_dtype"]) == ("fp32", "fp16")
+    asked = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
+    assert (asked["target"]["dtype"], asked["target"]["matrix_dtype"]) == ("bf16", "bf16")
+    on_gpu = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=1xh200")
+    assert (on_gpu["target"]["dtype"], on_gpu["target"]["matrix_dtype"]) == ("fp16", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["model=8B"], "unknown model '8B'"),
+        (["hardware=dgx"], "unknown hardware 'dgx'"),
+        (["batch=3"], "unknown setting 'batch': did you mean batch_size"),
+        (["modl=7B"], "unknown setting 'modl': did you mean model?"),
+        (["model.quantisation=int8"], "did you mean model.quantization"),
+        (["model.quantization=nf5"], "unknown model.quantization 'nf5'"),
+        (["zzz=1"], "unknown setting 'zzz': --help all lists all settings"),
+        (["batch_size=many"], "could not be converted to Integer"),
+        (["placement.target.tp_size=16"], "tp_size=16 must be between 1 and the number of ranks, here 8"),
+        (["model=local", "draft=none"], "model.path=DIR"),
+        (["search=true", "model=local", "model.path=nowhere", "draft=none"], "config.json cannot be read"),
+    ],
+)
+def test_a_wrong_setting_exits_with_2_and_one_sentence(call: Call, settings: list[str], complaint: str) -> None:
+    ended = call(*settings)
+    assert ended.code == 2
+    assert complaint in ended.err
+    assert len(ended.err.splitlines()) == 1
+    assert ended.out == ""
+
+
+def test_all_problems_of_machine_and_job_are_one_message(call: Call) -> None:
+    ended = call("hardware.num_gpus=-3", "hardware.wheels=4", "batch_size=-1", "speculation.acceptance=3")
+    assert ended.code == 2
+    assert ended.err.startswith("4 problems")
+
+
+def test_help_shows_how_it_is_called(call: Call) -> None:
+    ended = call("--help")
+    assert ended.code == 0
+    assert "llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
+
+
+def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ(call: Call, plan: Plan) -> None:
+    pair = ["model=gpt_neox_20B", "draft=gpt_neo_1.3B"]
+    refused = call(*pair)
+    assert refused.code == 2
+    assert "drafts that fit: none in the catalogue; draft.tokenizer=own allows any" in refused.err
+    for way in ("intersection", "text"):
+        assert plan(*pair, "draft.tokenizer=own", f"draft.matching={way}")["time"]["speculative_ms_per_token"] > 0

@@ -1,0 +1,106 @@
+"""A rule, a storage format and a family from outside the package: a Python file, its YAML, and no change inside."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.plugins import launch
+from tests.helpers.tokenizers import save_tokenizer
+
+RULE = '''
+"""Accepts nothing: every token is the target's own, drawn from its probabilities."""
+
+from llama_ssp.settings.rules import RuleRecord, register
+
+register(RuleRecord(name="never", verify="toy_rule:verify"))
+
+
+def verify(draft, target_probs_BTV, *, draws):
+    import torch
+    from llama_ssp.speculate.sampling.processors import draw
+    from llama_ssp.speculate.sampling.rules import Verdict
+
+    first_BV = target_probs_BTV[:, 0]
+    ids_B1 = draw(first_BV, draws.residual_BP)
+    return Verdict(torch.zeros_like(ids_B1), ids_B1, first_BV.gather(1, ids_B1))
+'''
+FORMAT = '''
+"""Weights rounded to 1/1024, as 16-bit integers."""
+
+from llama_ssp.settings.formats import StorageFormat, register
+
+register(
+    StorageFormat(
+        name="toy16", kernel="toy_kernel:Toy", matrix_bytes=lambda num_weights, value_bytes: 2 * num_weights,
+        row_bytes=lambda value_bytes: 1,
+    )
+)
+'''
+KERNEL = '''
+"""The kernel of toy16."""
+
+import torch
+
+
+class Toy:
+    def __init__(self, weight_OI, bias_O):
+        self._weight_OI, self._bias_O = (weight_OI * 1024).round().to(torch.int16), bias_O
+
+    def __call__(self, x_MI):
+        y_MO = x_MI @ (self._weight_OI.to(x_MI.dtype) / 1024).t()
+        return y_MO if self._bias_O is None else y_MO + self._bias_O
+
+    def add(self, x_MI, residual_MO):
+        return self(x_MI) + residual_MO
+'''
+FAMILY = '''
+"""Seed-OSS: the Llama function with heads of a size of their own."""
+
+from llama_ssp.architectures.family import Family, register
+from llama_ssp.architectures.gated import gated
+
+register(Family(model_type="seed_oss", parameters=gated, is_llama_kind=True, cuts_vocabulary=True))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (("toy_rule", RULE), ("toy_format", FORMAT), ("toy_kernel", KERNEL), ("toy_family", FAMILY)):
+        (tmp_path / f"{name}.py").write_text(text)
+    for group, name, text in (("verification", "never", "rule: never\n"), ("model", "seed", "name: seed\n")):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / f"{name}.yaml").write_text(text)
+    return tmp_path
+
+
+def lines_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.heavy
+@pytest.mark.seconds
+def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Path) -> None:
+    words = ("prompt=import os", "max_new_tokens=8", "task=generate", "model.quantization=toy16")
+    ended = launch(folder, "verification=never", *words, plugins="toy_rule,toy_format")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = lines_of(folder)
+    assert line["accepted_lengths"] == [0] * 7
+    assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.heavy
+@pytest.mark.seconds
+def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> None:
+    model = folder / "model"
+    build_checkpoint(model, "seed_oss", num_key_value_heads=4, head_dim=16, attention_bias=False)
+    save_tokenizer(model, VOCAB_SIZE)
+    words = ("model=seed", f"model.path={model}", "draft=none", "task=generate", "prompt=t5", "max_new_tokens=8")
+    ended = launch(folder, *words, plugins="toy_family")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = lines_of(folder)
+    assert line["num_new_tokens"] == 8
+    refused = launch(folder, *words, f"run_dir={folder / 'other'}", plugins="")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("seed_oss models are not supported")

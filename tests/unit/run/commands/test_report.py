@@ -1,0 +1,137 @@
+"""launch/report.py as a user calls it."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.run.commands import report
+from tests.helpers.repository import ROOT
+from tests.helpers.runs import FAST, PLAIN, write_run
+
+# Packages that somebody who only looks at results need not have; None makes their import fail.
+BLOCKED = ("torch", "transformers", "rich", "hydra", "omegaconf")
+
+
+def test_a_sweep_becomes_one_page_and_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        write_run(tmp_path / "sweep" / str(number), PLAIN, replace(FAST, ms=30.0 + number))
+    assert report.main([str(tmp_path / "sweep")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path}/sweep/report.html, runs.csv and report.csv: 3 runs\n"
+    assert "3 runs of big + small" in (tmp_path / "sweep" / "report.html").read_text()
+    assert len((tmp_path / "sweep" / "report.csv").read_text().splitlines()) == 1 + 6
+    assert len((tmp_path / "sweep" / "runs.csv").read_text().splitlines()) == 1 + 3
+    assert report.main([str(tmp_path / "sweep")]) == 0, "a report is no run, and can be made again"
+
+
+def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -> None:
+    folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
+    assert report.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
+    page = (tmp_path / "c" / "report.html").read_text()
+    assert 'data-name="run">a</td>' in page
+    assert 'data-name="run">b</td>' in page
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_options_may_stand_anywhere(tmp_path: Path) -> None:
+    first, second = (str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b"))
+    assert report.main([first, "--output", str(tmp_path / "c"), second]) == 0
+    assert (tmp_path / "c" / "report.html").exists()
+
+
+def test_figures_go_into_a_folder_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([str(write_run(tmp_path / "run", PLAIN)), "--figures=pdf"]) == 0
+    assert "report.csv and figures (2 as pdf): 1 run\n" in capsys.readouterr().out
+    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == ["forecast.pdf", "memory.pdf"]
+
+
+@pytest.mark.heavy
+def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for k in (2, 4):
+        folder = write_run(tmp_path / "s" / str(k), PLAIN, FAST)
+        (folder / "config.yaml").write_text(f"speculation:\n  num_draft_tokens: {k}\n")
+    assert report.main([str(tmp_path / "s"), "--figures=svg,pdf,png"]) == 0
+    assert "report.csv and figures (6 as svg, pdf, png): 2 runs" in capsys.readouterr().out
+    begins = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
+    for name in ("speedup_by_K", "time_by_K", "acceptance_by_K", "acceptance_by_position", "forecast", "memory"):
+        for suffix, begin in begins.items():
+            assert (tmp_path / "s" / "figures" / f"{name}.{suffix}").read_bytes().startswith(begin)
+    first = {file.name: file.read_bytes() for file in (tmp_path / "s" / "figures").iterdir()}
+    assert report.main([str(tmp_path / "s"), "--figures=svg,pdf,png"]) == 0
+    assert first == {file.name: file.read_bytes() for file in (tmp_path / "s" / "figures").iterdir()}
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "s" / "0", PLAIN, FAST)
+    (write_run(tmp_path / "s" / "1", PLAIN) / "summary.json").unlink()
+    assert report.main([str(tmp_path / "s")]) == 0
+    assert "left out: s/1 has no summary yet: done" in capsys.readouterr().out
+
+
+def test_a_damaged_run_is_left_out_and_others_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("0", "1", "\udcff"):
+        write_run(tmp_path / "s" / name, PLAIN, FAST, model="\ud800")
+    file = tmp_path / "s" / "1" / "summary.json"
+    file.write_text(file.read_text().replace('"world_size": 2', '"world_size": {}'))
+    assert report.main([str(tmp_path / "s")]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"2 runs; left out: {file} cannot be read (world_size holds {{}}): a run of this version is required\n" in said
+    )
+    assert report.main([str(file.parent)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{empty}"], "holds no run"),
+        (["{empty}/nothing"], "holds no run"),
+        (["{run}", "{run}"], "2 folders need --output=DIR"),
+        (["{run}", "--output"], "argument --output: expected one argument"),
+        (["{run}", "--figures=svg,gif"], "--figures=gif: figures are saved as any of svg, pdf, png"),
+        (["{run}", "--csv"], "unrecognized arguments: --csv; usage: llama-ssp report FOLDER... "),
+        (["{run}", "--output={run}/status"], "cannot be written"),
+        (["--output={empty}"], "the following arguments are required: FOLDER"),
+        ([], "the following arguments are required: FOLDER"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_code_2(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"run": write_run(tmp_path / "run", PLAIN), "empty": tmp_path / "empty"}
+    places["empty"].mkdir()
+    assert report.main([argument.format(**places) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert (len(said.err.splitlines()), said.out) == (1, "")
+
+
+def ended_without(packages: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own that cannot import these packages."""
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({packages!r})); sys.argv[1:] = [{str(folder)!r}]; "
+        f"runpy.run_path({str(ROOT / 'launch' / 'report.py')!r}, run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
+    ended = ended_without(BLOCKED, write_run(tmp_path / "run", PLAIN, FAST))
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
+    ended = ended_without([package], write_run(tmp_path / "run", PLAIN, FAST))
+    assert ended.returncode == 2
+    assert f"needs {package}: pip install {package}" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["--help"]) == 0
+    assert "llama-ssp report outputs/SWEEP" in capsys.readouterr().out

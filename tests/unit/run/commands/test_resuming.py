@@ -1,0 +1,217 @@
+"""A run folder is resumed with the prompts that it was begun with, and never answers one with another's text."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.run.commands import report
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+SMALL = ("task=generate", "model=tiny-draft", "draft=none", "max_new_tokens=2", "batch_size=4")
+
+
+def complete(folder: Path, *prompts: str, max_new_tokens: int = 2) -> Ended:
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    length = f"max_new_tokens={max_new_tokens}"
+    return launch(*SMALL, f"prompts={folder}/p.jsonl", f"run_dir={folder}/run", length)
+
+
+def recorded(folder: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
+    return {line["index"]: line["prompt"] for line in lines}
+
+
+def texts(run_dir: Path) -> dict[int, str]:
+    lines = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+    return {line["index"]: line["text"] for line in sorted(lines, key=lambda line: line["index"])}
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
+        heavy(("import",), "was 'from' when .*, and is now missing, with 1 left"),
+        heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+    ],
+)
+def test_other_prompts_are_refused_by_the_first_that_differs(
+    changed: tuple[str, ...], difference: str, tmp_path: Path
+) -> None:
+    assert complete(tmp_path, "import", "from", "class").code == 0
+    ended = complete(tmp_path, *changed)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    with pytest.raises(ValueError, match=difference.format(folder=tmp_path)):
+        raise ValueError(ended.err)
+    assert "name another run_dir" in ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+
+
+@pytest.mark.heavy
+def test_what_differs_far_behind_is_shown(tmp_path: Path) -> None:
+    assert complete(tmp_path, 60 * "x " + "one").code == 0
+    assert "x one' when" in complete(tmp_path, 60 * "x " + "two").err
+
+
+def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
+    assert complete(tmp_path, "import", "一\x1b").code == 0
+    ended = complete(tmp_path, "import", "一\x1b", "class")
+    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
+
+
+ADAPTIVE = (
+    "task=generate", "model=tiny-draft", "draft=ngram", "speculation.num_draft_tokens=auto", "sampling=greedy",
+    "max_new_tokens=24",
+)  # fmt: skip
+
+
+@pytest.mark.heavy
+def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("import\nfrom\n")
+    words = (*ADAPTIVE, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run")
+    assert launch(*words).code == 0
+    costs, lines = tmp_path / "run" / "round_costs.json", tmp_path / "run" / "run.jsonl"
+    measured, (first, second) = costs.read_text(), lines.read_text().splitlines()
+    assert {cost["num_tokens"] for cost in json.loads(measured)["rounds"]} == {0, 1, 2, 3, 4, 6, 8}
+    lines.write_text(first + "\n")
+    assert launch(*words).code == 0
+    assert costs.read_text() == measured
+    again = json.loads(lines.read_text().splitlines()[1])
+    assert again["text"] == json.loads(second)["text"]
+    assert len(again["draft_lengths"]) == again["num_rounds"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert sum(summary["speculative"]["drafted_histogram"]) == summary["speculative"]["num_rounds"]
+    assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"rounds": [], "catch_up_seconds": []}', heavy('{"rounds": 1}'), heavy("[NaN]")]
+)
+def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
+    words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "round_costs.json").write_text(content)
+    ended = launch(*words)
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert ended.err.startswith("round_costs.json of run_dir ")
+    assert "delete it to measure again" in ended.err
+
+
+def test_rows_that_no_prompt_fills_cost_nothing(tmp_path: Path) -> None:
+    """So many would not fit; the settings keep what was asked for."""
+    (tmp_path / "p.txt").write_text("import\nfrom\n")
+    ended = launch(*SMALL, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run", "batch_size=10000000")
+    assert (ended.code, ended.err.count("does not fit")) == (0, 0), ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from"}
+    assert "batch_size: 10000000\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_models(*_args: object, **_options: object) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr("llama_ssp.run.tasks.run.load_models", load_models)
+    ended = complete(tmp_path, "import")
+    assert ended.code is None
+    assert "no such thing\nand more" in ended.err
+    assert (tmp_path / "run" / "status").read_text() == "1: ValueError: no such thing\n"
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    ended = complete(tmp_path, "import", "\ud800")
+    assert (ended.code, ended.err) == (
+        2, "prompt '\\ud800' holds '\\ud800', a lone surrogate: write it in UTF-8\n",
+    )  # fmt: skip
+
+
+class Typed(io.StringIO):
+    """Somebody at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_typed_prompts_are_counted_on_from_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed in ("import\nfrom\n", "class\n"):
+        monkeypatch.setattr(sys, "stdin", Typed(typed))
+        ended = launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/run")
+        assert ended.code == 0, ended.err
+    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+
+
+def test_a_prompt_that_is_typed_twice_is_the_second_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed in ("import\nfrom\n", "import\nimport\n"):
+        monkeypatch.setattr(sys, "stdin", Typed(typed))
+        assert launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/typed", "max_new_tokens=12").code == 0
+    assert complete(tmp_path, "import", "import", "from", "import", max_new_tokens=12).code == 0
+    typed_texts, (first, second, other, third) = texts(tmp_path / "typed"), texts(tmp_path / "run").values()
+    assert typed_texts == {0: first, 1: other, 2: second, 3: third}
+    assert len({first, second, third}) == 3
+
+
+def test_a_prompt_before_others_changes_no_other_text(tmp_path: Path) -> None:
+    assert complete(tmp_path, "import", "from", max_new_tokens=12).code == 0
+    before = texts(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "first")
+    assert complete(tmp_path, "class", "import", "from", max_new_tokens=12).code == 0
+    assert [*texts(tmp_path / "run").values()][1:] == [*before.values()]
+
+
+def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
+    (folder / "p.txt").write_text(f"{text}\n")
+    lists = ["num_draft_tokens=[2]", "prompt_tokens=[5]", "batch_sizes=[1,2]", "repetitions=1", "peers=false"]
+    words = [f"task.{words}" for words in lists]
+    return launch("task=benchmark", *words, "max_new_tokens=4", f"prompts={folder}/p.txt", *settings)
+
+
+@pytest.mark.slow
+def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_of_all(tmp_path: Path) -> None:
+    here = f"run_dir={tmp_path}/run"
+    ended = measure(tmp_path, here)
+    assert ended.code == 0, ended.err
+    file = tmp_path / "run" / "benchmark.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + second[:-20])
+    assert measure(tmp_path, here).code == 0
+    kept, again = file.read_bytes().splitlines(keepends=True)
+    assert kept == first
+    assert json.loads(again)["batch_size"] == 2
+    assert again != second, "what was only half written is measured anew"
+    assert measure(tmp_path, here).code == 0
+    assert file.read_bytes() == first + again
+
+    cells = json.loads((tmp_path / "run" / "summary.json").read_text())["cells"]
+    assert cells == [json.loads(kept), json.loads(again)]
+    for cell in cells:
+        assert list(cell["forecast_ms_per_token"]) == list(cell["ms_per_token"]) == ["plain", "speculative"]
+    alone, both = (cell["forecast_ms_per_token"]["plain"] for cell in cells)
+    assert both < alone, "forecasts too are over the tokens of all rows"
+    assert report.main([str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"<td>{cells[1]['ms_per_token']['plain']:.2f}</td>" in page
+    assert len(re.findall(r" forecast, [0-9.]+ measured</title>", page)) >= 4, "of two modes in two cells"
+
+    other = measure(tmp_path, here, text="class A:")
+    assert (other.code, "measured with another text" in other.err) == (2, True)
+    assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
+    file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
+    assert "line 1 is damaged" in measure(tmp_path, here).err
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
+    run_dir, lines = f"run_dir={tmp_path}/run", tmp_path / "run" / "run.jsonl"
+    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
+    first = lines.read_bytes()
+    assert first.count(b"\n") == 15
+    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
+    assert lines.read_bytes() == first
+    other = launch("task=latency", "max_new_tokens=3", run_dir)
+    assert other.code == 2
+    assert "max_new_tokens was 2 and is now 3" in other.err

@@ -1,0 +1,285 @@
+"""Prompts are read line by line, become the ids that the model expects, and are refused where they leave no room."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.run.session.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
+from llama_ssp.settings.schema import (
+    DrafterConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    VerificationConfig,
+)
+from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
+
+WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
+CHAT = (
+    "<s> {% for m in messages %}<user> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast:
+    """Words apart by blanks; `begins` puts the begin-of-sequence token before each text."""
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    if begins:
+        words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, **options)
+
+
+def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
+    file.write_text(text, encoding="utf-8")
+    config: dict[str, Any] = {"draft": DrafterConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig()}
+    model, rule = ModelConfig(name="tiny"), VerificationConfig()
+    run = RunConfig(task=task or GenerateConfig(), model=model, verification=rule, prompts=str(file), **config)
+    run.prompts_column = column
+    return read_prompts(run)
+
+
+def texts_of(file: Path, text: str, *, column: str | None = None) -> list[str]:
+    return [prompt.text for prompt in prompts_of(file, text, column=column)]
+
+
+def test_empty_lines_are_no_prompts_and_blanks_of_others_stay(tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.txt", "def f(x):\n\n   \n    return\n") == ["def f(x):", "    return"]
+    assert texts_of(tmp_path / "p.jsonl", '{"prompt": "a\\nb"}\n\n{"prompt": "", "id": 1}\n') == ["a\nb", ""]
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_line_ends_where_files_end_them_and_nowhere_else(end: str, begin: str, tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.txt", f"{begin}a\x0cb{end}c\u2028d{end}") == ["a\x0cb", "c\u2028d"]
+    lines = [f'{{"prompt": "{text}"}}' for text in ("a\u2028b", "c\u0085d")]
+    assert texts_of(tmp_path / "p.jsonl", begin + end.join(lines)) == ["a\u2028b", "c\u0085d"]
+
+
+QUESTION = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite.", "Stop."]}
+
+
+def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path) -> None:
+    """As in Spec-Bench's question.jsonl, which has ids as numbers."""
+    lines = [json.dumps(QUESTION), '{"prompt": "alone", "category": "x"}', '{"turns": ["one"], "question_id": "a1"}']
+    found = prompts_of(tmp_path / "p.jsonl", "\n".join(lines))
+    named: dict[str, Any] = {"question_id": "81", "category": "writing"}
+    assert found == [
+        Prompt(text="Write.", **named),
+        Prompt(text="Rewrite.", earlier=("Write.",), **named),
+        Prompt(text="Stop.", earlier=("Write.", "Rewrite."), **named),
+        Prompt(text="alone", category="x"),
+        Prompt(text="one", question_id="a1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"turns": "a"}', "with a list of one or more texts as `turns`"),
+        ('{"turns": []}', "with a list of one or more texts as `turns`"),
+        ('{"turns": ["a", 1]}', "with a list of one or more texts as `turns`"),
+        ('{"turns": ["a"], "prompt": "a"}', "has both `prompt` and `turns`: give one of them"),
+    ],
+)
+def test_a_conversation_that_is_none_is_named_by_its_line(line: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prompts_of(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n{line}\n')
+    assert f"line 2 of prompts={tmp_path / 'p.jsonl'}" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> None:
+    task = BenchmarkConfig()
+    assert prompts_of(tmp_path / "p.jsonl", '{"turns": ["a"]}', task) == [Prompt(text="a")]
+    with pytest.raises(ConfigError, match="task=benchmark takes prompts of one turn"):
+        prompts_of(tmp_path / "p.jsonl", '{"turns": ["a", "b"]}', task)
+
+
+@pytest.mark.parametrize("line", ["no JSON", '"text"', '{"text": "a"}', '{"prompt": 1}', '{"prompt": "a", "x": NaN}'])
+def test_a_line_that_is_no_record_is_named_by_its_number(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 4 of prompts=.*p\.jsonl must be an? (JSON object|entry with)"):
+        prompts_of(tmp_path / "p.jsonl", f'\n{{"prompt": "a"}}\n\n{line}\n')
+
+
+def test_a_file_of_blanks_holds_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        prompts_of(tmp_path / "p.txt", "\n  \n")
+
+
+TABLES = {
+    ".csv": 'id,question,prompt\n7,"one, two","def f(x):\n    return"\n8,three,import\n',
+    ".tsv": 'id\tquestion\tprompt\n7\tone, two\t"def f(x):\n    return"\n8\tthree\timport\n',
+    ".json": '[{"id": "7", "question": "one, two", "prompt": "def f(x):\\n    return"},\n'
+    ' {"id": "8", "question": "three", "prompt": "import"}]',
+    ".jsonl": '{"id": "7", "question": "one, two", "prompt": "def f(x):\\n    return"}\n'
+    '{"id": "8", "question": "three", "prompt": "import"}\n',
+}
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+@pytest.mark.parametrize("ending", TABLES)
+def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin: str, tmp_path: Path) -> None:
+    file = tmp_path / f"p{ending.upper() if ending == '.csv' else ending}"
+    assert prompts_of(file, begin + TABLES[ending]) == [
+        Prompt(text="def f(x):\n    return", fields={"id": "7", "question": "one, two"}),
+        Prompt(text="import", fields={"id": "8", "question": "three"}),
+    ]
+    assert texts_of(file, begin + TABLES[ending], column="question") == ["one, two", "three"]
+
+
+def test_a_list_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.json", '["a", "b\\nc"]') == ["a", "b\nc"]
+
+
+def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None:
+    assert texts_of(tmp_path / "p.csv", f"prompt\n{'a ' * 10**6}\n") == ["a " * 10**6]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "sentence"),
+    [
+        ("p.csv", "id,question\n1,a b\n", None, r"has id, question: prompts_column=question takes"),
+        ("p.csv", "id,question\n1,a\n", "quest", r"has no prompts_column=quest: it has id, question"),
+        ("p.csv", "id,prompt\n1,a,b\n", None, r"line 2 of .* number of cells .* columns id, prompt: quote cells"),
+        ("p.csv", "id,prompt\n1\n", None, r"line 2 of .* number of cells"),
+        ("p.csv", 'id,prompt\n1,"a\n', None, r"line 2 of .* is not CSV"),
+        ("p.csv", "", None, "holds no prompt$"),
+        ("p.json", '["a", "b"]', "question", r"entry 1 of .* is a text, which has no prompts_column=question: leave"),
+        ("p.jsonl", '{"prompt": "a", "messages": []}', None, "both `prompt` and `messages`: .* prompts_column=prompt"),
+        ("p.json", '{"prompt": "a"}', None, r"holds an object: it must be a list such as"),
+        ("p.json", '{"prompt": "a"}\n{"prompt": "b"}\n', None, r"is not JSON .* one object per line is a .jsonl file"),
+        ("p.json", '[{"prompt": "a"}, 3]', None, r"entry 2 of .* must be an object or a text, and not a number"),
+        ("p.jsonl", '{"prompt": "a", "x": 1e999}', None, r"line 1 of .* has a field `x` that is infinite"),
+        ("p.jsonl", '{"prompt": "a", "x": ' + "[" * 40 + "]" * 40 + "}", None, "has a field `x` .* nested too deep"),
+        ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
+        ("p.jsonl.gz", "x", None, r"\.gz is none of"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_and_never_taken_for_lines(
+    name: str, text: str, column: str | None, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        prompts_of(tmp_path / name, text, column=column)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_is_read_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "a", "score": float("nan"), "at": date(2026, 1, 2)}, {"prompt": "b", "score": 0.5, "at": None}]
+    module = SimpleNamespace(read_table=lambda _file: SimpleNamespace(to_pylist=lambda: rows))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=module))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
+    assert prompts_of(tmp_path / "p.parquet", "") == [
+        Prompt(text="a", fields={"score": None, "at": "2026-01-02"}),
+        Prompt(text="b", fields={"score": 0.5, "at": None}),
+    ]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"p\.parquet needs pyarrow: pip install pyarrow, or save the table as"):
+        prompts_of(tmp_path / "p.parquet", "")
+
+
+SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
+SAID = {"role": "assistant", "content": "b b"}
+
+
+def test_a_list_of_messages_is_a_prompt_for_every_message_without_an_answer(tmp_path: Path) -> None:
+    lists = ([SYSTEM, ASK], [SYSTEM, ASK, MORE], [ASK, SAID, MORE], [ASK, SAID])
+    text = "".join(json.dumps({"id": number, "messages": each}) + "\n" for number, each in enumerate(lists))
+    assert prompts_of(tmp_path / "p.jsonl", text) == [
+        Prompt(text="a", messages=(SYSTEM,), fields={"id": 0}),
+        Prompt(text="a", messages=(SYSTEM,), fields={"id": 1}),
+        Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",), fields={"id": 1}),
+        Prompt(text="b", messages=(ASK, SAID), fields={"id": 2}),
+        Prompt(text="b b", role="assistant", messages=(ASK,), fields={"id": 3}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["[]", '"a"', '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ["a"]}]', json.dumps([ASK, SYSTEM])],
+)
+def test_a_list_that_nobody_can_answer_is_refused(messages: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a list as `messages` that ends with a user's or an assistant's"):
+        prompts_of(tmp_path / "p.jsonl", f'{{"messages": {messages}}}')
+
+
+def test_messages_are_put_in_the_template_with_the_answers_between_them() -> None:
+    roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
+    prompt = Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",))
+    words = tokenizer(chat_template=roles)
+    answered = prompt.encode(words, chat=False, answers=["b b"])
+    assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
+    assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
+    with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
+        prompt.encode(tokenizer(), chat=True, answers=["b b"])
+
+
+def test_a_message_of_the_assistant_is_continued() -> None:
+    prompt = Prompt(text="b b", role="assistant", messages=(ASK,))
+    words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
+    assert words.decode([*prompt.encode(words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
+
+
+def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
+
+
+def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
+    """In the template as messages in turn, whose roles alternate; else as the text was written, line by line."""
+    roles = CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}")
+    earlier = [("a", "b b"), ("b", "a")]
+    assert encode("a a", tokenizer(chat_template=roles), chat=True, earlier=earlier) == (
+        0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
+    )  # fmt: skip
+    lines = tokenizer().decode([*encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")])])
+    assert lines == "<s> a b b b a a a"
+
+
+def test_chat_needs_a_template() -> None:
+    with pytest.raises(ConfigError, match="leave chat out"):
+        encode("a", tokenizer(), chat=True)
+
+
+def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None:
+    assert encode("", tokenizer(begins=False, bos_token="<s>"), chat=False) == (0,)
+    with pytest.raises(ConfigError, match="which this tokenizer lacks"):
+        encode("", tokenizer(begins=False), chat=False)
+    silent = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
+    with pytest.raises(ConfigError, match="which this tokenizer lacks"):
+        encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_new_tokens", "num_answers", "sentence"),
+    [
+        (range(6), 4, 0, None), ([1, 19], 4, 0, None), (range(4), 2, 2, None),
+        # As where a tokenizer was given a token for padding, and the model was not.
+        ([1, 20, 3], 4, 0, "has token id 20, and the model knows 20 ids"),
+        (range(7), 4, 0, "has 7 tokens.*max_new_tokens=3 would fit"), (range(9), 4, 0, "has 9 tokens.*=1 would fit"),
+        (range(10), 4, 0, "has 10 tokens.*has room for 9 at most"),
+        (range(4), 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
+        (range(8), 3, 2, "has room for 7 at most"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(
+    ids: Sequence[int], max_new_tokens: int, num_answers: int, sentence: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        check_ids(ids, max_new_tokens=max_new_tokens, context=10, vocab_size=20, prompt="a", num_answers=num_answers)

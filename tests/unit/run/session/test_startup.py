@@ -1,0 +1,75 @@
+"""The time until the first token is that of this process, and each step has one time."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.run.session.startup import StartClock
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.seconds
+
+# What a run does not need before it looks at checkpoints; the first seven take seconds.
+BEFORE_CHECKPOINTS = (
+    "transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "scipy",
+    "accelerate", "llama_ssp.models.loading", "llama_ssp.models.llama.decoder",
+)  # fmt: skip
+# What the report at the end needs, after everything else has been shown.
+AFTER_RESULTS = ("matplotlib", "llama_ssp.reports.html")
+# What completions do not need at all.
+NEVER = (
+    "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
+    "llama_ssp.weights.synthetic", "llama_ssp.weights.expansion", "llama_ssp.run.tasks.benchmark",
+    "llama_ssp.run.tasks.calibrate", "llama_ssp.run.calibration.operators",
+)  # fmt: skip
+
+
+@pytest.mark.heavy
+def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
+    settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
+    program = (
+        "import json, sys; from llama_ssp.run.commands import run; from llama_ssp.run.tasks import run as task; "
+        "from llama_ssp.terminal import terminal; "
+        "first = [*sys.modules]; results = terminal.Terminal.results; shown = []; "
+        "terminal.Terminal.results = lambda *a, **k: (results(*a, **k), shown.extend(sys.modules)); "
+        f"sys.argv = ['run.py', *{settings!r}]; code = run.main(); "
+        "print(json.dumps([code, first, shown, [*sys.modules]]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    code, first, shown, last = json.loads(ended.stdout.splitlines()[-1])
+    assert code == 0
+    assert {"torch", "transformers"} <= set(first)
+    assert {*BEFORE_CHECKPOINTS, *AFTER_RESULTS, *NEVER} & set(first) == set()
+    assert set(AFTER_RESULTS) & set(shown) == set()
+    assert set(AFTER_RESULTS) <= set(last)
+    assert set(NEVER) & set(last) == set()
+    assert "transformers.modeling_utils" in last, "or else it need not be named above"
+
+
+def test_a_step_has_the_time_when_it_was_first_reached_counted_from_the_beginning() -> None:
+    before_s = time.time()
+    clock = StartClock(age_s=100.0)
+    for step in ("composed_s", "imported_s", "composed_s"):
+        clock.reach(step)
+    found = clock.times
+    assert found.composed_s is not None
+    assert found.imported_s is not None
+    assert 100.0 <= found.composed_s <= found.imported_s <= 100.0 + time.time() - before_s + 0.1
+    assert abs(before_s - 100.0 - found.began_unix_s) < 1.0
+    assert [step for step, reached in asdict(found).items() if reached is None] == [
+        "joined_s", "checked_s", "loaded_s", "first_token_s",
+    ]  # fmt: skip
+
+
+def test_the_age_of_a_process_counts_its_interpreter_and_its_imports() -> None:
+    program = (
+        "import time; time.sleep(0.2); from llama_ssp.run.session.startup import process_age_s; print(process_age_s())"
+    )
+    began_s = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.2 < float(said.stdout) < time.monotonic() - began_s + 0.05

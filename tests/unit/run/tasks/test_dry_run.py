@@ -1,0 +1,171 @@
+"""The plan of a run: what it takes from the run's config, and what a run takes from it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llama_ssp.errors import CapacityError, PlacementError
+from llama_ssp.machines import hardware
+from llama_ssp.machines.machine import machine_of_run
+from llama_ssp.planning.plan import require_room
+from llama_ssp.planning.spec import make_job
+from llama_ssp.run.tasks import dry_run as task
+from llama_ssp.settings import catalogue, folders
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
+    DrafterConfig,
+    DraftLayout,
+    Dtype,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+    WeightsKind,
+)
+from llama_ssp.settings.tasks import CompareConfig
+
+
+def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:
+    drafter = DrafterConfig(kind=NO_DRAFT)
+    if draft:
+        drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
+    return RunConfig(
+        hardware=yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
+        task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
+        model=catalogue.load(model),
+        draft=drafter,
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(),
+        verification=VerificationConfig(),
+        prompt=prompt,
+    )
+
+
+def test_planning_a_run_never_reaches_torch_or_transformers() -> None:
+    program = "import sys, llama_ssp.run.tasks.dry_run; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+def test_a_run_of_a_family_that_the_engine_does_not_run_is_refused_before_anything_is_loaded() -> None:
+    config = _run()
+    assert config.model.shape
+    config.model.shape.model_type = "mamba"
+    with pytest.raises(PlacementError, match="mamba models are not supported"):
+        task.job_ahead(config, world_size=1)
+
+
+def test_a_run_is_planned_with_its_own_ranks() -> None:
+    config = _run()
+    config.placement.draft.ranks = [1]
+    job = make_job(config, world_size=2, prompt_tokens=50, device="cpu")
+    assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
+    assert job.num_slots == 50 + 64 + 5 + 1, "a multiple of 8"
+
+
+@pytest.mark.parametrize("name", ["tinyllama_1B", "7B", "llama3_1B"])
+def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(name: str) -> None:
+    config = replace(_run(name, name), weights=WeightsKind.synthetic)
+    on_cpu, on_gpu = (make_job(config, world_size=1, prompt_tokens=50, device=device) for device in ("cpu", "cuda"))
+    assert on_cpu.draft
+    for model in (on_cpu.target, on_cpu.draft):
+        assert (model.dtype, model.matrix_dtype("cpu")) == (Dtype.fp32, Dtype.fp16)
+    assert on_gpu.target.dtype is (Dtype.fp16 if name == "7B" else Dtype.bf16)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "planned"), [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)]
+)
+def test_a_run_is_planned_with_graphs_where_it_captures_them(device: str, asked: bool, planned: bool) -> None:
+    config = _run()
+    config.cuda_graphs = asked
+    assert make_job(config, world_size=1, prompt_tokens=50, device=device).cuda_graphs is planned
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "tokens"), [(None, None, 100), ("z" * 59, None, 20), (None, "-", 128), (None, "file", 41)]
+)
+def test_the_longest_prompt_is_estimated_from_its_text(
+    prompt: str | None, prompts: str | None, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _run(prompt=prompt)
+    if prompts == "file":
+        (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
+    config.prompts = str(tmp_path / "file") if prompts == "file" else prompts
+    task.dry_run(config, world_size=1)
+    assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_completions", "num_replicas", "rows"), [(8, 3, 1, 3), (8, 9, 1, 8), (8, 9, 2, 5), (1, 9, 1, 1)]
+)
+def test_a_batch_has_no_more_rows_than_there_are_completions(
+    batch_size: int, num_completions: int, num_replicas: int, rows: int
+) -> None:
+    config = _run()
+    config.batch_size, config.placement = batch_size, replace(config.placement, num_replicas=num_replicas)
+    assert task.with_filled_rows(config, num_completions=num_completions).batch_size == rows
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _run("30B", "7B")
+    config.hardware = yaml.safe_load((folders.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
+    config.placement.auto = auto
+    task.dry_run(config, world_size=4)
+    shown = capsys.readouterr().out
+    assert ("ranks 1-3" in shown, "4-7" in shown) == (True, False)
+    chosen = task.choose_for_run(config, world_size=4, on_cpu=False).job
+    assert chosen.layout.ranks == (0, 1, 2, 3)
+
+
+def test_copies_stand_side_by_side_on_the_ranks_that_were_started() -> None:
+    config = _run("7B", "7B")
+    config.placement.num_replicas = 2
+    plan = task.plan_of_run(config, world_size=4, machine=hardware.load("8xa100_80gb"), lengths=[40])
+    assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
+
+
+def test_a_dry_run_that_does_not_fit_is_shown_and_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CapacityError, match="rank 0 needs"):
+        task.dry_run(_run("65B", "7B"), world_size=1)
+    assert "too full" in capsys.readouterr().out
+
+
+def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
+    machine = hardware.load("laptop_cpu")
+    plan = task.plan_of_run(_run(), world_size=1, machine=machine, lengths=[40])
+    forecast = task.forecast(plan.timing)
+    assert forecast.plain_ms_per_token == pytest.approx(1e3 * plan.timing.plain_run_s)
+    assert plan.timing.speculative_run_s
+    assert forecast.speedup == pytest.approx(plan.timing.plain_run_s / plan.timing.speculative_run_s)
+    alone = task.forecast(task.plan_of_run(_run(draft=None), world_size=1, machine=machine, lengths=[40]).timing)
+    assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
+
+
+def test_planned_bytes_are_what_the_run_can_measure() -> None:
+    gpu = hardware.load("8xa100_80gb")
+    on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, lengths=[40])
+    full = on_gpu.ranks[0]
+    beside = full.context_bytes + full.collectives_bytes + full.graphs_bytes
+    assert full.graphs_bytes
+    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - beside
+    on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), lengths=[40])
+    assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
+
+
+@pytest.mark.parametrize(("world_size", "num_nodes"), [(4, 1), (8, 1), (9, 2)])
+def test_a_run_uses_as_many_nodes_as_its_ranks_need(world_size: int, num_nodes: int) -> None:
+    assert machine_of_run(hardware.load("p4d_24xlarge"), world_size).num_nodes == num_nodes
+
+
+def test_ranks_on_a_cpu_share_it() -> None:
+    machine = machine_of_run(hardware.load("laptop_cpu"), 2)
+    plan = task.plan_of_run(_run(), world_size=2, machine=machine, lengths=[40])
+    require_room(plan)
+    assert {rank.capacity_bytes for rank in plan.ranks} == {(machine.memory_bytes - machine.system_bytes) // 2}

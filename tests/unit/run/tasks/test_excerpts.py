@@ -1,0 +1,41 @@
+"""Excerpts of completions for a report: who chose each token, and nothing of the text lost."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer
+
+from llama_ssp.reports.records import Span
+from llama_ssp.run.tasks.finalize import NUM_EXCERPTS, excerpts
+from llama_ssp.settings.folders import conf_dir
+from tests.helpers.runs import FAST, PLAIN
+
+pytestmark = pytest.mark.seconds
+
+TOKENIZER = conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
+
+
+def test_tokens_are_told_apart_by_round() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    token_ids = tokenizer.encode("import os\nimport sys\nprint(sys.argv)", add_special_tokens=False)[:8]
+    line = replace(FAST, token_ids=token_ids, accepted_lengths=[2, 0, 2], examined_lengths=[2, 1, 2])
+    (found,) = excerpts([line], tokenizer)
+    spans = ((0, 1, False), (1, 3, True), (3, 5, False), (5, 7, True), (7, 8, False))
+    assert found.spans == [Span(text=str(tokenizer.decode(token_ids[a:b])), drafted=drafted) for a, b, drafted in spans]
+    assert "".join(span.text for span in found.spans) == tokenizer.decode(token_ids)
+
+
+def test_the_first_prompts_are_shown_once_each_in_the_best_mode() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    lines = [
+        replace(kind, index=index, sample=sample, prompt="p" * 9999)
+        for index in (7, 3, 1, 5) for sample in (1, 0) for kind in (PLAIN, FAST)
+    ]  # fmt: skip
+    found = excerpts(lines, tokenizer)
+    assert [(each.index, each.sample, each.mode) for each in found] == [
+        (index, 0, "speculative") for index in (1, 3, 5, 7)[:NUM_EXCERPTS]
+    ]
+    assert len(found[0].prompt) < 1000
+    plain = replace(PLAIN, token_ids=tokenizer.encode("import os", add_special_tokens=False))
+    assert [each.spans for each in excerpts([plain], tokenizer)] == [[Span(text="import os", drafted=False)]]
+    assert excerpts([], tokenizer) == []

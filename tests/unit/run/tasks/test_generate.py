@@ -1,0 +1,120 @@
+"""Completions on standard output: in the order that was asked for, with the names and fields that belong to them."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.reports.records import CompletionLine
+from llama_ssp.run.session.jobs import PromptTask
+from llama_ssp.run.session.prompts import Prompt
+from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.tasks.generate import generate
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
+from llama_ssp.terminal.terminal import Output, Terminal
+from llama_ssp.weights import hub
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.runs import PLAIN
+from tests.unit.run.session.test_jobs import jobs_of
+
+JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
+
+
+def line_of(job: PromptTask) -> CompletionLine:
+    index, sample = job.request.index, job.request.sample
+    return replace(PLAIN, index=index, sample=sample, prompt=job.prompt, text=f"{index}{sample}", fields={"id": index})
+
+
+def written(
+    task: GenerateConfig, ends: Sequence[int], *, is_screen: bool = False, stops: bool = False, finished: int = 0
+) -> str:
+    """What a batch writes whose completions end in an order, given by their numbers."""
+    out = Output(file=StringIO(), force_terminal=is_screen, width=200, color_system=None, highlight=False)
+
+    def complete(_jobs: Sequence[PromptTask], _mode: str, viewer: Viewer) -> None:
+        for number in ends:
+            viewer.end(line_of(JOBS[number]))
+        if stops:
+            raise InterruptedRun("stopped")
+
+    session = SimpleNamespace(
+        terminal=Terminal(out=out, err=out), config=SimpleNamespace(task=task, num_samples=2), streams=False,
+        best_mode="plain", num_prompts=3, complete=complete, showing_progress=lambda *_, **__: nullcontext(),
+        finished={line_of(job).key for job in JOBS[:finished]},
+    )  # fmt: skip
+    with pytest.raises(InterruptedRun) if stops else nullcontext():
+        generate(cast("Session", session), JOBS)
+    return cast("StringIO", out.file).getvalue()
+
+
+def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
+    ends = [3, 1, 0, 2, 5, 4]
+    assert written(GenerateConfig(), ends).split() == ["11", "01", "00", "10", "21", "20"]
+    assert written(GenerateConfig(in_order=True), ends).split() == ["00", "01", "10", "11", "20", "21"]
+    assert written(GenerateConfig(in_order=True), [3, 2], finished=2).split() == ["10", "11"]
+
+
+def test_a_run_that_is_stopped_shows_what_it_held_back() -> None:
+    assert written(GenerateConfig(in_order=True), [0, 5, 3], stops=True).split() == ["00", "11", "21"]
+
+
+def test_a_line_of_json_has_the_fields_of_its_prompt() -> None:
+    said = written(GenerateConfig(format=OutputFormat.jsonl, in_order=True), [1, 0])
+    lines: list[dict[str, Any]] = [json.loads(line) for line in said.splitlines()]
+    assert [(line["id"], line["sample"], line["text"]) for line in lines] == [(0, 0, "00"), (0, 1, "01")]
+
+
+def test_completions_have_names_on_a_screen_alone() -> None:
+    shown = written(GenerateConfig(), [0, 3], is_screen=True)
+    assert "prompt 1 of 3, sample 1: first of all" in shown
+    assert "prompt 2 of 3, sample 2: second" in shown
+    assert "prompt" not in written(GenerateConfig(), [0, 3])
+
+
+@pytest.mark.seconds
+def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) -> None:
+    records = [{"id": f"q{number}", "prompt": "import os" * (3 - number)} for number in range(3)]
+    (tmp_path / "p.json").write_text(json.dumps(records))
+    words = ("task=generate", "model=tiny-draft", "draft=none", "device=cpu", "batch_size=2", "max_new_tokens=4")
+    files = (f"prompts={tmp_path / 'p.json'}", f"run_dir={tmp_path / 'run'}")
+    ended = launch(*words, *files, "format=jsonl", "in_order=true")
+    assert ended.code == 0, ended.err
+    assert [json.loads(line)["id"] for line in ended.out.splitlines()] == ["q0", "q1", "q2"]
+    recorded = [CompletionLine.from_json(line) for line in (tmp_path / "run" / "run.jsonl").read_bytes().splitlines()]
+    assert {line.index: line.fields for line in recorded} == {number: {"id": f"q{number}"} for number in range(3)}
+
+
+@pytest.mark.heavy
+@pytest.mark.seconds
+def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_path: Path) -> None:
+    folder = shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "model")
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    (folder / "chat_template.jinja").write_text(template)
+    words = ("task=generate", "model=local", f"model.path={folder}", "draft=none", "device=cpu", "max_new_tokens=4")
+
+    def ask(name: str, *records: dict[str, Any]) -> Ended:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return launch(*words, f"prompts={tmp_path / f'{name}.jsonl'}", f"run_dir={tmp_path / name}")
+
+    def recorded(name: str) -> list[CompletionLine]:
+        return [CompletionLine.from_json(line) for line in (tmp_path / name / "run.jsonl").read_bytes().splitlines()]
+
+    system, *turns = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
+    assert ask("chat", {"messages": [system, *turns]}).code == 0
+    first, second = recorded("chat")
+    assert (first.messages, second.messages, second.turn) == ([system], [system, turns[0]], 1)
+    whole = f"system: s\nuser: a\nassistant: {first.text}\nuser: b\nassistant: "
+    assert ask("alone", {"prompt": "x"}, {"prompt": whole}).code == 0
+    assert recorded("alone")[1].token_ids == second.token_ids
+    refused = ask("chat", {"messages": [{**system, "content": "t"}, *turns]})
+    assert refused.code == 2
+    assert "was 'system: s\\na'" in refused.err

@@ -1,0 +1,103 @@
+"""Which number format a checkpoint of 16 bits gets on a CPU, and what is then planned and held."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp import Pair, load
+from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
+from llama_ssp.machines import hardware
+from llama_ssp.planning.plan import document
+from llama_ssp.reports.plan_tables import headline
+from llama_ssp.run.tasks.dry_run import plan_of_run
+from llama_ssp.settings.schema import Dtype
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.tokenizers import save_tokenizer
+
+pytestmark = pytest.mark.seconds
+
+BLOCK = 512
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of few layers in 16 bits."""
+    path = tmp_path_factory.mktemp(request.param)
+    build_checkpoint(path, "llama", dtype=getattr(torch, request.param))
+    save_tokenizer(path, VOCAB_SIZE)
+    return path
+
+
+def weights(holder: object, seen: dict[int, object]) -> Iterator[Tensor | HalfLinear]:
+    """The tensors, and the linear layers in 16 bits, that an object keeps; each once."""
+    if id(holder) in seen:
+        return
+    seen[id(holder)] = holder  # kept, so that no other object gets its id
+    if isinstance(holder, Tensor):
+        if holder.is_mkldnn:  # packed by oneDNN, for one layer
+            yield holder
+        elif holder.untyped_storage().data_ptr() not in seen:
+            seen[holder.untyped_storage().data_ptr()] = holder
+            yield holder
+    elif isinstance(holder, list | tuple):
+        for item in holder:
+            yield from weights(item, seen)
+    elif isinstance(holder, dict):
+        yield from weights(list(holder.values()), seen)
+    elif hasattr(holder, "__dict__"):
+        if isinstance(holder, HalfLinear):
+            yield holder
+        yield from weights(list(vars(holder).values()), seen)
+
+
+def num_bytes(weight: Tensor | HalfLinear) -> int:
+    """What a weight takes; FBGEMM fills the last block of inputs."""
+    if isinstance(weight, Tensor):
+        return weight.numel() * weight.element_size()
+    num_outputs, num_inputs = torch.ops.quantized.linear_unpack_fp16(weight._packed)[0].shape
+    return 2 * int(num_outputs) * BLOCK * -(-int(num_inputs) // BLOCK)
+
+
+def held_bytes(pair: Pair) -> int:
+    runner = pair.models.target
+    parts = [vars(runner)[name] for name in ("_layers", "_norm", "_head", "_embed")]
+    return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
+
+
+@pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
+def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_what_was_planned(folder: Path) -> None:
+    pair = load(folder, device="cpu")
+    assert vars(pair.models.target)["dtype"] is torch.float32
+    kinds = {type(layer.qkv) for layer in vars(pair.models.target)["_layers"]}
+    assert kinds <= {HalfLinear, NativeLinear}
+    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
+    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+    assert "fp32 with 16-bit weights" in headline(document(plan))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp16])
+def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -> None:
+    pair = load(folder, dtype=dtype, device="cpu")
+    assert vars(pair.models.target)["dtype"] is getattr(torch, dtype.value)
+    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
+    assert plan.job.target.dtype is dtype
+    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+
+
+def test_16_bit_arithmetic_is_forecast_to_take_at_least_twice_as_long_on_a_cpu_that_nobody_measured(
+    folder: Path,
+) -> None:
+    machine = replace(hardware.load("laptop_cpu"), launch_s=1e-9)  # so small a model is all launches
+    config = load(folder, device="cpu").config
+
+    def planned_s(dtype: Dtype) -> float:
+        asked = replace(config, model=replace(config.model, dtype=dtype))
+        return plan_of_run(asked, world_size=1, machine=machine, lengths=[8]).timing.plain_s
+
+    assert planned_s(Dtype.bf16) >= 2 * planned_s(Dtype.auto)
+    assert planned_s(Dtype.fp16) >= 2 * planned_s(Dtype.auto)
+    assert planned_s(Dtype.auto) == planned_s(Dtype.fp32)

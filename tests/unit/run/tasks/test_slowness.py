@@ -1,0 +1,153 @@
+"""A run that took another time than its forecast says the likely reason, and what would help."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.world import World
+from llama_ssp.reports.records import Forecast, RankActivity
+from llama_ssp.run.tasks.slowness import Surroundings, unusual_times
+
+ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)
+FORECAST = Forecast(plain_ms_per_token=10.0, speculative_ms_per_token=5.0)
+
+
+def said(
+    plain_ms: float | None = None,
+    speculative_ms: float | None = None,
+    *,
+    around: Surroundings = ALONE,
+    num_new_tokens: int = 64,
+    calibrated: bool = False,
+    forecast: Forecast = FORECAST,
+    activities: tuple[RankActivity, ...] = (),
+) -> str | None:
+    """What is said of a run, whose plan expects 1 ms of drafting per round."""
+    plain, fast = (ms and SimpleNamespace(ms_per_token=ms) for ms in (plain_ms, speculative_ms))
+    overlap = SimpleNamespace(ranks=activities) if activities else None
+    summary: Any = SimpleNamespace(
+        plain=plain, speculative=fast, forecast=forecast, num_new_tokens=num_new_tokens, overlap=overlap
+    )
+    timing = SimpleNamespace(
+        num_draft_tokens=4,
+        overlap=SimpleNamespace(draft_s=1e-3) if activities else None,
+    )  # fmt: skip
+    plan: Any = SimpleNamespace(timing=timing, hardware=SimpleNamespace(profiles=["one"] if calibrated else []))
+    return unusual_times(summary, plan, around)
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "around", "reason"),
+    [
+        (
+            (40.0,), replace(ALONE, num_threads=1, load=1.0),
+            "plain decoding took 4.0 times its forecast (40.00 ms/token, forecast 10.00): 1 of 8 cores compute (unset",
+        ),
+        (
+            (40.0, 50.0), replace(ALONE, load=14.0),
+            "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6 threads on",
+        ),
+        ((40.0,), replace(ALONE, num_threads=16, load=16.0), "share 8 cores (set OMP_NUM_THREADS to 8)"),
+        (
+            (40.0,), replace(ALONE, num_ranks=16, num_threads=16, load=16.0),
+            "16 threads share 8 cores (start fewer ranks)",
+        ),
+        (
+            (40.0,), replace(ALONE, num_threads=1, load=4.0),
+            "keeps the fastest), and other programs run about 3 threads on these 8 cores (end them)",
+        ),
+        (
+            (40.0,), replace(ALONE, load=15.0, slowness={8: 6.0, 7: 2.0, 1: 4.0}),
+            "7 of 8 cores computed, since rounds on 8 took 3.0 times as long, and other programs run about 7 threads",
+        ),
+        ((None, 16.0), ALONE, "the forecast may describe another machine; task=calibrate measures this one"),
+        ((40.0,), replace(ALONE, device="cuda", load=1.0), "nvidia-smi shows whether the GPU is shared"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_that_of_the_machine(
+    times_ms: tuple[float | None, ...], around: Surroundings, reason: str
+) -> None:
+    sentence = said(*times_ms, around=around)
+    assert sentence is not None
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"plain_ms": 29.0}, {"plain_ms": 29.0, "speculative_ms": 14.0}, {"plain_ms": 40.0, "num_new_tokens": 8}, {},
+        {"plain_ms": 40.0, "forecast": Forecast()},
+        {"plain_ms": 8.2, "speculative_ms": 1.0, "calibrated": True}, {"plain_ms": 12.3, "calibrated": True},
+        {"plain_ms": 7.0, "num_new_tokens": 8, "calibrated": True}, {"speculative_ms": 2.0, "calibrated": True},
+        {"plain_ms": 7.0},
+    ],
+)  # fmt: skip
+def test_a_run_in_time_or_a_short_one_says_nothing(run: dict[str, Any]) -> None:
+    assert said(**run) is None
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "around", "reason"),
+    [
+        (7.0, ALONE, "plain decoding took 0.70 times its forecast (7.00 ms/token, forecast 10.00): this machine"),
+        (14.0, ALONE, "took 1.40 times its forecast (14.00 ms/token, forecast 10.00): this machine may be slower than"),
+        (14.0, replace(ALONE, num_threads=1), "1 of 8 cores compute"),
+        (7.0, replace(ALONE, num_threads=1), "faster than when it was calibrated; task=calibrate task.refresh=true"),
+    ],
+)  # fmt: skip
+def test_a_calibrated_machine_that_has_changed_is_worth_a_refresh(
+    plain_ms: float, around: Surroundings, reason: str
+) -> None:
+    sentence = said(plain_ms, around=around, calibrated=True)
+    assert sentence is not None
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_sharers", "load", "found"),
+    [
+        # As `srun --cpus-per-task 4` binds them; the rest of the machine is somebody else's.
+        (4, 1, 60.0, replace(ALONE, num_threads=4, num_cores=4, load=None)),
+        (8, 4, 9.0, replace(ALONE, num_ranks=4, load=9.0)),
+    ],
+)
+def test_only_ranks_that_share_all_cores_see_the_load(
+    cores: int, num_sharers: int, load: float, found: Surroundings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: found.num_threads // num_sharers)
+    world = World(
+        comm=Comm.single(), ranks=Ranks(rank=0, size=4, local_rank=0, local_size=4), device=torch.device("cpu"),
+        note=None, cores=frozenset(range(cores)), num_sharers=num_sharers,
+    )  # fmt: skip
+    assert Surroundings.of(world, {}) == found
+
+
+def late(worked_s: float, *, cpu_share: float = 1.0, num_new_tokens: int = 64, device: str = "cpu") -> str | None:
+    """What is said of a draft whose 100 rounds took so long."""
+    of_draft = RankActivity(
+        rank=1, rounds_s=worked_s + 1, waited_s=1.0, num_rounds=100, draft_cpu_s=cpu_share * worked_s
+    )
+    of_target = RankActivity(rank=0, rounds_s=9.0, waited_s=0.0, num_rounds=100)
+    around = replace(ALONE, num_ranks=2, device=device)
+    return said(activities=(of_target, of_draft), num_new_tokens=num_new_tokens, around=around)
+
+
+def test_a_draft_that_is_late_by_three_times_its_forecast_is_named_with_the_cause() -> None:
+    assert late(0.29) is None
+    assert late(0.4, num_new_tokens=8) is None
+    busy, stopped, launching = late(0.4), late(0.4, cpu_share=0.3), late(0.4, cpu_share=0.3, device="cuda")
+    assert busy is not None
+    assert busy.startswith("the draft on rank 1 was late: 4 tokens took 4.00 ms, 4.0 times the forecast (1.00): ")
+    assert "the forecast may describe another machine" in busy
+    assert stopped is not None
+    assert "its process ran for 30 % of that time (other programs use its core, or stopped it)" in stopped
+    assert launching is not None
+    assert "its process ran" not in launching

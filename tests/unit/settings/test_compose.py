@@ -1,0 +1,248 @@
+"""From words to dataclasses: every option composes, texts arrive as typed, and every mistake gets its sentence."""
+
+import dataclasses
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.settings import catalogue, folders
+from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
+from tests.helpers.composed import compose_run
+from tests.helpers.lanes import heavy
+
+pytestmark = pytest.mark.seconds
+
+OPTIONS = sorted(
+    f"{file.parent.name}={file.stem}" for file in folders.conf_dir().glob("*/*.yaml") if file.parent.name in groups_of()
+)
+TEXTS = [
+    "def factorial(n):", "Hello, world", "37 * 85 =", 'it\'s "both" {1: [2]}', "${oc.env:HOME} and \\${HOME}", "a\nb\\",
+    "null", "007", "", *("".join(parts) for parts in product(["\\", "${", "a"], repeat=3)),
+]  # fmt: skip
+PATHS = [
+    "café.txt", "/tmp/ünï cödé", "a(1).txt", "a=b", "a#b", "a&b", "a!b", "a;b", "it's", "a[1]", "2026_11_21", "1_000",
+    "true", "a,b", "a b\\", "~/a",
+]  # fmt: skip
+
+
+# Models are composed below too, as targets and as drafts.
+@pytest.mark.parametrize("option", [heavy(each) if each.startswith("model=") else each for each in OPTIONS])
+def test_every_option_composes(option: str) -> None:
+    run, _ = compose_run(option)
+    assert isinstance(run, RunConfig)
+    assert isinstance(run.model, ModelConfig)
+
+
+def test_an_experiment_sets_what_was_published_and_the_user_has_the_last_word() -> None:
+    run, _ = compose_run("experiment=llama_2023")
+    assert (run.task.name, run.sampling.temperature, run.speculation.num_draft_tokens) == ("latency", 0.5, 4)
+    given = ("model=30B", "sampling.temperature=0", "timeouts.load_s=9")
+    run, _ = compose_run("experiment=llama_2023", "debug=small", *given)
+    assert (run.model.name, run.sampling.temperature, run.max_new_tokens) == ("30B", 0, 8)
+    assert (run.cuda_graphs, run.timeouts.load_s) == (False, 9)
+
+
+@pytest.mark.parametrize("name", catalogue.names())
+def test_hydra_and_the_catalogue_read_the_same_model(name: str) -> None:
+    run, _ = compose_run(f"model={name}", f"draft={name}")
+    assert run.model == catalogue.load(name)
+    assert run.draft.model == catalogue.load(name)
+
+
+def test_the_default_draft_is_that_of_the_model_with_the_settings_of_the_user() -> None:
+    assert compose_run("model=30B")[0].draft.model == catalogue.load("7B")
+    run, _ = compose_run("draft.model.dtype=bf16", "draft.model.path=DIR")
+    assert run.draft.kind == MODEL_DRAFT
+    assert run.draft.model == dataclasses.replace(catalogue.load("tiny-draft"), dtype=Dtype.bf16, path="DIR")
+
+
+@pytest.mark.parametrize("words", [["draft=none"], ["model=llama3_1B"], ["draft=none", "draft.model.dtype=bf16"]])
+def test_no_draft_means_no_draft_model(words: list[str]) -> None:
+    run, _ = compose_run(*words)
+    assert (run.draft.kind, run.draft.model) == (NO_DRAFT, None)
+
+
+def test_two_folders_make_a_pair() -> None:
+    run, _ = compose_run("model=local", "model.path=A", "draft=local", "draft.model.path=B", "draft.model.dtype=fp32")
+    assert run.draft.model is not None
+    assert (run.model.path, run.draft.model.path) == ("A", "B")
+    assert (run.model.dtype, run.draft.model.dtype) == (Dtype.auto, Dtype.fp32)
+
+
+def test_the_files_state_the_defaults_of_the_schema() -> None:
+    run, _ = compose_run()
+    for field in dataclasses.fields(RunConfig):
+        default: Any = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if default is not dataclasses.MISSING and field.name != "run_dir":
+            assert getattr(run, field.name) == default, field.name
+    for group in ("placement", "sampling", "verification"):
+        assert getattr(run, group) == type(getattr(run, group))(), group
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_reach_the_run_as_they_were_typed(text: str) -> None:
+    quoted = QuotedString(text=text, quote=Quote.double).with_quotes()
+    (composed,) = compose([f"prompt={text}", f"stop_strings=[{quoted}, end]"])
+    assert composed.config.prompt == text
+    assert list(composed.config.stop_strings) == [text, "end"]
+    assert composed.settings == (f"prompt={text}", f"stop_strings=[{quoted}, end]")
+
+
+def test_escapes_in_stops_are_ends_of_lines_tabs_and_backslashes() -> None:
+    run, _ = compose_run(r'stop_strings=["\n\n", "\\n", "a,b\t", def]')
+    assert run.stop_strings == ["\n\n", r"\n", "a,b\t", "def"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_reaches_the_run_as_it_was_typed(path: str) -> None:
+    keys = ["run_dir", "prompts", "draft.model.path", "picture"]
+    run, explicit = compose_run("draft=local", *(f"{key}={path}" for key in keys))
+    assert run.draft.model is not None
+    assert {run.run_dir, run.prompts, run.draft.model.path, run.task.picture} == {path}  # type: ignore[attr-defined]
+    assert explicit == {"draft", "run_dir", "prompts", "draft.model.path", "task.picture"}
+
+
+def test_a_path_may_be_quoted_null_or_made_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_DIRS", "/all")
+    run, _ = compose_run("prompts='a b'", "model.path=null", "run_dir=${oc.env:RUN_DIRS}/a")
+    assert (run.prompts, run.model.path, run.run_dir) == ("a b", None, "/all/a")
+
+
+def sweep(*words: str) -> list[Composed]:
+    return compose(words, multirun=True)
+
+
+def test_a_sweep_has_a_point_for_each_combination_of_values() -> None:
+    points = sweep("model=tiny,'tiny-draft'", "seed=range(1,3)", "prompts=a.txt,b.txt", "prompt=a,b", "draft=none")
+    assert [each.settings[:3] for each in points] == [
+        (f"model={model}", f"seed={seed}", f"prompts={file}")
+        for model, seed, file in product(["tiny", "'tiny-draft'"], [1, 2], ["a.txt", "b.txt"])
+    ]
+    assert {each.config.prompt for each in points} == {"a,b"}
+    assert [each.config.model.name for each in sweep("model=glob(tiny*)")] == ["tiny", "tiny-draft", "tinyllama_1B"]
+    tasks = [each.config.task.name for each in sweep("task=compare,latency", "default_prompts=[a]")]
+    assert tasks == ["compare", "latency"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["task=latency", "num_warmup=2"], "task.num_warmup"),
+        (["num_warmup=2", "task=latency"], "task.num_warmup"),
+        (["task=evaluate", "evaluate.gate=true"], "task.gate"),
+        (["picture=a=b.svg"], "task.picture"),
+        (["experiment=llama_2023", "num_warmup=0"], "task.num_warmup"),
+        (["task=benchmark", "num_draft_tokens=[2,4]"], "task.num_draft_tokens"),
+        (["task=calibrate", "run_dir=a"], "run_dir"),
+    ],
+)
+def test_a_setting_of_the_chosen_task_needs_no_prefix(words: list[str], key: str) -> None:
+    assert key in compose_run(*words)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model=llama3_80B"], r"unknown model 'llama3_80B': there are 13B, .*; did you mean llama3_8B"),
+        (["model=7b"], r"unknown model '7b': there are .*; did you mean 7B\?"),
+        (["draft=tiny_draft"], r"unknown draft 'tiny_draft': .*\bnone\b.*; did you mean tiny-draft\?"),
+        (["task=comprae"], r"unknown task 'comprae': there are benchmark, .*, latency; did you mean compare\?"),
+        (["hardware=laptop"], r"unknown hardware 'laptop': there are .*; did you mean laptop_cpu\?"),
+        (["placement=pipeline"], r"unknown placement 'pipeline': there are accelerate, auto, .*, tensor"),
+        (["sampling=gredy"], r"unknown sampling 'gredy': there are default, greedy, nucleus; did you mean greedy\?"),
+        (["verification=couple"], r"unknown verification 'couple': there are block, coupled, greedy, speculative"),
+        (["experiment=../task/compare"], r"unknown experiment '../task/compare': there are llama_2023, picture"),
+        (["experiment=null"], r"unknown experiment 'null'"),
+        (["modell=7B"], r"unknown setting 'modell': did you mean model\?"),
+        (["temperature=0.5"], r"unknown setting 'temperature': did you mean sampling.temperature\?"),
+        (["draft.model.pth=DIR"], r"unknown setting 'draft.model.pth': did you mean draft.model.path"),
+        (["xyzzy=1"], r"unknown setting 'xyzzy': --help all lists all settings"),
+        (["sampling.no_repeat_ngram_size=3"], r"is not supported; sampling.repetition_penalty=1.1 or"),
+        (["draft.kind=none"], r"unknown setting 'draft.kind'"),
+        (["model.shape.vocab_size=3"], r"unknown setting 'model.shape.vocab_size'"),
+        (["task.name=latency"], r"unknown setting 'task.name'"),
+        (["task=evaluate", "name=x"], r"unknown setting 'name'"),
+        (["task=evaluate", "gat=true"], r"unknown setting 'gat': did you mean"),
+        (["num_draft_tokens=2"], r"unknown setting 'num_draft_tokens': did you mean speculation.num_draft_tokens\?"),
+        (["latency.num_warmup=2"], r"latency.num_warmup has no effect here: it is a setting of task=latency"),
+        (["task.format=jsonl"], r"task.format has no effect here: it is a setting of task=generate"),
+        (["experiment=picture", "task.num_warmup=2"], r"it is a setting of task=latency"),
+        (["task=generate", "task.default_prompts=[a]"], r"of task=benchmark and task=compare and task=evaluate and ta"),
+        (["draft=ngram", "draft.model.dtype=bf16"], r"draft.model.dtype has no effect without a draft model: give one"),
+        (["+extra=1"], r"\+extra=1: all settings exist already"),
+        (["~draft"], r"~draft: all settings exist already"),
+        (["model@draft.model=13B"], r"model@draft.model=13B: all settings exist already"),
+        (["model=7B,13B"], r"model=7B,13B gives several values: add -m"),
+        (["task=evaluate", "suite=a,b"], r"suite=a,b gives several values: add -m"),
+        (["hydra/launcher=slurm"], r"hydra/launcher is for sweeps: add -m"),
+        (["model._target_=os.system"], r"_target_ is refused"),
+        (["hydra.launcher._target_=os.system"], r"_target_ is refused"),
+        (["+hydra.callbacks.a={_target_:os.system}"], r"_target_ is refused"),
+        (["no setting"], r"cannot read 'no setting': settings are written name=value"),
+        (["seed=abc"], r"seed=abc: Value 'abc' of type 'str' could not be converted to Integer"),
+        (["stop_strings=self"], r"stop_strings=self: a list is written \[a,b\]"),
+        *(
+            (
+                [f"stop_strings=[a,{value}]"],
+                r"items that are not plain words, as in stop_strings='\[\"2\.\",\"true\"\]'",
+            )
+            for value in ["2.", "true", "null", "[a]", "{a:1}", "1e3"]
+        ),
+    ],
+)
+def test_a_mistake_gets_its_sentence(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        compose(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_come_in_one_error() -> None:
+    with pytest.raises(ConfigError, match=re.escape("4 problems in the configuration:")):
+        compose(["model=8B", "temperature=3", "~seed", "batch_size=few"])
+    with pytest.raises(ConfigError, match=r"^unknown model '8B'"):
+        sweep("model=7B,8B")
+
+
+def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: tyni\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    folders.use(str(tmp_path))
+    try:
+        with pytest.raises(ConfigError, match=r"In '\S+': unknown model 'tyni': there are 13B, .*; did you mean tiny"):
+            compose(["experiment=mine"])
+    finally:
+        folders.use(None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"RUN_ID": "mine", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "t"}, "mine"),
+        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "t"}, "slurm-7"),
+        ({"TORCHELASTIC_RUN_ID": "t"}, "t"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, r"20\d\d-.*"),
+    ],
+)
+def test_a_run_is_named_by_what_its_ranks_share(
+    environment: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert re.fullmatch(name, run_id.__wrapped__())
+
+
+def test_the_run_folder_is_named_by_the_run() -> None:
+    run, _ = compose_run()
+    assert run.run_dir is not None
+    assert Path(run.run_dir) == Path("outputs") / run_id()

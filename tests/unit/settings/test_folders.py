@@ -1,0 +1,108 @@
+"""Where options are looked for: the folder that was given, the user's own one, the package's; the first one wins."""
+
+from pathlib import Path
+
+import pytest
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware, machine
+from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
+from llama_ssp.settings import folders
+from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
+
+
+def test_the_first_folder_that_has_a_file_wins(own_conf: OwnConf, tmp_path: Path) -> None:
+    own = [own_conf(f"model/{name}.yaml", f"name: {name}\n") for name in ("a", "7B")]
+    given = writer(tmp_path / "given")("model/a.yaml", "name: a\n")
+    assert (folders.find("model", "a"), folders.find("model", "7B")) == (own[0], own[1])
+    folders.use(str(tmp_path / "given"))
+    assert folders.find("model", "a") == given
+    assert folders.find("model", "13B") == folders.conf_dir() / "model" / "13B.yaml"
+    assert folders.names("model").count("a") == 1
+    folders.use(None)
+    assert folders.find("model", "a") == own[0]
+
+
+def test_the_users_folder_is_where_the_xdg_specification_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
+    assert folders.user_dir() == Path("/settings/llama-ssp")
+    for other in ("", "relative"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", other)
+        assert folders.user_dir() == Path("/somebody/.config/llama-ssp")
+
+
+def test_a_given_folder_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config-dir .*/none is no folder: name one"):
+        folders.use(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "plan.yaml"])
+def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: OwnConf) -> None:
+    file = own_conf(name, "seed: 3\n")
+    with pytest.raises(ConfigError, match=f"{file} would replace all settings.*experiment=mine"):
+        folders.use(None)
+
+
+def of_pair(target: str, draft: str) -> Acceptance | None:
+    return known(DraftedPair(target=target, draft=draft))
+
+
+def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None:
+    shipped = of_pair("30B", "7B")
+    assert shipped
+    file = own_conf("pairs.yaml", PAIRS + "drafts: {ngram: {acceptance: 0.5, source: measured}}\n")
+    mine, copied = of_pair("mine", "7B"), of_pair("any", "ngram")
+    assert mine
+    assert copied
+    assert (mine.probability, mine.source) == (0.61, str(file))
+    assert (copied.probability, copied.source) == (0.5, "measured")
+    assert of_pair("30B", "7B") == shipped
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pair: []", "pair is none of pairs, drafts, default"),
+        ("pairs: {}", "pairs must have the form that conf/pairs.yaml shows"),
+        ("pairs: [a]", "pair 1 needs an acceptance between 0 and 1"),
+        ("pairs: [{target: a, draft: b, acceptance: 61}]", "pair 1 needs an acceptance between 0 and 1"),
+        ("pairs: [{target: a, acceptance: 0.6}]", "pair 1 needs target and draft"),
+        ("drafts: {ngram: 0.5}", "draft ngram needs an acceptance between 0 and 1"),
+        ("pairs: [{target: a, draft: b, acceptance: 0.6, low: 0.7}]", "pair 1 needs low <= acceptance <= high"),
+        ("pairs: [{target: a, draft: b, acceptance: 0.6, high: 2}]", "pair 1 needs an acceptance between 0 and 1"),
+        (
+            "pairs: [{target: a, draft: b, acceptance: 0.6, temperature: hot}]",
+            "pair 1 has temperature: hot, which must",
+        ),
+    ],
+)
+def test_pairs_that_are_wrong_are_named_with_their_file(text: str, reason: str, own_conf: OwnConf) -> None:
+    file = own_conf("pairs.yaml", text)
+    with pytest.raises(ConfigError, match=f"{file}: {reason}"):
+        of_pair("a", "b")
+
+
+def test_a_users_description_of_the_gpus_comes_before_that_of_the_package(
+    own_conf: OwnConf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_conf("hardware/zzz.yaml", MACHINE.replace("mybox", "zzz").replace("Toy-9000", "H200"))
+    monkeypatch.setattr(machine, "_gpu_names", lambda: ["NVIDIA H200"])
+    assert machine.detect_hardware().name == "zzz"
+
+
+def test_a_machine_that_is_wrong_is_named_with_its_file(own_conf: OwnConf) -> None:
+    file = own_conf("hardware/mybox.yaml", MACHINE + "wheels: 4\n")
+    with pytest.raises(ConfigError, match=f"{file}: unknown figure of hardware 'wheels'"):
+        hardware.load("mybox")
+
+
+def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_installation_to_the_user(
+    own_conf: OwnConf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folders.new_file("hardware", "mybox") == folders.conf_dir() / "hardware" / "mybox.yaml"
+    own = own_conf("hardware/mybox.yaml", MACHINE)
+    assert folders.new_file("hardware", "mybox") == own
+    installed = Path(folders.__file__).resolve().parents[1] / "conf"
+    monkeypatch.setattr(folders, "conf_dir", lambda: installed)
+    assert folders.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"

@@ -1,0 +1,72 @@
+"""Who holds what, and whose word counts."""
+
+import pytest
+
+from llama_ssp.settings.layout import Layout, idle, lay_out
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, TargetPlacement
+
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+
+
+def _layout(target: list[int], draft: list[int], kind: DraftLayout) -> Layout:
+    return Layout(target_ranks=tuple(target), draft_ranks=tuple(draft), draft_kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "kind", "draft_source_rank", "verify_rank"),
+    [
+        ([0, 1], [0], ONE_RANK, 0, 0),
+        ([0, 1], [1], ONE_RANK, 1, 1),
+        ([0, 1, 2], [3], ONE_RANK, 3, 0),
+        ([1, 2], [0, 1], SHARDED, 1, 1),
+        ([2, 3], [0, 1], OWN_GPU, 0, 2),
+        ([1, 3], [], ONE_RANK, None, 1),
+    ],
+)
+def test_the_rule_runs_where_both_models_are_else_where_the_target_is(
+    target: list[int], draft: list[int], kind: DraftLayout, draft_source_rank: int | None, verify_rank: int
+) -> None:
+    layout = _layout(target, draft, kind)
+    assert layout.verify_rank == verify_rank
+    if draft_source_rank is not None:
+        assert layout.draft_source_rank == draft_source_rank
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "target_ranks", "draft_ranks"),
+    [
+        (TargetPlacement(), DraftPlacement(), [0, 1, 2, 3], [0]),
+        (TargetPlacement(ranks=[2, 0]), DraftPlacement(), [0, 2], [0]),
+        (TargetPlacement(tp_size=3), DraftPlacement(ranks=[3]), [0, 1, 2], [3]),
+        (TargetPlacement(), DraftPlacement(kind=SHARDED, tp_size=2), [0, 1, 2, 3], [0, 1]),
+        (TargetPlacement(), DraftPlacement(kind=OWN_GPU, tp_size=2), [0, 1], [2, 3]),
+        (TargetPlacement(ranks=[2, 3]), DraftPlacement(kind=OWN_GPU), [2, 3], [1]),
+        (TargetPlacement(ranks=[1, 2]), DraftPlacement(kind=REPLICATED), [1, 2], [1, 2]),
+    ],
+)
+def test_what_is_left_open_is_decided(
+    target: TargetPlacement, draft: DraftPlacement, target_ranks: list[int], draft_ranks: list[int]
+) -> None:
+    found = lay_out(target, draft, num_ranks=4, has_draft=True)
+    assert (found.target_ranks, found.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
+
+
+def test_without_a_draft_the_target_has_all_ranks() -> None:
+    found = lay_out(TargetPlacement(), DraftPlacement(kind=OWN_GPU), num_ranks=4, has_draft=False)
+    assert (found.target_ranks, found.draft_ranks) == ((0, 1, 2, 3), ())
+
+
+def test_ranks_that_hold_nothing_are_named_with_what_would_help() -> None:
+    layout = _layout([0, 1], [1], ONE_RANK)
+    assert idle(layout, num_ranks=2) is None
+    said = idle(layout, num_ranks=4)
+    assert said
+    assert said.startswith(
+        "ranks 2 3 would hold nothing: the target is on ranks 0 1, the draft on rank 1; name them in"
+    )
+
+
+def test_only_a_draft_on_several_ranks_shares_rows() -> None:
+    assert _layout([0, 1], [0, 1], REPLICATED).splits_batch
+    assert not _layout([0, 1], [0], REPLICATED).splits_batch
+    assert not _layout([0, 1], [0, 1], SHARDED).splits_batch

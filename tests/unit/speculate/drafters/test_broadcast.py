@@ -1,0 +1,168 @@
+"""Wherever target and draft sit, all ranks write the text of one rank, and take one rank's word for every id."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.models.runner import NullRunner
+from llama_ssp.ranks.comms import Comm, Mesh
+from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.settings.layout import Layout
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    DrafterConfig,
+    DraftLayout,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.drafters.shared import BatchSplit
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
+from llama_ssp.speculate.sampling.rules import Draft, make_rule
+from llama_ssp.speculate.sampling.uniforms import UniformTable
+from tests.helpers.decoders import complete
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid
+from tests.helpers.prefix_runner import PrefixRunner
+
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+REQUESTS = [Request(index=index, prompt_ids=(index + 1,) * (1 + index % 3), max_new_tokens=20) for index in range(7)]
+
+
+def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: bool = True) -> list[list[list[int]]]:
+    """What each rank writes; drafts of ranks whose word does not count are other models."""
+    num_ranks = len(layout.ranks)
+    drafting = thread_comms(len(layout.draft_ranks))
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=ModelConfig(name="target"),
+        draft=DrafterConfig(kind=MODEL_DRAFT),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(),
+        batch_size=batch_size,
+    )
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        holds_target, drafts = comm.rank in layout.target_ranks, comm.rank in layout.draft_ranks
+        draft = None
+        if drafts and layout.draft_kind is REPLICATED:
+            draft = Comm.single()
+        elif drafts:
+            draft = drafting[layout.draft_ranks.index(comm.rank)]
+        counts = layout.draft_kind is REPLICATED or comm.rank == layout.draft_source_rank
+        target = PrefixRunner(sharpness=1.0)
+        nowhere = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+        tokenizer: Any = None
+        models = Models(
+            target=target if holds_target else nowhere,
+            draft=PrefixRunner(seed=1 if counts else 2, sharpness=1.0) if drafts else None,
+            drafts=True,
+            mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
+            tokenizer=tokenizer,
+            eos_ids=(3,),
+            context=512,
+        )
+        decoder = build_decoder(models, config, speculative=speculative)
+        return [completion.token_ids for completion in complete(decoder, REQUESTS)]
+
+    return on_ranks(thread_comms(num_ranks), one_rank)
+
+
+LAYOUTS = [
+    Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    for target, draft, kind in [
+        ((0, 1), (1,), ONE_RANK),
+        ((0, 1), (2,), ONE_RANK),
+        ((0, 1), (0, 1), SHARDED),
+        ((1, 2), (0, 1), SHARDED),
+        ((0,), (1, 2), OWN_GPU),
+        ((1,), (0,), OWN_GPU),
+        ((0, 1), (0, 1), REPLICATED),
+        ((0, 1, 2), (0, 2), REPLICATED),
+    ]
+]
+
+
+@grid(layout=LAYOUTS, temperature=[0.0, 0.9], batch_size=[1, 2, 5])
+def test_all_ranks_write_what_one_rank_writes(layout: Layout, temperature: float, batch_size: int) -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    (wanted,) = _texts(alone, temperature=temperature, batch_size=1)
+    found = _texts(layout, temperature=temperature, batch_size=batch_size)
+    assert found == [wanted] * len(layout.ranks)
+
+
+def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    apart = Layout(target_ranks=(1,), draft_ranks=(0,), draft_kind=OWN_GPU)
+    (wanted,) = _texts(alone, temperature=0.9, batch_size=2, speculative=False)
+    assert _texts(apart, temperature=0.9, batch_size=2, speculative=False) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
+    def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
+        split = BatchSplit(comm, [0, 2, 3])
+        own = split.own_rows(batch_size)
+        said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
+        return own, split.gather(said, batch_size=batch_size).tolist()
+
+    seen = on_ranks(thread_comms(4), one_rank)
+    assert [row for own, _ in seen for row in own] == list(range(batch_size))
+    assert max(len(own) for own, _ in seen) == -(-batch_size // 3), "shares are even"
+    assert [gathered for _, gathered in seen] == [[[row, 10 * row] for row in range(batch_size)]] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, temperature: float) -> None:
+    device = torch.device("cpu")
+    table = UniformTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+        split, own = None, slice(0, 3)
+        if kind is REPLICATED:
+            split = BatchSplit(comm, [0, 1])
+            own = slice(split.own_rows(3).start, split.own_rows(3).stop)
+        verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
+        stops = []
+        for row in range(3):
+            logits_BWV, draws = torch.zeros(3, 3, 4), table.split(torch.zeros(3, table.num_uniforms).double())
+            logits_BWV[row, 0, 2] = torch.nan
+            probs_BTV = torch.full((3, 3, 4), 0.25)[own] if temperature else None
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), probs_BTV)
+            stops.append(verifier.verify(draft, verifier.process(logits_BWV), draws=draws).flags_B1[:, 0].tolist())
+            stops.append(verifier.draw(logits_BWV[:, 0], draws.plain_BP).flags_B1[:, 0].tolist())
+        return stops
+
+    found = on_ranks(thread_comms(2), one_rank)
+    expected = [[NOT_A_NUMBER * (row == bad) for row in range(3)] for bad in range(3) for _ in range(2)]
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", [ONE_RANK, REPLICATED])
+def test_a_request_stop_reaches_all_ranks_with_the_next_verdict(kind: DraftLayout) -> None:
+    device = torch.device("cpu")
+    table = UniformTable(2, device)
+
+    def one_rank(comm: ThreadComm) -> list[bool]:
+        rule = make_rule(SamplingConfig(temperature=0.0), VerificationConfig())
+        split = BatchSplit(comm, [0, 1]) if kind is REPLICATED else None
+        verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
+        stops = []
+        for wisher in (None, 0):
+            if comm.rank == wisher:
+                verifier.request_stop()
+            draft = Draft(torch.zeros(3, 2, dtype=torch.int64), None)
+            draws = table.split(torch.zeros(3, table.num_uniforms, dtype=torch.float64))
+            decision = verifier.verify(draft, verifier.process(torch.zeros(3, 3, 4)), draws=draws)
+            stops.append(bool(decision.flags_B1.any()))
+        return stops
+
+    assert on_ranks(thread_comms(3), one_rank) == [[False, True]] * 3

@@ -1,0 +1,110 @@
+"""Ranks that share a draft send each other what the planner counts, and one rank's ids count."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.family import inventory
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig, WholeParts
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.shared import BroadcastDrafter
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import grid
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.prefix_runner import PrefixRunner
+
+CPU = torch.device("cpu")
+NUM_LAYERS, NUM_SLOTS, K = 3, 24, 4
+NONE, EMBEDDING, ATTENTION = WholeParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingComm(ThreadComm):
+    """Counts the collectives by kind."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, comm: ThreadComm) -> "CountingComm":
+        """The same end, counting."""
+        return cls(rank=comm.rank, size=comm.size, meeting=comm.meeting, table=comm.table, mail=comm.mail)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Count, and add up."""
+        self.sent["all_reduce"] += 1
+        return super().all_reduce(values)
+
+    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Count, and join."""
+        self.sent["all_gather"] += 1
+        return super().all_gather_last(values, sizes)
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Count, and take the values of one rank."""
+        self.sent["broadcast"] += 1
+        return super().broadcast(values, src=src)
+
+
+def drafted(runner: Runner, comm: Comm) -> tuple[Tensor, Tensor]:
+    """What a rank drafts for three rows after the same prompts, and the text of its rows then."""
+    rule = make_rule(SamplingConfig(temperature=0.9), VerificationConfig())
+    inner = ModelDrafter(runner, rule=rule, num_draft_tokens=K, vocab_size=runner.vocab_size)
+    drafter = BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=K, device=CPU)
+    drafter.allocate(batch_size=3, num_slots=NUM_SLOTS)
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(runner.vocab_size, (3, NUM_SLOTS), generator=generator)
+    lengths = [9, 5, 7]
+    lengths_B = torch.tensor(lengths)
+    buckets = Buckets(step=NUM_SLOTS, num_slots=NUM_SLOTS)
+    drafter.prefill(Prompts(tokens_BS, lengths_B, lengths, longest=9), rows=range(3), buckets=buckets)
+    if isinstance(comm, CountingComm):
+        comm.sent.clear()
+    uniforms_BKP = torch.rand(3, K, 2, dtype=torch.float64, generator=generator)
+    rows = Rows(tokens_BS, lengths_B, torch.zeros(3, dtype=torch.int64))
+    return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
+
+
+@pytest.mark.seconds
+@grid(family=["llama", "qwen3"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3])
+def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
+    tmp_path: Path, family: str, whole: WholeParts, num_ranks: int
+) -> None:
+    """The head of qwen3 is its embedding."""
+    build_checkpoint(tmp_path, family, num_hidden_layers=NUM_LAYERS)
+    alone = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
+    wanted, _ = drafted(alone, Comm.single())
+    comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]
+    runners = [load_model(inspect(tmp_path), dtype=None, device=CPU, comm=comm, whole=whole) for comm in comms]
+    for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm)):
+        assert ids_BK.tolist() == wanted.tolist()
+    planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
+    assert planned == {NONE: 2 * NUM_LAYERS + 1, EMBEDDING: 2 * NUM_LAYERS, ATTENTION: NUM_LAYERS}[whole]
+    for comm in comms:
+        assert comm.sent == {"all_reduce": K * planned, "all_gather": K, "broadcast": 1}
+
+
+def test_ranks_that_drew_otherwise_continue_from_the_ids_that_count() -> None:
+    comms = thread_comms(3)
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        ids_BK, tokens_BS = drafted(PrefixRunner(VOCAB_SIZE, seed=comm.rank, sharpness=1.0), comm)
+        written_BK = torch.stack([tokens_BS[row, length : length + K] for row, length in enumerate((9, 5, 7))])
+        ids: list[list[int]] = ids_BK.tolist()
+        assert written_BK.tolist() == ids
+        return ids
+
+    first, *others = on_ranks(comms, one_rank)
+    alone, _ = drafted(PrefixRunner(VOCAB_SIZE, seed=1, sharpness=1.0), Comm.single())
+    assert first != alone.tolist(), "the ranks would draw otherwise"
+    assert others == [first, first]

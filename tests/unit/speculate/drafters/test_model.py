@@ -1,0 +1,80 @@
+"""A draft model proposes tokens that it knows itself, in the target's width, whoever asks for them."""
+
+import pytest
+import torch
+
+from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.shared import BatchSplit, BatchSplitDrafter, BroadcastDrafter
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers.prefix_runner import PrefixRunner
+
+CPU = torch.device("cpu")
+
+
+def model_drafter(*, vocab_size: int, temperature: float = 0.9) -> ModelDrafter:
+    """For a target of 11 tokens."""
+    rule = make_rule(SamplingConfig(temperature=temperature), VerificationConfig())
+    return ModelDrafter(PrefixRunner(vocab_size, sharpness=1.0), rule=rule, num_draft_tokens=4, vocab_size=11)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("vocab_size", [5, 11, 14])
+def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
+    vocab_size: int, temperature: float
+) -> None:
+    """Nor does the draft fail on a text with tokens that it lacks: the target may choose its padding."""
+    drafter = model_drafter(vocab_size=vocab_size, temperature=temperature)
+    tokens_BS = torch.arange(100).view(50, 2).remainder(11)
+    tokens_BS = torch.cat([tokens_BS, torch.zeros(50, 8, dtype=torch.int64)], dim=1)
+    drafter.allocate(batch_size=50, num_slots=10)
+    buckets = Buckets(step=10, num_slots=10)
+    prompts = Prompts(tokens_BS, torch.full((50,), 2), [2] * 50, longest=2)
+    drafter.prefill(prompts, rows=range(50), buckets=buckets)
+    uniforms_BKP = torch.rand(50, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draft = drafter.propose(
+        Rows(tokens_BS, torch.full((50,), 2), torch.zeros(50).long()),
+        num_tokens=4,
+        uniforms_BKP=uniforms_BKP,
+        bucket=10,
+    )
+    assert int(draft.ids_BK.max()) < min(vocab_size, 11)
+    if draft.probs_BTV is not None:
+        assert draft.probs_BTV.shape == (50, 5, 11)
+        torch.testing.assert_close(draft.probs_BTV[:, :4].sum(-1), torch.ones(50, 4))
+        assert not draft.probs_BTV[..., vocab_size:].any()
+
+
+def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
+    """What is drawn of them is any id; the verdict tells all ranks."""
+    drafter = model_drafter(vocab_size=5)
+    assert isinstance(drafter.runner, PrefixRunner)
+    drafter.runner.head.fill_(torch.nan)
+    drafter.allocate(batch_size=1, num_slots=10)
+    uniforms_BKP = torch.zeros(1, 4, 2, dtype=torch.float64)
+    draft = drafter.propose(
+        Rows(torch.zeros(1, 10).long(), torch.tensor([2]), torch.zeros(1).long()),
+        num_tokens=4,
+        uniforms_BKP=uniforms_BKP,
+        bucket=10,
+    )
+    assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
+    assert draft.probs_BTV is not None
+    assert draft.probs_BTV[:, :4].isnan().all()
+
+
+def test_a_cache_that_was_made_anew_is_known_through_all_that_stand_before_the_model() -> None:
+    comm = Comm.single()
+    drafters: list[BroadcastDrafter | BatchSplitDrafter] = [
+        BroadcastDrafter(model_drafter(vocab_size=11), comm=comm, src=0, num_draft_tokens=4, device=CPU),
+        BatchSplitDrafter(
+            model_drafter(vocab_size=11), split=BatchSplit(comm, [0]), num_draft_tokens=4, device=CPU
+        ),
+    ]  # fmt: skip
+    for drafter in drafters:
+        before = drafter.num_allocations
+        drafter.allocate(batch_size=2, num_slots=10)
+        assert drafter.num_allocations == before + 1

@@ -1,0 +1,182 @@
+"""A run that chooses K for each round: what it chooses, and that its text is the target's whatever it chooses."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.engine.adaptive import PROBE_SHARE, AdaptiveLength, RoundCosts
+from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.rules import Rule
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.lanes import heavy
+from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.recorded import FakeRecorder
+
+LENGTHS = (1, 2, 3, 4, 6, 8)
+REQUESTS = [
+    Request(index=index, prompt_ids=ids, max_new_tokens=tokens)
+    for index, (ids, tokens) in enumerate([((2, 3), 90), ((4, 4, 4), 31), ((5, 6, 7), 12), ((1,), 20)])
+]
+
+
+def costs(*, draft_step: float, catch_up: float = 0.0, verified: float = 0.02) -> RoundCosts:
+    """Costs in plain tokens: a draft step each, and a little for each token that is verified."""
+    rounds = {DraftChoice(length): 1 + length * (draft_step + verified) for length in (0, *LENGTHS)}
+    return RoundCosts(rounds=rounds, catch_up=(catch_up,))
+
+
+class Simulation:
+    """Rounds of an adaptive run whose drafted tokens are accepted with a fixed probability."""
+
+    def __init__(self, acceptance: float, known: RoundCosts) -> None:
+        self.length = AdaptiveLength(known, acceptance=[0.7])
+        self.known, self.acceptance, self.rng = known, acceptance, random.Random(5)
+        self.skipped, self.num_tokens, self.cost = 0, 0, 0.0
+        self.chosen: list[int] = []
+
+    def run(self, num_rounds: int) -> float:
+        """Cost per token of the next rounds."""
+        tokens, cost = self.num_tokens, self.cost
+        for number in range(num_rounds):
+            if number % 200 == 0:  # a new prompt, which the drafter has read
+                self.skipped = 0
+            choice = self.length.choose([self.skipped])
+            accepted = 0
+            while accepted < choice.num_tokens and self.rng.random() < self.acceptance:
+                accepted += 1
+            if choice.num_tokens:
+                self.cost += self.known.catch_up[0] * -(-self.skipped // 64)
+            self.skipped = 0 if choice.num_tokens else self.skipped + 1
+            self.length.observe(choice, [accepted])
+            self.chosen.append(choice.num_tokens)
+            self.num_tokens += accepted + 1
+            self.cost += self.known.rounds[choice]
+        return (self.cost - cost) / (self.num_tokens - tokens)
+
+
+def fixed_cost(acceptance: float, known: RoundCosts, length: int) -> float:
+    """Cost per token when every round drafts as many tokens."""
+    return known.rounds[DraftChoice(length)] / sum(acceptance**power for power in range(length + 1))
+
+
+@pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.8, 0.95])
+def test_it_costs_hardly_more_than_the_best_fixed_length(acceptance: float, draft_step: float) -> None:
+    known = costs(draft_step=draft_step)
+    run = Simulation(acceptance, known)
+    run.run(200)
+    best = min(fixed_cost(acceptance, known, length) for length in (0, *LENGTHS))
+    assert run.run(4000) < 1.05 * best
+
+
+@pytest.mark.parametrize("catch_up", [0.0, 5.0])
+def test_where_drafts_lose_it_decodes_plainly_but_for_probes(catch_up: float) -> None:
+    known = costs(draft_step=0.9, catch_up=catch_up)
+    run = Simulation(0.5, known)
+    run.run(50)
+    assert run.run(5000) < 1 + 2 * PROBE_SHARE
+    probes = sum(number > 0 for number in run.chosen[50:])
+    assert probes, "without a probe it would never learn that drafts are accepted again"
+
+
+def test_it_drafts_again_when_the_text_turns_predictable() -> None:
+    run = Simulation(0.02, costs(draft_step=0.2))
+    run.run(600)
+    assert sum(run.chosen[-100:]) <= 20
+    run.acceptance = 0.95
+    run.run(3000)
+    assert min(run.chosen[-100:]) >= 3
+
+
+def test_a_second_drafter_is_found_when_it_becomes_the_better_one() -> None:
+    """A copy costs nothing and is rejected, until the text begins to repeat itself."""
+    rounds = dict(costs(draft_step=0.15).rounds)
+    rounds |= {DraftChoice(length, source=1): 1 + 0.03 * length for length in LENGTHS}
+    length = AdaptiveLength(RoundCosts(rounds=rounds, catch_up=(1.0, 0.0)), acceptance=[0.7, 0.24])
+    rng, used = random.Random(1), list[int]()
+    for number in range(3000):
+        choice = length.choose([0, 0])
+        acceptance = 0.75 if choice.source == 0 else 0.05 if number < 1500 else 0.97
+        accepted = 0
+        while accepted < choice.num_tokens and rng.random() < acceptance:
+            accepted += 1
+        length.observe(choice, [accepted])
+        used.append(choice.source)
+    assert sum(used[1000:1500]) < 100
+    assert sum(used[-500:]) > 450
+
+
+def test_the_same_results_give_the_same_choices() -> None:
+    first, second = (Simulation(0.6, costs(draft_step=0.1)) for _ in range(2))
+    first.run(300)
+    second.run(300)
+    assert first.chosen == second.chosen
+    assert len(set(first.chosen)) > 1
+
+
+SCRIPTS = {
+    "lengths": [DraftChoice(4), DraftChoice(1), DraftChoice(3), DraftChoice(2), DraftChoice(4)],
+    "pauses": [*[DraftChoice(0)] * 7, DraftChoice(3), DraftChoice(4)],
+    "a long pause": [*[DraftChoice(0)] * 70, DraftChoice(4), DraftChoice(2), DraftChoice(4)],
+    "two drafters": [
+        DraftChoice(4),
+        DraftChoice(2, source=1),
+        DraftChoice(4, source=1),
+        DraftChoice(1),
+        DraftChoice(0),
+    ],
+}
+
+
+def texts(script: Sequence[DraftChoice] | None, *, draft_seed: int = 0, **options: Any) -> list[Any]:  # noqa: ANN401
+    options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
+    if script:
+        decoder.length = ScriptedLength(script)
+    return complete(decoder, REQUESTS)
+
+
+@pytest.mark.parametrize("reads_later", [False, True])
+@pytest.mark.parametrize("name", ["lengths", "pauses", "a long pause"])
+def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name: str, reads_later: bool) -> None:
+    """A drafter that had not read what it skipped would draft from another text than the target's."""
+
+    def alone(rule: Rule) -> ModelDrafter:
+        return ModelDrafter(PrefixRunner(), rule=rule, num_draft_tokens=4, vocab_size=11)
+
+    decoder = make_decoder(
+        PrefixRunner(), None if reads_later else PrefixRunner(), temperature=0.9, batch_size=2, num_draft_tokens=4,
+        make_drafter=alone if reads_later else None,
+    )  # fmt: skip
+    decoder.length = ScriptedLength(SCRIPTS[name])
+    for done in complete(decoder, REQUESTS):
+        assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
+
+
+@pytest.mark.parametrize("replay", [True, heavy(False), FakeRecorder()], ids=["traced", "eager", "recorded"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
+    for options in ({"temperature": 0.0}, {"rule_name": "coupled"}):
+        alone = make_decoder(PrefixRunner(), None, batch_size=2, **({"temperature": 0.9} | options))
+        expected = [done.token_ids for done in complete(alone, REQUESTS)]
+        assert [done.token_ids for done in texts(SCRIPTS[name], draft_seed=1, replay=replay, **options)] == expected
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_executors_agree_on_sampled_text(name: str) -> None:
+    def run(replay: Any) -> list[Any]:  # noqa: ANN401
+        completions = texts(SCRIPTS[name], draft_seed=1, replay=replay)
+        return [(done.token_ids, done.accepted_lengths, done.draft_lengths) for done in completions]
+
+    eager, traced, recorded = run(False), run(True), run(FakeRecorder())
+    assert eager == traced == recorded
+
+
+def test_a_run_that_always_chooses_k_has_the_text_of_a_fixed_k() -> None:
+    fixed = texts(None, draft_seed=1, num_draft_tokens=2)
+    chosen = texts([DraftChoice(2)], draft_seed=1, num_draft_tokens=4)
+    assert [done.token_ids for done in chosen] == [done.token_ids for done in fixed]

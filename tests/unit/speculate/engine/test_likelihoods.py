@@ -1,0 +1,139 @@
+"""Texts get the log-probabilities of the library's own logits, in any batch, in any chunks and on every rank."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from llama_ssp.errors import NumericError
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import NullRunner, Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine import likelihoods
+from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, log_likelihoods
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.prefix_runner import PrefixRunner
+
+pytestmark = pytest.mark.seconds
+
+CPU = torch.device("cpu")
+LENGTHS = (7, 2, 30, 30, 12)
+TEXTS = [
+    ScoredText(
+        ids=torch.randint(2, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist(),
+        num_given=1 + number,
+    )
+    for number, length in enumerate(LENGTHS)
+    if number + 1 < length
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, build_checkpoint(folder, "llama")
+
+
+def load(folder: Path, comm: Comm) -> Runner:
+    return load_model(inspect(folder), dtype=torch.float32, device=CPU, comm=comm)
+
+
+def scores_of(
+    target: Runner, texts: list[ScoredText], *, batch_size: int, comm: Comm, src: int = 0
+) -> list[TokenScores]:
+    found = dict(log_likelihoods(target, texts, batch_size=batch_size, comm=comm, src=src))
+    return [found[place] for place in range(len(texts))]
+
+
+@torch.inference_mode()
+def wanted_of(model: PreTrainedModel, text: ScoredText) -> tuple[list[float], list[bool]]:
+    """What the library's forward of one whole text says."""
+    ids_T = torch.tensor(text.ids)
+    log_probs_TV = model(ids_T[None]).logits[0, :-1].log_softmax(-1)
+    log_probs_T = log_probs_TV.gather(-1, ids_T[1:, None])[:, 0]
+    are_best_T = log_probs_TV.argmax(-1) == ids_T[1:]
+    return log_probs_T[text.num_given - 1 :].tolist(), are_best_T[text.num_given - 1 :].tolist()
+
+
+def check(model: PreTrainedModel, texts: list[ScoredText], scores: list[TokenScores]) -> None:
+    for text, found in zip(texts, scores, strict=True):
+        log_probs, are_best = wanted_of(model, text)
+        assert found.log_probs == pytest.approx(log_probs, abs=1e-4)
+        assert found.are_best == are_best
+        assert len(found.log_probs) == len(text.ids) - text.num_given
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_a_token_has_the_log_probability_of_the_librarys_logits(
+    saved: tuple[Path, PreTrainedModel], batch_size: int
+) -> None:
+    folder, model = saved
+    check(model, TEXTS, scores_of(load(folder, Comm.single()), TEXTS, batch_size=batch_size, comm=Comm.single()))
+
+
+def test_the_greedy_continuation_is_the_best_and_no_other(saved: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = saved
+    ids = list(TEXTS[0].ids)
+    for _ in range(4):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    other = [*ids[:-1], (ids[-1] + 1) % VOCAB_SIZE]
+    texts = [ScoredText(ids=each, num_given=len(ids) - 4) for each in (ids, other)]
+    best, worse = scores_of(load(folder, Comm.single()), texts, batch_size=2, comm=Comm.single())
+    assert best.are_best == [True] * 4
+    assert worse.are_best == [True] * 3 + [False]
+
+
+@pytest.mark.parametrize("num_logits", [1, 3 * 5 * 11, 2**26])
+def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPatch, num_logits: int) -> None:
+    """A chunk of one token, one of five, and one that holds all."""
+    texts = [
+        ScoredText(ids=[7 * token % 11 for token in range(length)], num_given=num_given)
+        for length, num_given in ((30, 20), (14, 2), (29, 28))
+    ]
+    alone = [scores_of(PrefixRunner(), [text], batch_size=1, comm=Comm.single())[0] for text in texts]
+    monkeypatch.setattr(likelihoods, "_MOST_LOGITS", num_logits)
+    together = scores_of(PrefixRunner(), texts, batch_size=3, comm=Comm.single())
+    for one, other in zip(alone, together, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert one.are_best == other.are_best
+
+
+def test_every_rank_gets_the_scores_of_a_target_that_they_share(saved: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = saved
+    comms = thread_comms(2)
+    runners = [load(folder, comm) for comm in comms]
+    for scores in on_ranks(comms, lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm)):
+        check(model, TEXTS, scores)
+
+
+def test_a_rank_without_the_target_gets_the_scores_of_the_one_that_has_it(saved: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = saved
+    nothing = NullRunner(device=CPU, vocab_size=VOCAB_SIZE, max_position_embeddings=128)
+    runners: list[Runner] = [nothing, load(folder, Comm.single())]
+    for scores in on_ranks(
+        thread_comms(2), lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm, src=1)
+    ):
+        check(model, TEXTS, scores)
+
+
+def test_logits_that_are_nan_end_the_scoring_on_every_rank() -> None:
+    broken = PrefixRunner()
+    broken.head[:] = float("nan")
+    nothing = NullRunner(device=CPU, vocab_size=11, max_position_embeddings=512)
+    runners: list[Runner] = [broken, nothing]
+
+    def scored(comm: Comm) -> str:
+        with pytest.raises(NumericError) as caught:
+            scores_of(runners[comm.rank], [ScoredText(ids=[1, 2, 3])], batch_size=1, comm=comm)
+        return str(caught.value)
+
+    assert len(set(on_ranks(thread_comms(2), scored))) == 1
+
+
+def test_no_text_needs_no_forward() -> None:
+    target = PrefixRunner()
+    assert scores_of(target, [], batch_size=4, comm=Comm.single()) == []
+    assert target.num_forwards == 0

@@ -1,0 +1,289 @@
+"""The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
+
+from collections.abc import Sequence
+from itertools import count, groupby
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llama_ssp.errors import NumericError
+from llama_ssp.models.prefill import Buckets
+from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
+from tests.helpers.decoders import advance, complete, make_decoder
+from tests.helpers.prefix_runner import PrefixRunner
+
+PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
+
+
+def requests(num_tokens: int = 40) -> list[Request]:
+    """One request per prompt, of different lengths."""
+    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
+def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_tokens: int, eos_ids: Sequence[int]) -> None:
+    stop_request = StopRequest()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(), batch_size=2, eos_ids=eos_ids, stop_request=stop_request)
+    num_ended = 0
+    wanted = [Request(index=i, prompt_ids=(1,), max_new_tokens=max_new_tokens) for i in range(100)]
+    with torch.inference_mode():
+        for updates in decoder.run(wanted):
+            num_ended += len(updates)
+            stop_request.requested = True
+    assert decoder.stopped
+    assert num_ended <= 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
+def test_greedy_text_is_the_targets_own(draft_seed: int, num_draft_tokens: int, batch_size: int) -> None:
+    target, draft = PrefixRunner(seed=0), PrefixRunner(seed=draft_seed)
+    decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
+    for completion in complete(decoder, requests()):
+        request = completion.request
+        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
+        assert completion.finish_reason == "length"
+
+
+def test_reading_results_a_round_late_changes_nothing() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner(seed=1), batch_size=3, eos_ids=[4])
+    prompt = complete(decoder, requests())
+    decoder._lag = 1
+    late = complete(decoder, requests())
+    assert [c.token_ids for c in late] == [c.token_ids for c in prompt]
+    assert [c.accepted_lengths for c in late] == [c.accepted_lengths for c in prompt]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_round_reads_all_that_is_filled_however_finely_the_width_follows_the_text(lag: int) -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner())
+    decoder.bucket_step, decoder._lag = 1, lag
+    for completion in complete(decoder, requests()):
+        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
+
+
+def test_plain_decoding_is_the_same_loop_without_a_draft() -> None:
+    target = PrefixRunner()
+    for completion in complete(make_decoder(target, None, batch_size=3), requests()):
+        request = completion.request
+        assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
+        assert completion.num_target_forwards == request.max_new_tokens
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1])
+def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(draft_seed: int) -> None:
+    target = PrefixRunner(seed=0)
+    ended_inside = 0
+    for eos in range(target.vocab_size):
+        decoder = make_decoder(target, PrefixRunner(seed=draft_seed), num_draft_tokens=4, batch_size=2, eos_ids=[eos])
+        for completion in complete(decoder, requests()):
+            request = completion.request
+            wanted = target.greedy(request.prompt_ids, request.max_new_tokens)
+            wanted = wanted[: wanted.index(eos) + 1] if eos in wanted else wanted
+            assert completion.token_ids == wanted
+            assert completion.finish_reason == ("eos" if wanted[-1] == eos else "length")
+            ended_inside += bool(completion.accepted_lengths) and completion.accepted_lengths[-1] not in (0, 4)
+    assert draft_seed or ended_inside, "no row ended inside a draft: the test shows nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_logits_that_are_no_numbers_end_the_run(lag: int, temperature: float) -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=1)
+    decoder = make_decoder(target, draft, batch_size=2, temperature=temperature)
+    decoder._lag = lag
+    wanted = [Request(index=index, prompt_ids=(2, 3), max_new_tokens=30) for index in range(2)]
+    assert len(complete(decoder, wanted)) == 2
+    for model in (target, draft) if temperature else (target,):  # a greedy draft's ids are checked, not believed
+        model.head[3, 5] = torch.nan
+        with pytest.raises(NumericError, match=r"prompt 1, token [1-9].*: logits became NaN: the weights of"):
+            complete(decoder, wanted)
+        model.head[3, 5] = 0.5
+
+
+def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
+    target, wanted = PrefixRunner(), Request(index=0, prompt_ids=(2, 3), max_new_tokens=20)
+    decoder = make_decoder(target, PrefixRunner(), eos_ids=target.greedy(wanted.prompt_ids, 1))
+    with torch.inference_mode():
+        *_, ((completion, *_),) = decoder.run([wanted], to_length=True)
+    assert completion.token_ids == target.greedy(wanted.prompt_ids, 20)
+    assert completion.finish_reason == "length"
+    (completion,) = complete(decoder, [wanted])
+    assert len(completion.token_ids) == 1
+
+
+def test_sampled_text_does_not_depend_on_the_batch() -> None:
+    def texts(batch_size: int) -> list[list[int]]:
+        draft = PrefixRunner(seed=1, sharpness=1.0)
+        decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, batch_size=batch_size)
+        return [completion.token_ids for completion in complete(decoder, requests())]
+
+    assert texts(1) == texts(3) == texts(7)
+
+
+def test_samples_of_one_prompt_differ_and_repeat() -> None:
+    wanted = [Request(index=0, sample=s, prompt_ids=(1, 2), max_new_tokens=20) for s in range(3)]
+
+    def texts() -> list[list[int]]:
+        decoder = make_decoder(PrefixRunner(sharpness=1.0), None, temperature=1.0, batch_size=3)
+        return [completion.token_ids for completion in complete(decoder, wanted)]
+
+    assert texts() == texts()
+    assert len({tuple(ids) for ids in texts()}) == len(wanted)
+
+
+def test_a_prompt_may_leave_room_for_one_token_only() -> None:
+    target = PrefixRunner()
+    wanted = [
+        Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=1),
+        Request(index=1, prompt_ids=(4,), max_new_tokens=2),
+    ]
+    first, second = complete(make_decoder(target, PrefixRunner(seed=1)), wanted)
+    assert first.token_ids == target.greedy((1, 2, 3), 1)
+    assert second.token_ids == target.greedy((4,), 2)
+
+
+def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
+    target = PrefixRunner()
+    for completion in complete(make_decoder(target, PrefixRunner(seed=1), batch_size=8), requests()):
+        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_chunks"), [(1, 1), (6, 2), (7, 3)])
+def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
+    num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
+    target = PrefixRunner()
+    decoder = make_decoder(target, None, replay=False)
+    wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
+    (completion,) = complete(decoder, wanted)
+    assert completion.num_target_forwards == target.num_forwards == num_chunks + 4
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
+    num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of P tokens has its first token from the numbers at P, and the next round has those at P + 1."""
+    seen: list[list[float]] = []
+    split = UniformTable.split
+
+    def watched(table: UniformTable, uniforms_BN: torch.Tensor, *more: int) -> Draws:
+        seen.extend(uniforms_BN.tolist())
+        return split(table, uniforms_BN, *more)
+
+    monkeypatch.setattr(UniformTable, "split", watched)
+    draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
+    decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, replay=False)
+    table, wanted = UniformTable(num_draft_tokens, torch.device("cpu")), []
+    for completion in complete(decoder, requests(24)):
+        start, key = len(completion.request.prompt_ids), torch.tensor([completion.request.key(7)])
+        rounds = completion.accepted_lengths if draft else [0] * (len(completion.token_ids) - 1)
+        starts = [start, *(start + 1 + sum(rounds[:number]) + number for number in range(len(rounds)))]
+        wanted += table.uniforms(key, torch.tensor(starts)).tolist()
+    assert [numbers for numbers, _ in groupby(seen)] == wanted
+
+
+def test_the_time_of_a_pass_is_shared_by_the_rows_that_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass takes a second; three requests in two rows make a prefill and three rounds, twice."""
+    seconds = count()
+    monkeypatch.setattr(
+        "llama_ssp.speculate.engine.loop.time", SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    )
+    decoder = make_decoder(PrefixRunner(), None, batch_size=2)
+    monkeypatch.setattr(decoder.clock, "take", lambda: (0.5, 0.25))
+    wanted = [Request(index=index, prompt_ids=(1, 2), max_new_tokens=4) for index in range(3)]
+    *both, alone = complete(decoder, wanted)
+    assert [completion.busy_s for completion in (*both, alone)] == [4.0, 4.0, 4.0]
+    assert [completion.first_token_s for completion in (*both, alone)] == [1.0, 1.0, 1.0], "the prefill's pass"
+    assert [completion.share_s for completion in (*both, alone)] == [2.0, 2.0, 4.0]
+    assert [done.part_s for done in both] == [{"draft": 0.75, "verify": 0.375, "other": 0.375}] * 2
+    assert alone.part_s == {"draft": 1.5, "verify": 0.75, "other": 0.75}
+
+
+def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner(), num_draft_tokens=4, replay=False)
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=51)])
+    assert completion.accepted_lengths == [4] * 10
+    assert completion.num_target_forwards == target.num_forwards == 11
+
+
+def test_a_round_reads_no_value_from_the_device() -> None:
+    target, draft = PrefixRunner(device="meta"), PrefixRunner(device="meta")
+    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
+    round_, buckets = decoder.round, Buckets(step=64, num_slots=64)
+    for runner in (target, draft):
+        runner.allocate(batch_size=2, capacity=64)
+    round_.drafters[0].allocate(batch_size=2, num_slots=64)
+    state = BatchState.empty(2, num_slots=64, num_rounds=41, table=round_.uniforms)
+    prompts = BatchState.of(
+        requests()[:2], num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
+    )
+    lengths = [len(request.prompt_ids) for request in requests()[:2]]
+    assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
+    assert advance(decoder, state, bucket=64).is_meta
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@torch.inference_mode()
+def test_a_wish_to_stop_ends_the_loop_after_the_round(batch_size: int) -> None:
+    stop_request = StopRequest()
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, stop_request=stop_request)
+    num_tokens = 0
+    for updates in decoder.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
+        num_tokens += sum(len(update.new_ids) for update in updates)
+        stop_request.requested = num_tokens > 10 * batch_size
+    assert decoder.stopped
+    assert num_tokens < 20 * batch_size
+
+
+def test_acceptance_counts_leave_out_rounds_that_the_limit_could_cut() -> None:
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4)
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=9)])
+    assert completion.accepted_lengths == [4, 3]
+    assert completion.examined_lengths == [4, 0]
+
+
+@torch.inference_mode()
+def test_acceptance_counts_leave_out_what_lies_behind_an_end_inside_a_draft() -> None:
+    decoder = make_decoder(
+        PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=0.5), temperature=0.9, num_draft_tokens=4, eos_ids=[3]
+    )
+    wanted = [Request(index=0, sample=sample, prompt_ids=(1, 2), max_new_tokens=90) for sample in range(40)]
+    ends = [update for updates in decoder.run(wanted) for update in updates if update.completion.finish_reason == "eos"]
+    drafted = [end for end in ends if end.completion.accepted_lengths and end.num_drafted == len(end.new_ids)]
+    assert {end.num_drafted for end in drafted} >= {1, 2, 3}
+    for end in drafted:
+        assert end.completion.examined_lengths[-1] == end.completion.accepted_lengths[-1] == end.num_drafted
+
+
+@pytest.mark.parametrize("num_slots", [40, 120])
+def test_rounds_are_timed_over_rows_as_long_as_they_are_said_to_be(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention by lengths costs what the rows hold, so vacant rows of two tokens would not do."""
+    target, positions = PrefixRunner(), []
+    decoder = make_decoder(target, PrefixRunner(), replay=False)
+    decoder.make_room([Request(index=0, prompt_ids=(1, 2), max_new_tokens=150)])
+    forward = target.forward
+
+    def watched(ids_BT: torch.Tensor, positions_BT: torch.Tensor, *, bucket: int) -> torch.Tensor:
+        positions.append(int(positions_BT.max()))
+        return forward(ids_BT, positions_BT, bucket=bucket)
+
+    monkeypatch.setattr(target, "forward", watched)
+    monkeypatch.setattr(type(decoder._comm), "finish", lambda _comm: None)
+    monkeypatch.setattr(type(decoder.round), "reads_by_length", True)
+    decoder._is_cuda = True
+    decoder.time_rounds([DraftChoice(3)] * 3, num_slots=num_slots)
+    assert positions == [num_slots - 2] * 3

@@ -1,0 +1,194 @@
+"""A NeoX and a Neo with two tokenizers complete a text as the NeoX alone does, on one rank and wherever they sit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llama_ssp import load, speculative_generate
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.runner import NullRunner
+from llama_ssp.ranks.comms import Comm, Mesh
+from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.settings.layout import Layout
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    DraftLayout,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
+from llama_ssp.speculate.engine.state import Request
+from tests.helpers.decoders import complete
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import heavy
+from tests.helpers.other_tokenizer import PROMPT, TEXT, save_pair
+from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.texts import library_greedy
+from tests.helpers.tokenizers import byte_level, sentencepiece_like
+
+GREEDY, WARM = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
+NUM_NEW_TOKENS, NUM_DRAFT_TOKENS = 50, 4
+ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
+ways = pytest.mark.parametrize("matching", list(Matching), ids=lambda matching: str(matching.name))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair's checkpoints."""
+    made = tmp_path_factory.mktemp("two tokenizers")
+    save_pair(made)
+    return made
+
+
+@pytest.mark.seconds
+@ways
+def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path, matching: Matching) -> None:
+    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+    (done,) = speculative_generate(
+        pair, PROMPT, max_new_tokens=NUM_NEW_TOKENS, num_draft_tokens=NUM_DRAFT_TOKENS, sampling=GREEDY
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    assert done.token_ids == library_greedy(model, tokenizer(PROMPT).input_ids, num_tokens=NUM_NEW_TOKENS)
+    assert TEXT.startswith(PROMPT + done.text[:60])
+    assert sum(done.accepted_lengths) > 0.5 * len(done.token_ids)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("matching", "rule_name"),
+    [
+        (Matching.intersection, "speculative"),
+        heavy(Matching.intersection, "block"),
+        heavy(Matching.text, "speculative"),
+    ],
+)
+def test_sampled_texts_are_those_of_plain_sampling(folder: Path, matching: Matching, rule_name: str) -> None:
+    """A false alarm has a chance of 1 in 10 000."""
+    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+    config = RunConfig(
+        task=GenerateConfig(), model=pair.config.model, draft=pair.config.draft, placement=PlacementConfig(),
+        sampling=WARM, verification=VerificationConfig(rule=rule_name), batch_size=100, ignore_eos=True,
+    )  # fmt: skip
+    ids = tuple(pair.models.tokenizer(PROMPT[:20]).input_ids)
+    samples = []
+    for speculative, first in ((False, 0), (True, 1000)):
+        decoder = build_decoder(pair.models, config, speculative=speculative)
+        wanted = [Request(index=0, sample=first + s, prompt_ids=ids, max_new_tokens=8) for s in range(600)]
+        samples.append([tuple(done.token_ids) for done in complete(decoder, wanted)])
+    for place in (1, 3, 7):
+        counts = _table([[text[place] for text in texts] for texts in samples])
+        assert chi2_contingency(counts).pvalue > 1e-4 / 3
+
+
+def _table(samples: list[list[int]]) -> list[list[int]]:
+    """How often each token occurs in each sample; rare ones are counted together."""
+    both = [*samples[0], *samples[1]]
+    common = [token for token in sorted({*both}) if both.count(token) >= 20]
+    rows = [[sample.count(token) for token in common] for sample in samples]
+    rest = [len(sample) - sum(row) for sample, row in zip(samples, rows, strict=True)]
+    return [[*row, more] for row, more in zip(rows, rest, strict=True)] if min(rest) > 5 else rows
+
+
+@pytest.mark.seconds
+@ways
+def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path, matching: Matching) -> None:
+    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+    config = RunConfig(
+        task=GenerateConfig(), model=pair.config.model, draft=pair.config.draft, placement=PlacementConfig(),
+        sampling=WARM, verification=VerificationConfig(rule="coupled"), batch_size=3,
+    )  # fmt: skip
+    ids = tuple(pair.models.tokenizer(PROMPT).input_ids)
+    wanted = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=30) for sample in range(5)]
+    plain, drafted = (
+        [done.token_ids for done in complete(build_decoder(pair.models, config, speculative=speculative), wanted)]
+        for speculative in (False, True)
+    )
+    assert drafted == plain
+
+
+@pytest.mark.seconds
+def test_pairs_that_cannot_be_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the draft must have the target's vocabulary.* give tokenizer=own$"):
+        load(folder / "target", folder / "draft")
+    with pytest.raises(ConfigError, match=r"^tokenizer=own has no effect with draft=local, which has"):
+        load(folder / "target", folder / "target", tokenizer="own")
+    with pytest.raises(ConfigError, match="unknown matching 'words'"):
+        load(folder / "target", folder / "draft", tokenizer="own", matching="words")
+
+
+def _texts(layout: Layout, *, matching: Matching, temperature: float, batch_size: int) -> list[list[list[int]]]:
+    """What each rank writes; drafts of ranks whose word does not count are other models."""
+    target_tokenizer, draft_tokenizer = byte_level(), sentencepiece_like()
+    drafting = thread_comms(len(layout.draft_ranks))
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=ModelConfig(name="target"),
+        draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own, matching=matching),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(),
+        batch_size=batch_size,
+    )
+    prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
+    requests = [
+        Request(index=index, prompt_ids=tuple(target_tokenizer(text).input_ids), max_new_tokens=16)
+        for index, text in enumerate(prompts)
+    ]
+
+    def one_rank(comm: ThreadComm) -> list[list[int]]:
+        drafts = comm.rank in layout.draft_ranks
+        draft = None
+        if drafts and layout.draft_kind is REPLICATED:
+            draft = Comm.single()
+        elif drafts:
+            draft = drafting[layout.draft_ranks.index(comm.rank)]
+        counts = layout.draft_kind is REPLICATED or comm.rank == layout.draft_source_rank
+        target = PrefixRunner(len(target_tokenizer), sharpness=0.7)
+        nowhere = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
+        tokenizer: Any = None
+        models = Models(
+            target=target if comm.rank in layout.target_ranks else nowhere,
+            draft=PrefixRunner(len(draft_tokenizer), seed=1 if counts else 2, sharpness=0.7) if drafts else None,
+            drafts=True,
+            mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
+            tokenizer=tokenizer,
+            eos_ids=(3,),
+            context=512,
+            tokenizers=TokenizerPair(target_tokenizer, draft_tokenizer),
+        )
+        decoder = build_decoder(models, config, speculative=True)
+        return [completion.token_ids for completion in complete(decoder, requests)]
+
+    return on_ranks(thread_comms(len(layout.ranks)), one_rank)
+
+
+LAYOUTS = [
+    ((0, 1), (1,), ONE_RANK),
+    ((0, 1), (0, 1), SHARDED),
+    ((1, 2), (0, 1), SHARDED),
+    ((0,), (1, 2), OWN_GPU),
+    ((0, 1), (0, 1), REPLICATED),
+]
+
+
+@ways
+@pytest.mark.parametrize(("target", "draft", "kind"), LAYOUTS)
+@pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
+def test_all_ranks_write_what_one_rank_writes(
+    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, matching: Matching
+) -> None:
+    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
+    (wanted,) = _texts(alone, matching=matching, temperature=temperature, batch_size=1)
+    layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
+    found = _texts(layout, matching=matching, temperature=temperature, batch_size=3)
+    assert found == [wanted] * len(layout.ranks)

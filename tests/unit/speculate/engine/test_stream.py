@@ -1,0 +1,161 @@
+"""Streamed pieces are whole characters, know their origin, and add up to the text."""
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from llama_ssp.speculate.engine.text import IncrementalText, Piece, StreamerAdapter
+from tests.helpers.tokenizers import byte_level, sentencepiece_like
+
+TEXT = "def tête(n):\n\treturn '🙂🙂' + \"你好, wörld\"  # 👩‍👩‍👧 naïve\n"
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> list[int]:
+    found = tokenizer.convert_tokens_to_ids(list(tokens))
+    assert isinstance(found, list)
+    assert tokenizer.unk_token_id is None or tokenizer.unk_token_id not in found
+    return found
+
+
+def bytes_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in text.encode()))
+
+
+def joined(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("group", [1, 2, 5, 1000])
+def test_the_pieces_add_up_to_the_decoded_text(group: int) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode(TEXT)
+    stream = IncrementalText(tokenizer, tokenizer.encode("🙂 prompt"))
+    pieces = [piece for at in range(0, len(ids), group) for piece in stream.push(ids[at : at + group])]
+    assert joined(pieces) == tokenizer.decode(ids, skip_special_tokens=True) == TEXT
+    assert stream.flush() == []
+
+
+def test_no_piece_holds_half_a_character() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a🙂b")
+    assert len(ids) == 6
+    stream = IncrementalText(tokenizer, [])
+    assert [joined(stream.push([token_id])) for token_id in ids] == ["a", "", "", "", "🙂", "b"]
+
+
+def test_a_character_counts_to_the_token_that_completes_it() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a🙂b")
+    stream = IncrementalText(tokenizer, [])
+    assert stream.push(ids[:3], num_accepted=3) == [Piece("a", True)]
+    assert stream.push(ids[3:], num_accepted=1) == [Piece("🙂b", False)]
+
+
+def test_accepted_tokens_and_the_targets_own_are_told_apart() -> None:
+    tokenizer = byte_level()
+    ids = [token_id for letter in "wxyz" for token_id in tokenizer.encode(letter)]
+    stream = IncrementalText(tokenizer, [])
+    assert stream.push(ids[:1]) == [Piece("w", False)]
+    assert stream.push(ids[1:], num_accepted=2) == [Piece("xy", True), Piece("z", False)]
+
+
+def test_a_text_that_ends_inside_a_character_is_flushed() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a🙂")[:-1]
+    stream = IncrementalText(tokenizer, [])
+    pieces = stream.push(ids, num_accepted=2) + stream.flush()
+    assert joined(pieces) == tokenizer.decode(ids) == "a\ufffd"
+
+
+def test_special_tokens_are_not_shown() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("a"), 0, *tokenizer.encode("b"), 1]
+    stream = IncrementalText(tokenizer, [0])
+    assert joined(stream.push(ids) + stream.flush()) == "ab"
+
+
+def test_the_space_of_a_continuation_is_kept() -> None:
+    tokenizer = sentencepiece_like()
+    stream = IncrementalText(tokenizer, ids_of(tokenizer, "<s>", "▁Hello"))
+    assert joined(stream.push(ids_of(tokenizer, "▁world", "</s>", "▁", "▁", "▁world"))) == " world   world"
+
+
+def test_the_space_at_the_start_of_a_text_is_dropped() -> None:
+    tokenizer = sentencepiece_like()
+    stream = IncrementalText(tokenizer, ids_of(tokenizer, "<s>"))
+    assert joined(stream.push(ids_of(tokenizer, "▁Hello", "▁world"))) == "Hello world"
+
+
+def test_a_prompt_of_many_bytes_does_not_spoil_the_text_behind_it() -> None:
+    """The context of 8 tokens begins inside a character of the prompt, which makes its whole run of bytes invalid."""
+    tokenizer = sentencepiece_like()
+    prompt_ids = ids_of(tokenizer, "<s>", "▁Hello") + bytes_of(tokenizer, "你好你好")
+    stream = IncrementalText(tokenizer, prompt_ids)
+    assert joined(stream.push(bytes_of(tokenizer, "好🙂") + ids_of(tokenizer, "▁world"))) == "好🙂 world"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_valid_text_adds_up_for_a_sentencepiece_tokenizer(seed: int) -> None:
+    tokenizer = sentencepiece_like()
+    choice = random.Random(seed)
+    parts = [ids_of(tokenizer, word) for word in ("▁Hello", "▁", "▁▁", "turn", "\n", "</s>")]
+    parts += [bytes_of(tokenizer, letter) for letter in ("é", "你", "🙂")]
+    prompt_ids = ids_of(tokenizer, "<s>", "▁world")
+    ids = [token_id for _ in range(40) for token_id in choice.choice(parts)]
+    stream = IncrementalText(tokenizer, prompt_ids)
+    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=True)
+    assert "world" + joined(stream.push(ids) + stream.flush()) == whole
+
+
+def test_garbage_is_shown_after_a_while_and_good_text_follows() -> None:
+    tokenizer = byte_level()
+    (half,) = tokenizer.encode("🙂")[:1]
+    stream = IncrementalText(tokenizer, [])
+    assert "\ufffd" in joined(stream.push([half] * 20))
+    assert joined(stream.push(tokenizer.encode("good🙂"))).endswith("good🙂")
+
+
+def test_the_work_for_a_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    longest = 0
+    decode = tokenizer.decode
+
+    def watched(token_ids: list[int], **options: bool) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return str(decode(token_ids, **options))
+
+    monkeypatch.setattr(tokenizer, "decode", watched)
+    stream = IncrementalText(tokenizer, tokenizer.encode(TEXT * 5))
+    stream.push(tokenizer.encode(TEXT * 5) + [0] * 50 + tokenizer.encode("🙂")[:1] * 50)
+    assert longest <= 20
+
+
+def test_a_transformers_streamer_prints_the_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = byte_level()
+    adapter = StreamerAdapter(TextStreamer(tokenizer, skip_prompt=True), tokenizer.encode("prompt"))
+    ids = tokenizer.encode(TEXT)
+    for at in range(0, len(ids), 3):
+        adapter.put(ids[at : at + 3])
+    adapter.end()
+    assert capsys.readouterr().out == TEXT + "\n"
+
+
+def test_a_streamer_sees_the_shapes_that_generate_gives() -> None:
+    seen: list[torch.Tensor | str] = []
+
+    class Recorder(BaseStreamer):  # type: ignore[misc, unused-ignore]
+        def put(self, value: torch.Tensor) -> None:
+            seen.append(value)
+
+        def end(self) -> None:
+            seen.append("end")
+
+    adapter = StreamerAdapter(Recorder(), [5, 6])
+    adapter.put([])
+    adapter.put([7])
+    adapter.end()
+    assert [item.tolist() if isinstance(item, torch.Tensor) else item for item in seen] == [[[5, 6]], [7], "end"]

@@ -1,0 +1,104 @@
+"""Penalties are transformers', count drafted tokens, and keep the exact law of the penalized target."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.sampling.context import Context, Rows, count_tokens, penalty
+from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from tests.helpers.exact_law import exact_law
+from tests.helpers.lanes import heavy
+from tests.helpers.table_models import TableModel, joint_law, random_table
+
+PROMPT = (3, 1, 1)
+PENALIZED = {
+    "repetition": SamplingConfig(temperature=0.7, repetition_penalty=1.5),
+    "frequency": SamplingConfig(temperature=0.7, frequency_penalty=0.6),
+    "presence": SamplingConfig(temperature=1.0, presence_penalty=-0.8, top_k=3),
+    "all": SamplingConfig(
+        temperature=1.3, repetition_penalty=0.7, frequency_penalty=0.4, presence_penalty=0.3, top_p=0.9, min_p=0.1
+    ),
+}
+
+
+def by_hand(logits_V: Tensor, tokens: tuple[int, ...], sampling: SamplingConfig) -> Tensor:
+    """One row, with transformers' own processor and plain counts."""
+    ids = torch.tensor([tokens], dtype=torch.long)
+    if sampling.repetition_penalty != 1:
+        logits_V = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits_V[None].clone())[0]
+    counts_V = torch.bincount(ids[0], minlength=len(logits_V)).to(logits_V.dtype)
+    return logits_V - sampling.frequency_penalty * counts_V - sampling.presence_penalty * (counts_V > 0)
+
+
+def penalized(target: TableModel, sampling: SamplingConfig) -> tuple[Tensor, ...]:
+    """The target's conditional law after the prompt, for every prefix."""
+    process, laws = processor(sampling), []
+    for length, logits in enumerate(target.logits):
+        prefixes = [*product(range(target.vocab_size), repeat=length)]
+        rows = [
+            torch.stack([by_hand(table[code], PROMPT + prefix, sampling) for code, prefix in enumerate(prefixes)])
+            for table in logits
+        ]
+        laws.append(process(torch.stack(rows)))
+    return tuple(laws)
+
+
+def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int, is_point_mass: bool = False) -> float:
+    target, draft = (random_table(seed=seed, num_tables=3, max_length=num_draft_tokens) for seed in (12, 22))
+    measured = exact_law(
+        rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass, prompt=PROMPT
+    )
+    return float((measured - joint_law(penalized(target, sampling))).abs().max())
+
+
+@pytest.mark.parametrize("is_point_mass", [False, True])
+@pytest.mark.parametrize("num_draft_tokens", [1, heavy(2)])
+@pytest.mark.parametrize("name", PENALIZED)
+@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+def test_the_text_has_exactly_the_penalized_targets_law(
+    rule_name: str, name: str, num_draft_tokens: int, is_point_mass: bool
+) -> None:
+    rule = make_rule(PENALIZED[name], VerificationConfig(rule=rule_name))
+    error = law_error(rule, PENALIZED[name], num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass)
+    assert error < 1e-12
+
+
+class WithoutDraftedTokens:
+    """The shipped rule, whose target counts prompt and text alone."""
+
+    needs_context = True
+
+    def __init__(self, sampling: SamplingConfig) -> None:
+        self._rule = make_rule(sampling, VerificationConfig())
+        self.draw, self.verify = self._rule.draw, self._rule.verify
+
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
+        assert context
+        first_BTV = [
+            self._rule.process(logits_BTV[:, t : t + 1], context._replace(last_BT=context.last_BT[:, :1]))
+            for t in range(logits_BTV.shape[1])
+        ]
+        return torch.cat(first_BTV, dim=1)
+
+
+def test_a_penalty_that_leaves_out_the_drafted_tokens_is_caught() -> None:
+    sampling = PENALIZED["repetition"]
+    assert law_error(WithoutDraftedTokens(sampling), sampling, num_draft_tokens=2) > 1e-3
+
+
+def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:
+    tokens_BS = torch.tensor([[5, 5, 2, 7, 7, 7], [1, 5, 1, 1, 3, 0]])
+    context = Rows(tokens_BS, torch.tensor([3, 2]), torch.zeros(2).long()).before(torch.tensor([[2, 3], [1, 2]]))
+    counts_BTV = count_tokens(context, vocab_size=8)
+    assert counts_BTV[0].tolist() == [[0, 0, 1, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 2, 0, 1]]
+    assert counts_BTV[1].tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [0, 2, 0, 0, 0, 1, 0, 0]]
+
+
+def test_without_penalties_there_is_nothing_to_compute() -> None:
+    assert penalty(SamplingConfig()) is None
+    assert not make_rule(SamplingConfig(), VerificationConfig()).needs_context
