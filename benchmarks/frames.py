@@ -16,7 +16,7 @@ from llama_ssp.run.commands import run
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.sampling import processors
 
-ROOT = Path(run.__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RUN = ("task=generate", "prompt=x", "max_new_tokens=8")
 
 

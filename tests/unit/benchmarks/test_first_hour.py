@@ -44,21 +44,22 @@ elif "benchmarks.first_hour.kernels" in sys.orig_argv and "draws" in step:
 elif "benchmarks.first_hour.engine" in sys.orig_argv:
     import subprocess
     print('{"doing": "the third case"}', flush=True)
-    subprocess.Popen(["sleep", os.environ["PLANTED_SLEEP"]], start_new_session=True)
+    subprocess.Popen(["sleep", "PLANTED_SECONDS"], start_new_session=True)
     time.sleep(654)
 """
 
 
 def test_the_whole_command_names_a_planted_crash_hang_and_wrong_kernel_and_carries_no_secret(tmp_path: Path) -> None:
     """They are planted in the processes of steps as Python starts them; the other steps are unharmed."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    seconds = f"654.{os.getpid()}"  # other checkouts may run this test at the same time
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.replace("PLANTED_SECONDS", seconds))
     secrets = {
         "HF_TOKEN": "hf-planted-1", "AWS_SECRET_ACCESS_KEY": "aws-planted-2", "PIP_INDEX_URL": "https://me:planted-3@host",
         "NCCL_PASSWORD": "planted-4", "SOMETHING": "planted-5",
     }  # fmt: skip
     names = ["facts-machine", "kernels-rotary", "kernels-norms", "kernels-draws", "engine-greedy-text", "all-reduce"]
     folder = tmp_path / "hour"
-    settings = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "PLANTED_SLEEP": f"654.{os.getpid()}"}
+    settings = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.first_hour", "--limit", "30", "--folder", folder, "--only", *names],
         cwd=ROOT, env=os.environ | secrets | settings,
@@ -77,7 +78,7 @@ def test_the_whole_command_names_a_planted_crash_hang_and_wrong_kernel_and_carri
     assert rows["engine-greedy-text"]["reason"] == "stopped after 30 s, at: the third case"
     assert rows["all-reduce"]["reason"] == "it needs 2 GPUs, and none can be used"
     assert rows["kernels-rotary"]["figures"]
-    assert f"sleep\x00{settings['PLANTED_SLEEP']}" not in processes()
+    assert f"sleep\x00{seconds}" not in processes()
     contents = contents_of(folder)
     assert contents.keys() == {f"hour/{name}.txt" for name in names if name != "all-reduce"} | {"hour/results.jsonl"}
     assert [*map(json.loads, contents["hour/results.jsonl"].splitlines())] == [*rows.values()]
