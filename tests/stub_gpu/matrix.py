@@ -7,8 +7,8 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +33,14 @@ from llama_ssp.settings.schema import (
     VerificationConfig,
 )
 from llama_ssp.settings.tasks import GenerateConfig
-from llama_ssp.speculate.engine.executors import GraphExecutor
-from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.state import Request
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu import device
-from tests.stub_gpu.device import Record
+from tests.stub_gpu.decoded import Left, decode_twice, requests_for
 from tests.stub_gpu.settings import ANOTHER_TOKENIZER, GROUPS, NGRAM, PLAIN, Group, Setting
 
-NEW_TOKENS = 16
 CONTEXT = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Left:
-    """What a setting left.
-
-    Attributes:
-        is_captured: rounds run as graphs, and no capture failed.
-        faults: of both runs.
-        finished: the rows that got all of their tokens.
-        between: kinds and texts of what the second run did from one round to the next, in the middle of it.
-        num_nodes: of each graph that the second run replayed, in order.
-    """
-
-    is_captured: bool
-    faults: list[str]
-    finished: int
-    between: list[str]
-    num_nodes: list[int]
 
 
 def load_group(group: Group, folder: Path) -> Pair:
@@ -98,7 +75,7 @@ def _save(family: str, folder: Path) -> None:
 
 
 def decode(pair: Pair, setting: Setting) -> Left:
-    """Decode twice: the first run captures, the second replays."""
+    """Decode twice with a setting."""
     config = replace(
         pair.config,
         sampling=setting.sampling,
@@ -111,36 +88,12 @@ def decode(pair: Pair, setting: Setting) -> Left:
     if setting.breaks:
         verifier = decoder.round.verifier
         verifier.verify = _reading(verifier.verify)  # type: ignore[method-assign]
-    requests = [
-        Request(index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS)
-        for row in range(setting.batch_size)
-    ]
-    records, finished = [], 0
+    requests = requests_for(setting.batch_size)
     with torch.inference_mode():
         decoder.make_room(requests)
         tune(decoder, config, comm=pair.models.mesh.world, num_slots=256)
-        for _ in range(2):
-            device.reset()
-            finished = _run(decoder, requests)
-            records.append(device.log())
-    executor = decoder.executor
-    return Left(
-        is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
-        faults=[fault for log in records for fault in device.faults(log)],
-        finished=finished,
-        between=between_rounds(records[-1], num_replays=1 if setting.drafter == PLAIN else 2),
-        num_nodes=[len(device.graph(number)) for number in _replayed(records[-1])],
-    )
-
-
-def _run(decoder: Decoder, requests: Sequence[Request]) -> int:
-    finished = {
-        update.completion.request.index
-        for updates in decoder.run(requests)
-        for update in updates
-        if len(update.completion.token_ids) == NEW_TOKENS
-    }
-    return len(finished)
+    device.reset()
+    return decode_twice(decoder, requests, num_pieces=1 if setting.drafter == PLAIN else 2)
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,20 +105,6 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return reading
-
-
-def _replayed(records: Sequence[Record]) -> list[int]:
-    return list(dict.fromkeys(int(record.text) for record in records if record.kind == "replay"))
-
-
-def between_rounds(records: Sequence[Record], *, num_replays: int) -> list[str]:
-    """What happened in one round in the middle of a run, without looks at events that cost nothing."""
-    places = [place for place, record in enumerate(records) if record.kind == "replay"]
-    if len(places) < 4 * num_replays:
-        return []
-    first = len(places) // 2 // num_replays * num_replays
-    inside = records[places[first] : places[first + num_replays]]
-    return [f"{record.kind} {record.text}" for record in inside if record.kind != "poll"]
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-NEW_TOKENS = 16
 PIECES = ("draft", "score", "exchange", "verify")
 PIECES_OF_A_REFILL = ("draft alone", "exchange alone", "refill")
 
