@@ -85,7 +85,7 @@ register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMAT
 
 def takes(name: str, setting: str) -> bool:
     """Whether a format has a setting; False for an unknown format."""
-    found = formats().get(name)
+    found = FORMATS.find(name)
     return found is not None and setting in found.settings
 
 

@@ -15,6 +15,8 @@ from llama_ssp.settings.rules import DEFAULT
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
+DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
+"""Settings that follow from the choice of an option: task=, model= and draft= set them."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""

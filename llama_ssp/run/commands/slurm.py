@@ -32,7 +32,7 @@ from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.session.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.settings import checks, folders, slurm
-from llama_ssp.settings.effects import is_synthetic
+from llama_ssp.settings.checks import is_synthetic
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import CONFIG_FILE
 from llama_ssp.settings.schema import ModelConfig, PlanFormat, RunConfig
