@@ -36,7 +36,8 @@ def check(
     A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it. It is
     then returned, and has its default again.
     """
-    unread = list(_unread(config, explicit))
+    of_task = [*task_of(config).problems(config, explicit)]
+    unread = [each for each in of_task if isinstance(each, NoEffect)] + [*_unread(config, explicit)]
     problems = [
         *_ranges(config),
         *_files(config),
@@ -44,7 +45,7 @@ def check(
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
-        *task_of(config).problems(config, explicit),
+        *(each for each in of_task if isinstance(each, str)),
         *(str(each) for each in unread if not of_sweep or each.key in _NEVER_IGNORED),
     ]
     if problems:
@@ -367,10 +368,8 @@ _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], b
 
 
 def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
-    """Yield the settings that have no effect: of `explicit`, and those that the task names."""
-    task = task_of(config)
-    yield from task.without_effect(config, explicit)
-    rows = [(keys, reason.format(task=task)) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
+    """Yield the settings of `explicit` that have no effect."""
+    rows = [(keys, reason.format(task=task_of(config))) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
     for group, entry, model in _chosen_models(config):
         for names, holds_for, reason in _WITHOUT_EFFECT_ON_MODELS:
             if holds_for(config, model):

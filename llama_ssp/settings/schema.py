@@ -1,7 +1,6 @@
 """Every setting of a run and of a plan, as typed dataclasses without logic.
 
-`settings.compose` makes them, and `settings.checks` checks them. Below `commands` a config has only this form.
-Enum members are lower case because they are written that way on the command line.
+`settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -44,11 +43,7 @@ class WeightsKind(Enum):
 
 
 class DraftLayout(Enum):
-    """Placement of the draft model.
-
-    Whole on one rank; sharded over several; replicated on several, each of which drafts for its share of the batch; or
-    on ranks that hold nothing of the target (own_gpu).
-    """
+    """Placement of the draft model; `DraftPlacement` says more."""
 
     one_rank = "one_rank"
     sharded = "sharded"
@@ -57,11 +52,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """What every rank of a sharded draft holds whole, which saves collectives and costs memory.
-
-    Nothing; the embedding, which saves a collective in every forward; or the attention of all layers and its cache too,
-    which saves one in every layer.
-    """
+    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -87,7 +78,7 @@ class DeviceKind(Enum):
 
 
 class GpuKernels(Enum):
-    """What runs on GPUs; `fused` has larger products, which no GPU has timed yet."""
+    """Kernels of GPUs; `fused` has larger products, which no GPU has timed yet."""
 
     default = "default"
     fused = "fused"
@@ -95,10 +86,7 @@ class GpuKernels(Enum):
 
 @dataclass(kw_only=True)
 class ModelShape:
-    """Sizes of a causal language model, named as in its config.json.
-
-    `model_type` decides which further parameters exist: biases, norms, learned positions.
-    """
+    """Sizes of a causal language model, named as in its config.json."""
 
     model_type: str
     num_hidden_layers: int
@@ -175,11 +163,7 @@ class DrafterConfig:
 
 
 class TargetKind(Enum):
-    """How the target is split.
-
-    Tensor parallelism over its ranks, our own or DeepSpeed's; or layer-wise over the devices of one rank, with
-    accelerate's hooks.
-    """
+    """How the target is split; `TargetPlacement` says more."""
 
     tensor = "tensor"
     accelerate = "accelerate"
@@ -300,7 +284,7 @@ class VerificationConfig:
 
 
 class TextKind(Enum):
-    """What is written, as far as the acceptance depends on it."""
+    """Kinds of text, as far as the acceptance depends on them."""
 
     any = "any"
     prose = "prose"

@@ -1,6 +1,5 @@
 """Settings of `hydra/launcher=slurm`, which conf/hydra/launcher/slurm.yaml fills in, and their checks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llama_ssp.errors import ConfigError, one_message
@@ -46,17 +45,16 @@ class SlurmConfig:
 
 def check(settings: SlurmConfig) -> None:
     """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
-    if problems := list(_problems(settings)):
+    counts = {name: getattr(settings, name) for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running")}
+    problems = [f"{KEY}.{name}={value} must be at least 1" for name, value in counts.items() if (value or 1) < 1]
+    problems += [
+        f"{KEY}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
+        for argument in settings.sbatch
+        if not argument.startswith("--") or argument == "--"
+    ]
+    if not (settings.stage_to or "/").startswith("/"):
+        problems.append(
+            f"{KEY}.stage_to={settings.stage_to} must be an absolute path on the nodes, for example /scratch/weights"
+        )
+    if problems:
         raise ConfigError(one_message(problems))
-
-
-def _problems(settings: SlurmConfig) -> Iterator[str]:
-    for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            yield f"{KEY}.{name}={value} must be at least 1"
-    for argument in settings.sbatch:
-        if not argument.startswith("--") or argument == "--":
-            yield f"{KEY}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
-    if settings.stage_to is not None and not settings.stage_to.startswith("/"):
-        yield f"{KEY}.stage_to={settings.stage_to} must be an absolute path on the nodes, for example /scratch/weights"

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.registry import Registry
-from llama_ssp.settings.schema import ModelConfig, RunConfig, TaskConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -39,21 +40,19 @@ class TaskSpec:
         needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.
-        has_both_modes: with a draft, it completes every prompt plainly and speculatively; a resumed run of another task
-            refuses plain lines.
+        has_both_modes: with a draft, it completes every prompt plainly and speculatively.
         takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
         paths: settings that are paths, which the command line does not parse.
-        fill_in: fills in settings of the run; its second argument are the keys that the user gave, which stay.
+        fill_in: fills in settings of the run, apart from the keys that the user gave.
         prompts: the prompts of a run without `prompt=` and `prompts=`.
-        problems: yields the problems of a config; its second argument are the keys that the user gave.
-        without_effect: yields the settings that have no effect, with the same arguments. They are problems too, but
-            warnings at the points of a sweep.
-        largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
-            prompt tokens. The forecast of such a task is in its rows instead of its summary.
+        problems: yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that
+            has none, which is a warning at a point of a sweep.
+        largest_cell: for a task that measures several sizes, and has a forecast for each, the config of the one that
+            needs the most memory, and its prompt tokens.
         batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
-        shows_table: whether the table of completions is shown at the end.
-        check_files: `module:function` that checks the checkpoint folders before any weight is loaded; called with the
-            config, the folders and `world_size`.
+        shows_table: the table of completions is shown at the end.
+        check_files: `module:function` that checks the checkpoint folders before any weight is loaded, from the config,
+            the folders and `world_size`.
         finalize: `module:function` that rank 0 calls with the session at the end.
     """
 
@@ -67,8 +66,7 @@ class TaskSpec:
     paths: tuple[str, ...] = ()
     fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
-    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
-    without_effect: Callable[[RunConfig, frozenset[str]], Iterable[NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
     batch_size_setting: str | None = None
     shows_table: bool = True
@@ -127,9 +125,7 @@ def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[
     """Set each key to its value unless it is in `explicit`, alone or with its group, or has another value already."""
     for key, value in defaults.items():
         group, _, name = key.rpartition(".")
-        part: Any = config
-        for each in filter(None, group.split(".")):
-            part = getattr(part, each)
+        part: Any = attrgetter(group)(config) if group else config
         if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
             setattr(part, name, value)
 
@@ -210,35 +206,20 @@ class LatencyConfig(TaskConfig):
     store: bool = False
 
 
-def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, LatencyConfig)
-    nameless = [f"{key}={LOCAL}" for key, model in _models(config) if model.name == LOCAL]
-    if task.store and nameless and not _has_nothing_to_store(config):
+def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    models = {"model": config.model, "draft": config.draft.model}
+    nameless = [f"{key}={LOCAL}" for key, model in models.items() if model and model.name == LOCAL]
+    if not cast("LatencyConfig", config.task).store:
+        return
+    if not drafts(config.draft):
+        yield NoEffect("task.store", "without a draft: give one with draft=NAME")
+    elif config.weights is WeightsKind.synthetic:
+        yield NoEffect("task.store", "with weights=synthetic, whose acceptance synthetic.agreement sets")
+    elif nameless:
         yield (
             f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "
             "write an entry of your own, model/NAME.yaml (docs/guides/models.md), or leave task.store out"
         )
-
-
-def _without_effect_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[NoEffect]:
-    task = config.task
-    assert isinstance(task, LatencyConfig)
-    if task.store and (reason := _has_nothing_to_store(config)):
-        yield NoEffect("task.store", reason)
-
-
-def _has_nothing_to_store(config: RunConfig) -> str:
-    """Why a run measures no acceptance of its pair; empty if it does."""
-    if not drafts(config.draft):
-        return "without a draft: give one with draft=NAME"
-    if config.weights is WeightsKind.synthetic:
-        return "with weights=synthetic, whose acceptance synthetic.agreement sets"
-    return ""
-
-
-def _models(config: RunConfig) -> list[tuple[str, ModelConfig]]:
-    return [("model", config.model), *([("draft", config.draft.model)] if config.draft.model else [])]
 
 
 register(
@@ -246,7 +227,6 @@ register(
         config=LatencyConfig,
         run="llama_ssp.run.tasks.latency:latency",
         problems=_problems_of_latency,
-        without_effect=_without_effect_of_latency,
         finalize="llama_ssp.run.tasks.latency:store_pair",
     )
 )
@@ -274,9 +254,8 @@ class BenchmarkConfig(TaskConfig):
     default_prompts: list[str] = field(default_factory=list)
 
 
-def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, BenchmarkConfig)
+def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("BenchmarkConfig", config.task)
     for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
         values = getattr(task, name)
         if not values or min(values) < 1:
@@ -291,23 +270,16 @@ def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iter
             f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
             f"context of {min(contexts)} tokens: {min(contexts) - config.max_new_tokens} at most would fit"
         )
-
-
-def _without_effect_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
-    for given, instead in (("batch_size", "batch_sizes"), ("speculation.num_draft_tokens", "num_draft_tokens")):
-        if given in explicit:
-            yield NoEffect(given, f"on task=benchmark: give task.{instead}=[...]")
-    if "task.num_draft_tokens" in explicit and not drafts(config.draft):
-        yield NoEffect("task.num_draft_tokens", "without a draft: give one with draft=NAME")
-    for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
-        if given in explicit:
-            yield NoEffect(given, "on task=benchmark")
+    unread = dict.fromkeys(("num_samples", "ignore_eos", "stop_strings", "chat"), "on task=benchmark")
+    unread["batch_size"] = "on task=benchmark: give task.batch_sizes=[...]"
+    unread["speculation.num_draft_tokens"] = "on task=benchmark: give task.num_draft_tokens=[...]"
+    if not drafts(config.draft):
+        unread["task.num_draft_tokens"] = "without a draft: give one with draft=NAME"
+    yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
 
 
 def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
-    """The combination that needs the most memory, and its prompt tokens."""
-    task = config.task
-    assert isinstance(task, BenchmarkConfig)
+    task = cast("BenchmarkConfig", config.task)
     speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
     return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
 
@@ -319,7 +291,6 @@ register(
         takes_turns=False,
         check_files="llama_ssp.run.tasks.benchmark:check_peers",
         problems=_problems_of_benchmark,
-        without_effect=_without_effect_of_benchmark,
         largest_cell=_largest_cell_of_benchmark,
         batch_size_setting="task.batch_sizes=[{}]",
     )
@@ -328,7 +299,6 @@ register(
 
 MOST_PROMPTS = 90 * 90
 """All products of two numbers of two digits."""
-_OF_ALL_SUITES = {"name", "suite", "gate"}
 
 
 @dataclass(kw_only=True)
@@ -357,14 +327,12 @@ class EvaluateConfig(TaskConfig):
 
 def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     """The task's settings and the record of its suite; an unknown one raises ConfigError."""
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
+    task = cast("EvaluateConfig", config.task)
     return task, SUITES.of(task.suite)
 
 
 def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
-    assert isinstance(config.task, EvaluateConfig)
-    if suite := suites().get(config.task.suite):
+    if suite := SUITES.find(cast("EvaluateConfig", config.task).suite):
         fill_in(config, suite.defaults, explicit)
 
 
@@ -373,26 +341,18 @@ def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
     return suite.prompts(config) if suite.prompts else default_prompts(config)
 
 
-def _problems_of_evaluate(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
+def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("EvaluateConfig", config.task)
     if config.prompts == "-":
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
-    if problem := SUITES.problem_of(task.suite):
-        yield problem
-    else:
-        yield from suites()[task.suite].problems(config)
-
-
-def _without_effect_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
-    suite = suites().get(task.suite)
+    suite = SUITES.find(task.suite)
     if suite is None:
+        yield SUITES.problem_of(task.suite) or ""
         return
-    for name in [each.name for each in fields(task) if each.name not in _OF_ALL_SUITES.union(suite.settings)]:
-        if f"task.{name}" in explicit:
-            yield NoEffect(f"task.{name}", f"on suite={suite.name}")
+    yield from suite.problems(config)
+    read = {"name", "suite", "gate", *suite.settings}
+    for name in [each.name for each in fields(task) if each.name not in read and f"task.{each.name}" in explicit]:
+        yield NoEffect(f"task.{name}", f"on suite={suite.name}")
     if suite.prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
             yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
@@ -409,7 +369,6 @@ register(
         fill_in=_fill_in_for_evaluate,
         prompts=_prompts_of_evaluate,
         problems=_problems_of_evaluate,
-        without_effect=_without_effect_of_evaluate,
     )
 )
 
