@@ -1,9 +1,16 @@
 """What `task=calibrate` measures of a CPU: points, which the planner interpolates, in a profile per number of ranks.
 
-Units: bytes and seconds.
+Units: bytes and seconds. A file has the points as a table, a heading and a line for each point, which is one value for
+YAML and for Hydra; they take a second to compose the thousand mappings of a calibrated machine.
+
+    dtype rows elements working_set_bytes s
+    fp32  1    4096     4194304           4.207e-06
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 from llama_ssp.settings.schema import Dtype
 
@@ -79,3 +86,33 @@ class Profile:
     def __hash__(self) -> int:
         """Equal profiles have equal hashes; the points are left out."""
         return hash((self.num_ranks, self.round_s, self.forward_ratio, len(self.linear)))
+
+
+def text_of(points: Sequence[Mapping[str, Any]]) -> str:
+    """Write points that have the same figures as a table."""
+    lines = [[*points[0]], *([str(value) for value in point.values()] for point in points)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (" ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "".join(f"{line}\n" for line in padded)
+
+
+def points_of(text: str) -> list[dict[str, Any]]:
+    """Read a table; a point lacks figures that its line lacks, and one without a heading is named by its column."""
+    heading, *lines = [line.split() for line in text.splitlines() if line.strip()] or [[]]
+    return [
+        {
+            name or f"column {number}": _figure(value)
+            for number, (name, value) in enumerate(zip_longest(heading, line), start=1)
+            if value is not None
+        }
+        for line in lines
+    ]
+
+
+def _figure(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

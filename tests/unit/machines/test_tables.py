@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.machines.profile import LinearPoint, Profile
-from llama_ssp.machines.tables import points_of, text_of
+from llama_ssp.machines.profile import LinearPoint, Profile, points_of, text_of
 
 POINTS: list[dict[str, Any]] = [{"dtype": "fp32", "rows": 1, "s": 4.207e-06}, {"dtype": "int8", "rows": 512, "s": 0.5}]
 
