@@ -75,7 +75,7 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
-FAMILIES: Registry[Family] = Registry(setting="model_type", package=architectures.__name__, attribute="FAMILY")
+FAMILIES: Registry[Family] = Registry(setting="model_type", package=architectures.__name__, kind=Family)
 register, families = FAMILIES.register, FAMILIES.all
 
 

@@ -1,12 +1,13 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
-from llama_ssp.settings.schema import WholeParts
+from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +128,35 @@ class Inventory:
         embeddings = self.embeddings if first or (last and head is None) else ()
         final_vectors = self.final_vectors if last else 0
         return replace(self, embeddings=embeddings, head=head, final_vectors=final_vectors, num_layers=num_layers)
+
+
+def inventory_of(
+    shape: ModelShape,
+    layer: Mapping[str, tuple[int, int]],
+    *,
+    biased: Collection[str] = (),
+    layer_vectors: int,
+    final_vectors: int,
+    embeddings: tuple[Matrix, ...] = (),
+) -> Inventory:
+    """List the parameters of a model, whose embedding has the usual name and cut unless `embeddings` are given.
+
+    `layer` has the matrices by name: the features on the side that is not the model's width, and that side, which is
+    the one to cut, 0 for outputs and 1 for inputs.
+    """
+    width = shape.hidden_size
+    token_ids: Mapping[str, Any] = {"num_rows": shape.vocab_size, "num_columns": width, "cut": 0}
+    head = None if shape.tie_word_embeddings else Matrix(module="lm_head", has_bias="lm_head" in biased, **token_ids)
+    matrices = (
+        Matrix(module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased)
+        for name, (size, cut) in layer.items()
+        for rows, columns in [(size, width) if cut == 0 else (width, size)]
+    )
+    return Inventory(
+        layer=tuple(matrices),
+        layer_vectors=layer_vectors,
+        embeddings=embeddings or (Matrix(module="embed_tokens", **token_ids),),
+        head=head,
+        final_vectors=final_vectors,
+        num_layers=shape.num_hidden_layers,
+    )

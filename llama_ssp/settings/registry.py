@@ -25,12 +25,12 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    With a `package`, they are the `attribute` of each of its modules, one or several, read when they are first asked
-    for; those that plugins have registered take their place.
+    With a `package`, they are the values of a `kind` in its modules, read when they are first asked for; those that
+    plugins have registered take their place.
     """
 
-    def __init__(self, *, setting: str, package: str | None = None, attribute: str = "") -> None:
-        self._setting, self._unread, self._attribute = setting, package, attribute
+    def __init__(self, *, setting: str, package: str | None = None, kind: type[Record] | None = None) -> None:
+        self._setting, self._unread, self._kind = setting, package, kind
         self.records: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:
@@ -58,12 +58,12 @@ class Registry(Generic[Record]):
         return None if self.find(name) else unknown_name(key or self._setting, name, self.all())
 
     def _read(self) -> None:
-        if self._unread:
+        if self._unread and self._kind:
             package, self._unread = self._unread, None
             for each in pkgutil.iter_modules(importlib.import_module(package).__path__):
-                found = getattr(importlib.import_module(f"{package}.{each.name}"), self._attribute, ())
-                for record in found if isinstance(found, tuple) else (found,):
-                    self.records.setdefault(record.name, record)
+                for record in vars(importlib.import_module(f"{package}.{each.name}")).values():
+                    if isinstance(record, self._kind):
+                        self.records.setdefault(record.name, record)
 
 
 def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names
