@@ -5,15 +5,15 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from inspect import cleandoc
+from itertools import takewhile
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp.settings import folders
-from llama_ssp.settings.schema import PlanConfig, RunConfig
+from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
 
-DERIVED = ("task.name", "model.name", "draft.kind")
-"""Settings that follow from an option."""
 _ATTRIBUTE = re.compile(r" {4,}(?P<names>\w+(?:, \w+)*): (?P<text>.+(?:\n {8,}\S.*)*)")
 
 
@@ -47,14 +47,15 @@ def settings_of_plan() -> list[DescribedSetting]:
 def task_settings(name: str) -> list[DescribedSetting]:
     """Describe the settings that a task has of its own, with the values of its option."""
     file = folders.find("task", name)
-    values = folders.read(file) if file else {}
-    found = [each for each in settings_of(task_specs()[name].config, "task.") if each.key not in DERIVED]
     shown = {
-        key: "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
-        for key, value in values.items()
+        f"task.{key}": "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
+        for key, value in (folders.read(file) if file else {}).items()
     }
+    found = settings_of(task_specs()[name].config, "task.")
     return [
-        dataclasses.replace(each, default=shown.get(each.key.removeprefix("task."), each.default)) for each in found
+        dataclasses.replace(each, default=shown.get(each.key, each.default))
+        for each in found
+        if each.key not in DERIVED
     ]
 
 
@@ -71,7 +72,7 @@ def is_schema(kind: object) -> bool:
 
 
 def _kind(hint: object) -> str:
-    """Name a type as the command line knows it: the members of an enum, or one word."""
+    """A type as the command line knows it: the members of an enum, or one word."""
     if get_origin(hint) in {Union, UnionType}:
         return " or ".join("null" if each is type(None) else _kind(each) for each in get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -95,16 +96,10 @@ def _default(each: dataclasses.Field[Any]) -> str:
 def options_of(group: str) -> dict[str, str]:
     """The options of a group that are files, with the comment at the head of each file."""
     files = {name: folders.find(group, name) for name in folders.names(group)}
-    return {name: head_of(file.read_text(encoding="utf-8")) for name, file in files.items() if file}
+    return {name: head_of(file) for name, file in files.items() if file}
 
 
-def head_of(text: str) -> str:
-    """The comment at the head of a file of options."""
-    lines = []
-    for line in text.splitlines():
-        if line.startswith("# @"):
-            continue
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    return " ".join(lines)
+def head_of(file: Path) -> str:
+    """The comment at the head of a file of options, without Hydra's directives."""
+    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))
