@@ -163,11 +163,6 @@ def _draft(config: RunConfig) -> Iterator[str]:
     if problem := drafters.DRAFTERS.problem_of(config.draft.kind):
         yield problem
         return
-    if drafters.drafter_of(config.draft).needs_hidden_states:
-        yield (
-            f"draft.kind={config.draft.kind} reads the target's hidden states, which no backend returns: "
-            "use another draft, for example draft=default"
-        )
     free = [name for name, record in drafters.DRAFTERS.all().items() if record.make and not record.has_model]
     if config.draft.fallback not in {None, *free}:
         yield unknown_name("draft.fallback", str(config.draft.fallback), free)

@@ -2,20 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
 
 NO_QUANTIZATION = "none"
 """Default of `model.quantization`."""
 
-MatrixBytes = Callable[[int, int], int]
-"""Maps the number of weights of a matrix, and the bytes of an unquantized weight, to the bytes of the matrix."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """A package that a kernel imports, and the command that installs it."""
+class Package(NamedTuple):
+    """A package, and the command that installs it."""
 
     name: str
     install: str
@@ -27,12 +23,11 @@ class StorageFormat:
 
     Attributes:
         name: value of `model.quantization`.
-        order: position in lists of formats.
-        short_name: name in narrow tables; None uses `name`.
+        order, short_name: position in lists of formats; name in narrow tables, where it is another one.
         kernel: `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for
             unquantized weights.
         settings: the kernel's keyword arguments, by the field of the model entry that sets them.
-        matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.
+        matrix_bytes: bytes of a matrix without what is kept per output, from its weights and the bytes of a value.
         row_bytes: bytes per output, from the bytes of one value in the model's number format.
         unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
         gpu_unpacks: weights that a product of many rows unpacks at a time on a GPU.
@@ -42,10 +37,10 @@ class StorageFormat:
         rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
         group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
         reads_packed: checkpoints whose weights are stored in this format are read as they are.
-        package: what the kernel needs in addition to torch.
+        package: the package that the kernel needs, and the command that installs it.
         one_gpu_per_rank: the kernel works with one GPU per process only.
-        change_weight: what a user loses by this format, for the planner's changes that make a plan fit: 3 or less is
-            little; None if the planner does not suggest it.
+        change_weight: the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None
+            if the planner does not suggest it.
         draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
     """
 
@@ -54,7 +49,7 @@ class StorageFormat:
     short_name: str | None = None
     kernel: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
-    matrix_bytes: MatrixBytes = lambda num_weights, value_bytes: num_weights * value_bytes
+    matrix_bytes: Callable[[int, int], int] = lambda num_weights, value_bytes: num_weights * value_bytes
     row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
     unpacks_matrix: bool = False
     gpu_unpacks: int = 0
@@ -90,33 +85,27 @@ def takes(name: str, setting: str) -> bool:
 
 
 ROWS_OF_A_PASS = 32
-"""Rows that the kernel computes while it reads the weights once."""
+"""Rows that our kernel computes while it reads the weights once."""
 FEW_ROWS = 4 * ROWS_OF_A_PASS
-"""Rows up to which the kernel multiplies by the packed weights as they are; for more the matrix is unpacked.
+"""Rows up to which it multiplies by the packed weights as they are; for more the matrix is unpacked.
 
 Derived, not measured. Unpacking an int8 weight moves 5 bytes of memory: it reads 1, writes 2 and reads 2. Four passes
 of the kernel move 4; each further one would move one more, and through the L2 cache two more of inputs.
 """
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
+SCALE_BYTES, WORD_BYTES = 4, 4
+"""Of an fp32 scale, and of the scale and zero of an int4 group."""
+INT4_GROUP, NF4_GROUP = 128, 64
+"""Inputs that share a scale; public int4 checkpoints have this one."""
+_INT8_SLOWDOWN = 4.0
+"""Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows."""
+BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
 def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
     """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again."""
     return packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
-
-
-BITSANDBYTES = Package(
-    name="bitsandbytes", install=".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
-)
-SCALE_BYTES = 4  # fp32
-
-INT4_GROUP = 128
-"""Inputs that share a scale and a zero: what public checkpoints have."""
-NF4_GROUP = 64
-WORD_BYTES = 4
-_INT8_SLOWDOWN = 4.0
-"""Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows."""
 
 
 def _int4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter

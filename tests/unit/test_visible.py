@@ -1,11 +1,10 @@
 """Control characters of other people's text are written out, one by one, and nothing else is changed."""
 
-import io
 import json
 
 import pytest
 
-from llama_ssp.visible import VisibleStream, visible
+from llama_ssp.visible import visible
 
 SEQUENCES = {
     "\x1b[2J\x1b[1;1H": "\\x1b[2J\\x1b[1;1H",
@@ -35,9 +34,3 @@ def test_json_has_no_control_character_and_comes_back_exactly(text: str) -> None
     written = json.dumps({"text": text})
     assert all(" " <= char < "\x7f" for char in written)
     assert json.loads(written) == {"text": text}
-
-
-def test_a_stream_shows_what_is_written_to_it() -> None:
-    behind = io.StringIO()
-    print("\x1b[2J", file=VisibleStream(behind), flush=True)
-    assert behind.getvalue() == "\\x1b[2J\n"
