@@ -12,9 +12,6 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import ModelShape
 
-Windows = Callable[[Any], tuple[int | None, ...]]
-"""Maps a config of the library to the window of each layer in positions, its own included; None for no window."""
-
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
     """Layers of type `sliding_attention` have the config's window."""
@@ -27,9 +24,9 @@ class Family:
 
     Attributes:
         parameters: lists the parameters of a model of given sizes.
-        is_llama_kind: the lean decoder runs it: the Llama architecture, up to biases, norms of queries and keys, and
-            rotary frequencies.
-        windows: see `Windows`; None if no layer has a sliding window.
+        is_llama_kind: the lean decoder runs it.
+        windows: maps a config of the library to the window of each layer in positions, its own included, None for a
+            layer without one; None if no layer has a sliding window.
         mask_by_layer_type: the library's model takes one mask per type of layer.
         num_masks: masks of a forward that exist at the same time.
         attention: the library's `attn_implementation`.
@@ -45,7 +42,7 @@ class Family:
     model_type: str
     parameters: Callable[[ModelShape], Inventory]
     is_llama_kind: bool = False
-    windows: Windows | None = None
+    windows: Callable[[Any], tuple[int | None, ...]] | None = None
     mask_by_layer_type: bool = False
     num_masks: int = 1
     attention: str = "sdpa"
@@ -63,7 +60,7 @@ class Family:
         return self.model_type
 
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-        """The window of each layer; see `Windows`."""
+        """The window of each layer, None for one without."""
         return self.windows(config) if self.windows else (None,) * int(config.num_hidden_layers)
 
     def attention_pair_bytes(self, *, num_heads: int, value_bytes: int) -> int:
@@ -100,5 +97,4 @@ def inventory(shape: ModelShape) -> Inventory:
 
 @lru_cache(maxsize=512)  # a search asks for the same models thousands of times
 def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple[str, Any], ...]) -> Inventory:
-    """The parameters of a model with these sizes."""
     return parameters(ModelShape(**dict(sizes)))

@@ -14,8 +14,7 @@ from llama_ssp.settings.schema import ModelShape, WholeParts
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    `module` is the last part of the module's name, `cut` the dimension along which the matrix is sharded, or None if
-    every rank holds it whole.
+    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension.
     """
 
     module: str
@@ -76,10 +75,9 @@ class Inventory:
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for matrix in self.layer:
-            name = _FUSED.get(matrix.module, matrix.module)
-            sizes[name] = sizes.get(name, 0) + matrix.num_elements
+            sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property

@@ -25,22 +25,12 @@ CATCH_UP_CHUNK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of an engine, without collectives, which are priced by their bytes and latency.
+    """The number of kernels of an engine without collectives; each takes `HardwareConfig.kernel_s` in a CUDA graph."""
 
-    A kernel inside a CUDA graph takes `HardwareConfig.kernel_s` in addition to its bytes, so their number decides how
-    near decoding comes to the speed of a copy.
-
-    Attributes:
-        layer: of a decoder layer at few rows, products and attention included.
-        frame: of a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32.
-        draw: of a sampled draw.
-        verify: of a verification with commit.
-    """
-
-    layer: int
-    frame: int
-    draw: int
-    verify: int
+    layer: int  # at few rows, products and attention included
+    frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
+    draw: int  # a sampled draw
+    verify: int  # a verification with commit
 
 
 ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)

@@ -73,10 +73,8 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
     """Compose the settings of a run, or with `multirun` one for each combination of values.
 
     A setting of the chosen task needs no `task.`, and takes the task's name instead. The text of `prompt=TEXT` is
-    everything after the sign, and so are paths, unless they are quoted, null or hold ${...}.
-
-    `root` is the file of `conf` to start from. One ConfigError lists every word that cannot be read, and every name and
-    value that is wrong.
+    everything after the sign, and so are paths, unless they are quoted, null or hold ${...}. `root` is the file of
+    `conf` to start from. One ConfigError lists every word, name and value that is wrong.
     """
     register(root)
     with _sentences(), initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
@@ -89,7 +87,14 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
             problems += found
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
-        composed = [_compose(chosen, groups, root, options, problems, multirun=multirun) for chosen in product(*values)]
+        composed = []
+        for each in product(*values):
+            chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
+            if chosen not in options:
+                of_hydra = any(word.is_for_hydra for word in each)
+                options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
+            config = deepcopy(options[chosen]) if multirun else options[chosen]
+            composed.append(_composed(config, each, chosen, problems))
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -148,17 +153,10 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         ways = "separate values by commas" if multirun else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        yield from (each for name in _names(override) for each in problems_of_option(key, name, groups[key]))
+        names = [each.text.partition("=")[2].strip("'\"") for each in _values(word)]
+        yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
-
-
-def _names(override: Override) -> list[str]:
-    """Name the options that a word chooses; none for a pattern, whose options always exist."""
-    if not override.is_sweep_override():
-        return [override.get_value_element_as_str().strip("'\"")]
-    is_pattern = "glob(" in (override.input_line or "")
-    return [] if is_pattern else [name.strip("'\"") for name in override.sweep_string_iterator()]
 
 
 def _values(word: _Word) -> list[_Word]:
@@ -168,21 +166,8 @@ def _values(word: _Word) -> list[_Word]:
     return [*filter(None, (_read(f"{word.key}={value}") for value in word.override.sweep_string_iterator()))]
 
 
-def _compose(
-    words: Sequence[_Word],
-    groups: Mapping[str, Sequence[str]],
-    root: str,
-    options: dict[tuple[str, ...], DictConfig],
-    problems: list[str],
-    *,
-    multirun: bool,
-) -> Composed:
-    """Compose one combination of values, and note what is wrong with it in `problems`."""
-    chosen = tuple(word.text for word in words if word.key in groups or word.is_for_hydra)
-    if chosen not in options:
-        of_hydra = any(word.is_for_hydra for word in words)
-        options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
-    config = deepcopy(options[chosen]) if multirun else options[chosen]
+def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
+    """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:
         if word.is_for_hydra:
