@@ -20,39 +20,26 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN40
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The models of one `model_type`.
-
-    Attributes:
-        parameters: lists the parameters of a model of given sizes.
-        is_llama_kind: the lean decoder runs it.
-        windows: maps a config of the library to the window of each layer in positions, its own included, None for a
-            layer without one; None if no layer has a sliding window.
-        mask_by_layer_type: the library's model takes one mask per type of layer.
-        num_masks: masks of a forward that exist at the same time.
-        attention: the library's `attn_implementation`.
-        keeps_scores: no fused kernel computes its attention, so a forward keeps the scores of all heads.
-        ties_unless_said: default of `tie_word_embeddings` in config.json.
-        cuts_vocabulary: the embedding is sharded, whether or not the library's plan says so.
-        cuts_own_embedding: also if the embedding is a class of the family itself.
-        tp_plan: tensor-parallel plan, style by module, if the library has none.
-        check_files: `module:function` that compares a checkpoint with its config before the model is built.
-        adapt: `module:function` that adds what the library's modules lack.
-    """
+    """The models of one `model_type`."""
 
     model_type: str
-    parameters: Callable[[ModelShape], Inventory]
-    is_llama_kind: bool = False
+    parameters: Callable[[ModelShape], Inventory]  # lists the parameters of a model of given sizes.
+    is_llama_kind: bool = False  # the lean decoder runs it.
+    # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
+    # one; None if no layer has a sliding window.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None
-    mask_by_layer_type: bool = False
-    num_masks: int = 1
-    attention: str = "sdpa"
-    keeps_scores: bool = False
-    ties_unless_said: bool = False
-    cuts_vocabulary: bool = False
-    cuts_own_embedding: bool = False
+    mask_by_layer_type: bool = False  # the library's model takes one mask per type of layer.
+    num_masks: int = 1  # masks of a forward that exist at the same time.
+    attention: str = "sdpa"  # the library's `attn_implementation`.
+    keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
+    ties_unless_said: bool = False  # default of `tie_word_embeddings` in config.json.
+    cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
+    cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
+    # tensor-parallel plan, style by module, if the library has none.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
-    adapt: str | None = None
+    adapt: str | None = None  # `module:function` that adds what the library's modules lack.
 
     @property
     def name(self) -> str:

@@ -42,21 +42,13 @@ _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All parameters of a model, or those of one rank.
+    """All parameters of a model, or those of one rank."""
 
-    Attributes:
-        layer: matrices of each layer, which quantization applies to.
-        layer_vectors: elements of the norms of each layer, whole on every rank.
-        embeddings: lookup tables.
-        head: the output matrix; None if it is tied to the embedding.
-        final_vectors: elements of the last norm.
-    """
-
-    layer: tuple[Matrix, ...]
-    layer_vectors: int
-    embeddings: tuple[Matrix, ...]
-    head: Matrix | None
-    final_vectors: int
+    layer: tuple[Matrix, ...]  # matrices of each layer, which quantization applies to.
+    layer_vectors: int  # elements of the norms of each layer, whole on every rank.
+    embeddings: tuple[Matrix, ...]  # lookup tables.
+    head: Matrix | None  # the output matrix; None if it is tied to the embedding.
+    final_vectors: int  # elements of the last norm.
     num_layers: int
 
     def __hash__(self) -> int:

@@ -29,64 +29,40 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """List price in US dollars per hour.
+    """List price in US dollars per hour."""
 
-    Attributes:
-        usd_per_hour: of what `per` names.
-        per: what is rented, a whole `node` or each `gpu`.
-        date: when the price was read, for example 2025-06.
-    """
-
-    usd_per_hour: float
-    per: str = PER_NODE
-    date: str | None = None
+    usd_per_hour: float  # of what `per` names.
+    per: str = PER_NODE  # what is rented, a whole `node` or each `gpu`.
+    date: str | None = None  # when the price was read, for example 2025-06.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """One entry of `conf/hardware`: a node, and the number of nodes.
+    """One entry of `conf/hardware`: a node, and the number of nodes."""
 
-    Attributes:
-        name, gpu: names of the entry and of its GPUs.
-        device: `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
-        capability: compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
-        num_gpus, num_nodes: ranks per node, and nodes.
-        memory_bytes: usable memory of one GPU; on a CPU, of the node.
-        system_bytes: of a CPU's memory, the share of the operating system and of other programs.
-        context_bytes: memory of a process before its first tensor.
-        collective_bytes: communication buffers per rank, if there are several ranks.
-        bandwidth_bytes_per_s: memory bandwidth from the data sheet.
-        copy_bytes_per_s: measured memory bandwidth of a plain copy.
-        flops_per_s: dense matrix rate by number format.
-        slowdown: by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
-        kernel_s, launch_s: fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
-        link, network: links inside a node, and between nodes.
-        price: on-demand list price; None where none is known.
-        sources: where each figure is from.
-        profiles: measurements, which replace the figures above.
-    """
-
-    name: str
-    device: str
+    name: str  # names of the entry and of its GPUs.
+    device: str  # `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
+    # compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
     capability: float = 8.0
-    gpu: str
-    num_gpus: int
-    num_nodes: int = 1
-    memory_bytes: int
-    system_bytes: int = 0
-    context_bytes: int
-    collective_bytes: int
-    bandwidth_bytes_per_s: float
-    copy_bytes_per_s: float | None = None
-    flops_per_s: dict[str, float]
+    gpu: str  # names of the entry and of its GPUs.
+    num_gpus: int  # ranks per node, and nodes.
+    num_nodes: int = 1  # ranks per node, and nodes.
+    memory_bytes: int  # usable memory of one GPU; on a CPU, of the node.
+    system_bytes: int = 0  # of a CPU's memory, the share of the operating system and of other programs.
+    context_bytes: int  # memory of a process before its first tensor.
+    collective_bytes: int  # communication buffers per rank, if there are several ranks.
+    bandwidth_bytes_per_s: float  # memory bandwidth from the data sheet.
+    copy_bytes_per_s: float | None = None  # measured memory bandwidth of a plain copy.
+    flops_per_s: dict[str, float]  # dense matrix rate by number format.
+    # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
     slowdown: dict[str, float] = field(default_factory=dict)
-    kernel_s: float
-    launch_s: float
-    link: Link
-    network: Link | None = None
-    price: Price | None = None
-    sources: dict[str, str] = field(default_factory=dict)
-    profiles: list[Profile] = field(default_factory=list)
+    kernel_s: float  # fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
+    launch_s: float  # fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
+    link: Link  # links inside a node, and between nodes.
+    network: Link | None = None  # links inside a node, and between nodes.
+    price: Price | None = None  # on-demand list price; None where none is known.
+    sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
+    profiles: list[Profile] = field(default_factory=list)  # measurements, which replace the figures above.
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; lists of measurements are left out."""

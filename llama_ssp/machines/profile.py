@@ -54,34 +54,23 @@ RETIRED = frozenset({"composition", "composition_apart", "first_draft", "spread"
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time.
-
-    Attributes:
-        linear: linear layers as the models call them.
-        tied_head: linear layers whose matrix is also an embedding.
-        layer, frame: a decoder layer without its matrices and with few slots filled; a forward without layers and head.
-        attention: seconds per further byte of keys and values, by the rows that read it.
-        draw, verify: a draw and the rule, by numbers processed (rows x vocabulary).
-        all_reduce: by bytes; empty for one rank.
-        round_s: host time of the loop per round.
-        forward_ratio: time of whole forwards over the sum of their parts.
-        forward_ratio_apart: the same where each rank holds a model of its own.
-        first_draft_s: how much longer the first draft forward of a round takes.
-    """
+    """Measurements of `task=calibrate` with `num_ranks` ranks of a node active at the same time."""
 
     num_ranks: int
-    linear: list[LinearPoint]
-    tied_head: list[LinearPoint]
+    linear: list[LinearPoint]  # linear layers as the models call them.
+    tied_head: list[LinearPoint]  # linear layers whose matrix is also an embedding.
+    # a decoder layer without its matrices and with few slots filled; a forward without layers and head.
     layer: list[RowsPoint]
+    # a decoder layer without its matrices and with few slots filled; a forward without layers and head.
     frame: list[RowsPoint]
-    attention: list[SizePoint]
-    draw: list[SizePoint]
-    verify: list[SizePoint]
-    all_reduce: list[SizePoint] = field(default_factory=list)
-    round_s: float = 0.0
-    forward_ratio: float = 1.0
-    forward_ratio_apart: float = 1.0
-    first_draft_s: float = 0.0
+    attention: list[SizePoint]  # seconds per further byte of keys and values, by the rows that read it.
+    draw: list[SizePoint]  # a draw and the rule, by numbers processed (rows x vocabulary).
+    verify: list[SizePoint]  # a draw and the rule, by numbers processed (rows x vocabulary).
+    all_reduce: list[SizePoint] = field(default_factory=list)  # by bytes; empty for one rank.
+    round_s: float = 0.0  # host time of the loop per round.
+    forward_ratio: float = 1.0  # time of whole forwards over the sum of their parts.
+    forward_ratio_apart: float = 1.0  # the same where each rank holds a model of its own.
+    first_draft_s: float = 0.0  # how much longer the first draft forward of a round takes.
 
     def __hash__(self) -> int:
         """Equal profiles have equal hashes; the points are left out."""

@@ -49,19 +49,12 @@ _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """The settings of one run.
+    """The settings of one run."""
 
-    Attributes:
-        settings: the words that set them, with full keys.
-        explicit: the dotted keys and groups that they set.
-        config: as Hydra composed it.
-        launcher: settings of `hydra/launcher=slurm`; None without it.
-    """
-
-    settings: tuple[str, ...]
-    explicit: frozenset[str]
-    config: DictConfig
-    launcher: SlurmConfig | None = None
+    settings: tuple[str, ...]  # the words that set them, with full keys.
+    explicit: frozenset[str]  # the dotted keys and groups that they set.
+    config: DictConfig  # as Hydra composed it.
+    launcher: SlurmConfig | None = None  # settings of `hydra/launcher=slurm`; None without it.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""

@@ -1,10 +1,11 @@
-"""The settings for a reader: key, type, default and meaning, from the dataclasses and their docstrings."""
+"""The settings for a reader: key, type, default and meaning, from the dataclasses and their comments."""
 
 import dataclasses
 import re
 from collections.abc import Iterator
 from enum import Enum
-from inspect import cleandoc
+from functools import cache
+from inspect import getsourcefile
 from itertools import takewhile
 from pathlib import Path
 from types import UnionType
@@ -13,8 +14,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
-
-_ATTRIBUTE = re.compile(r" {4,}(?P<names>\w+(?:, \w+)*): (?P<text>.+(?:\n {8,}\S.*)*)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +59,28 @@ def task_settings(name: str) -> list[DescribedSetting]:
 
 
 def meanings(schema: type[Any]) -> dict[str, str]:
-    """Read the `Attributes:` of a dataclass and of its bases."""
-    texts = [cleandoc(each.__doc__ or "").partition("Attributes:")[2] for each in reversed(schema.__mro__)]
-    found = (match for text in texts for match in _ATTRIBUTE.finditer(text))
-    return {name: " ".join(each["text"].split()) for each in found for name in each["names"].split(", ")}
+    """The comments above the fields of a dataclass and of its bases, or behind them on the line."""
+    found: dict[str, str] = {}
+    for each in filter(is_schema, reversed(schema.__mro__)):
+        found |= _comments(getsourcefile(each) or "").get(each.__name__, {})
+    return found
+
+
+@cache
+def _comments(file: str) -> dict[str, dict[str, str]]:
+    """The comments on fields, by class and field."""
+    found: dict[str, dict[str, str]] = {}
+    above: list[str] = []
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if begin := re.match(r"class (\w+)", line):
+            found[begin[1]] = fields = {}
+        elif comment := re.match(r"    # (.*)", line):
+            above.append(comment[1])
+            continue
+        elif found and (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)):
+            fields[field[1]] = " ".join([*above, field[2] or ""]).strip()
+        above = []
+    return found
 
 
 def is_schema(kind: object) -> bool:

@@ -22,19 +22,15 @@ NGRAM_DRAFT = "ngram"
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRecord:
-    """One kind of draft.
+    """One kind of draft."""
 
-    Attributes:
-        name: value of `draft.kind`.
-        make: `module:function` that makes a rank's drafter from `drafters.drafter.DrafterParts`; None drafts nothing.
-        config: its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
-        has_model: `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same
-            ids by itself.
-    """
-
-    name: str
+    name: str  # value of `draft.kind`.
+    # `module:function` that makes a rank's drafter from `drafters.drafter.DrafterParts`; None drafts nothing.
     make: str | None
+    # its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
     config: type[DrafterConfig] = DrafterConfig
+    # `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same ids by
+    # itself.
     has_model: bool = False
 
 
@@ -78,15 +74,12 @@ class Matching(Enum):
 
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
-    """The draft model and its tokenizer.
+    """The draft model and its tokenizer."""
 
-    Attributes:
-        tokenizer: own allows a draft whose tokenizer is not the target's, which same refuses.
-        matching: with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes
-            the draft's text with the target's tokenizer, on the host.
-    """
-
+    # own allows a draft whose tokenizer is not the target's, which same refuses.
     tokenizer: DraftTokenizer = DraftTokenizer.same
+    # with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the draft's
+    # text with the target's tokenizer, on the host.
     matching: Matching = Matching.intersection
 
 
@@ -151,15 +144,10 @@ def problems_of_overlap(
 
 @dataclass(kw_only=True)
 class NgramConfig(DrafterConfig):
-    """Prompt look-up.
+    """Prompt look-up."""
 
-    Attributes:
-        longest: the most of the last tokens that are compared; a longer match is preferred to a shorter one.
-        shortest: the fewest of them that make a match.
-    """
-
-    longest: int = 4
-    shortest: int = 1
+    longest: int = 4  # the most of the last tokens that are compared; a longer match is preferred to a shorter one.
+    shortest: int = 1  # the fewest of them that make a match.
 
 
 register(DrafterRecord(name=NO_DRAFT, make=None))

@@ -19,50 +19,38 @@ class Package(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
-    """One way to store linear layers.
+    """One way to store linear layers."""
 
-    Attributes:
-        name: value of `model.quantization`.
-        order, short_name: position in lists of formats; name in narrow tables, where it is another one.
-        kernel: `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for
-            unquantized weights.
-        settings: the kernel's keyword arguments, by the field of the model entry that sets them.
-        matrix_bytes: bytes of a matrix without what is kept per output, from its weights and the bytes of a value.
-        row_bytes: bytes per output, from the bytes of one value in the model's number format.
-        unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
-        gpu_unpacks: weights that a product of many rows unpacks at a time on a GPU.
-        gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
-            this format and unquantized.
-        fp32_on_cpus: the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
-        rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
-        group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
-        reads_packed: checkpoints whose weights are stored in this format are read as they are.
-        package: the package that the kernel needs, and the command that installs it.
-        one_gpu_per_rank: the kernel works with one GPU per process only.
-        change_weight: the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None
-            if the planner does not suggest it.
-        draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
-    """
-
-    name: str
-    order: int = 100
-    short_name: str | None = None
+    name: str  # value of `model.quantization`.
+    order: int = 100  # position in lists of formats.
+    short_name: str | None = None  # in narrow tables, where it is another one.
+    # `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for unquantized
+    # weights.
     kernel: str | None = None
+    # the kernel's keyword arguments, by the field of the model entry that sets them.
     settings: Mapping[str, str] = field(default_factory=dict)
+    # bytes of a matrix without what is kept per output, from its weights and the bytes of a value.
     matrix_bytes: Callable[[int, int], int] = lambda num_weights, value_bytes: num_weights * value_bytes
+    # bytes per output, from the bytes of one value in the model's number format.
     row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
-    unpacks_matrix: bool = False
-    gpu_unpacks: int = 0
+    unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
+    gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
+    # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
+    # unquantized.
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
+    # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
     fp32_on_cpus: bool = False
+    # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
-    group: int = 1
-    reads_packed: bool = False
-    package: Package | None = None
-    one_gpu_per_rank: bool = False
+    group: int = 1  # number of inputs that share a scale; the inputs of a layer are a multiple of it.
+    reads_packed: bool = False  # checkpoints whose weights are stored in this format are read as they are.
+    package: Package | None = None  # the package that the kernel needs, and the command that installs it.
+    one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
+    # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
+    # does not suggest it.
     change_weight: int | None = None
-    draft_advice: str | None = None
-    target_advice: str | None = None
+    draft_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
+    target_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
 
     @property
     def is_quantized(self) -> bool:

@@ -12,26 +12,18 @@ DEFAULT, AT_ZERO = "speculative", "greedy"
 
 @dataclass(frozen=True, kw_only=True)
 class RuleRecord:
-    """One verification rule.
+    """One verification rule."""
 
-    Attributes:
-        name: value of `verification.rule`.
-        order: position in lists of rules.
-        verify: `module:function` with the arguments of `sampling.rules.verify_speculative`; None for a rule that uses
-            logits, at temperature 0 only.
-        draws_by_position: it needs no probabilities at any temperature: numbers of its position alone draw a token.
-        keeps_all_rows: it keeps a row of fp32 numbers for every position instead of one.
-        more_kernels, more_passes: launched kernels, and passes over a row of probabilities, beyond those of
-            `speculative`.
-    """
-
-    name: str
-    order: int = 100
+    name: str  # value of `verification.rule`.
+    order: int = 100  # position in lists of rules.
+    # `module:function` with the arguments of `sampling.rules.verify_speculative`; None for a rule that uses logits, at
+    # temperature 0 only.
     verify: str | None
+    # it needs no probabilities at any temperature: numbers of its position alone draw a token.
     draws_by_position: bool = False
-    keeps_all_rows: bool = False
-    more_kernels: int = 0
-    more_passes: int = 0
+    keeps_all_rows: bool = False  # it keeps a row of fp32 numbers for every position instead of one.
+    more_kernels: int = 0  # launched kernels, and passes over a row of probabilities, beyond those of `speculative`.
+    more_passes: int = 0  # launched kernels, and passes over a row of probabilities, beyond those of `speculative`.
 
     @property
     def needs_probs(self) -> bool:

@@ -10,36 +10,26 @@ KEY = "hydra.launcher"
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """Resources of every job of a sweep.
+    """Resources of every job of a sweep."""
 
-    Attributes:
-        nodes: nodes of one job.
-        ranks_per_node: processes per node; null takes the GPUs of a node of hardware=.
-        partition, account, constraint: as sbatch takes them; null takes the cluster's default.
-        time: time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
-        memory: memory per node, such as 64G.
-        gres: generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
-        cpus_per_rank: cores per rank.
-        max_running: jobs that may run at the same time; null sets no limit.
-        container: words in front of python, such as [apptainer,exec,--nv,image.sif].
-        python: interpreter on the nodes; null takes the submitting one, in a container `python`.
-        stage_to: folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
-        sbatch: further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
-    """
-
-    nodes: int = 1
-    ranks_per_node: int | None = None
-    partition: str | None = None
-    account: str | None = None
+    nodes: int = 1  # nodes of one job.
+    ranks_per_node: int | None = None  # processes per node; null takes the GPUs of a node of hardware=.
+    partition: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    account: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    # time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
     time: str | None = None
-    memory: str | None = None
+    memory: str | None = None  # memory per node, such as 64G.
+    # generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
     gres: str | None = None
-    constraint: str | None = None
-    cpus_per_rank: int | None = None
-    max_running: int | None = None
+    constraint: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    cpus_per_rank: int | None = None  # cores per rank.
+    max_running: int | None = None  # jobs that may run at the same time; null sets no limit.
+    # words in front of python, such as [apptainer,exec,--nv,image.sif].
     container: list[str] = field(default_factory=list)
-    python: str | None = None
+    python: str | None = None  # interpreter on the nodes; null takes the submitting one, in a container `python`.
+    # folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
     stage_to: str | None = None
+    # further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
     sbatch: list[str] = field(default_factory=list)
 
 

@@ -30,48 +30,35 @@ class NoEffect:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """One task.
+    """One task."""
 
-    Attributes:
-        config: its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has
-            the values, on top of `/schema/NAME@_here_`.
-        run: `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of
-            `tasks.run`.
-        needs_models: False for a task that loads no models and writes no run folder.
-        why_no_plan: without models, why `dry_run` has no effect; a relative clause.
-        needs_draft: a run without a draft is refused.
-        has_both_modes: with a draft, it completes every prompt plainly and speculatively.
-        takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
-        paths: settings that are paths, which the command line does not parse.
-        fill_in: fills in settings of the run, apart from the keys that the user gave.
-        prompts: the prompts of a run without `prompt=` and `prompts=`.
-        problems: yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that
-            has none, which is a warning at a point of a sweep.
-        largest_cell: for a task that measures several sizes, and has a forecast for each, the config of the one that
-            needs the most memory, and its prompt tokens.
-        batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
-        shows_table: the table of completions is shown at the end.
-        check_files: `module:function` that checks the checkpoint folders before any weight is loaded, from the config,
-            the folders and `world_size`.
-        finalize: `module:function` that rank 0 calls with the session at the end.
-    """
-
+    # its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has the
+    # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
+    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `tasks.run`.
     run: str
-    needs_models: bool = True
-    why_no_plan: str = "which reads no model"
-    needs_draft: bool = False
-    has_both_modes: bool = False
-    takes_turns: bool = True
-    paths: tuple[str, ...] = ()
+    needs_models: bool = True  # False for a task that loads no models and writes no run folder.
+    why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
+    needs_draft: bool = False  # a run without a draft is refused.
+    has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
+    takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
+    paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.
+    # fills in settings of the run, apart from the keys that the user gave.
     fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
+    # the prompts of a run without `prompt=` and `prompts=`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
+    # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
+    # which is a warning at a point of a sweep.
     problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
+    # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
-    batch_size_setting: str | None = None
-    shows_table: bool = True
+    batch_size_setting: str | None = None  # setting that advice suggests for a smaller batch; None for `batch_size`.
+    shows_table: bool = True  # the table of completions is shown at the end.
+    # `module:function` that checks the checkpoint folders before any weight is loaded, from the config, the folders and
+    # `world_size`.
     check_files: str | None = None
-    finalize: str | None = None
+    finalize: str | None = None  # `module:function` that rank 0 calls with the session at the end.
 
     @property
     def name(self) -> str:
@@ -92,28 +79,22 @@ def task_of(config: RunConfig) -> TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One suite.
+    """One suite."""
 
-    Attributes:
-        name: value of `task.suite`.
-        judge: returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
-        scored: which completions of such pairs the target scores, token by token, before the judge is called.
-        needs_sums: the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
-        prompts: makes the prompts; None for those of the user, or `task.default_prompts`.
-        defaults: values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
-        settings: those of the task that this suite reads, apart from `suite` and `gate`.
-        why_one_sample: why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
-        problems: yields the problems of a config.
-    """
-
-    name: str
-    judge: Callable[[Any], Any]
+    name: str  # value of `task.suite`.
+    judge: Callable[[Any], Any]  # returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
+    # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
     needs_sums: bool = False
+    # makes the prompts; None for those of the user, or `task.default_prompts`.
     prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
+    # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
     why_one_sample: str = ""
+    # yields the problems of a config.
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
@@ -138,16 +119,11 @@ def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass 
 
 @dataclass(kw_only=True)
 class CompareConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, side by side.
-
-    Attributes:
-        default_prompts: prompts of a run without prompt= or prompts=.
-        picture: an .svg file that shows what the terminal showed.
-    """
+    """Plain and speculative decoding of the same prompts, side by side."""
 
     name: str = "compare"
-    default_prompts: list[str] = field(default_factory=list)
-    picture: str | None = None
+    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
+    picture: str | None = None  # an .svg file that shows what the terminal showed.
 
 
 register(
@@ -171,16 +147,11 @@ class OutputFormat(Enum):
 
 @dataclass(kw_only=True)
 class GenerateConfig(TaskConfig):
-    """Completions only.
-
-    Attributes:
-        format: jsonl writes a line per completion, with the other fields of its prompt.
-        in_order: true prints completions in the order of the prompts, not in that in which they end.
-    """
+    """Completions only."""
 
     name: str = "generate"
-    format: OutputFormat = OutputFormat.text
-    in_order: bool = False
+    format: OutputFormat = OutputFormat.text  # jsonl writes a line per completion, with the other fields of its prompt.
+    in_order: bool = False  # true prints completions in the order of the prompts, not in that in which they end.
 
 
 register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
@@ -192,17 +163,12 @@ LOCAL = "local"
 
 @dataclass(kw_only=True)
 class LatencyConfig(TaskConfig):
-    """Milliseconds per token over a fixed list of one-sentence prompts.
-
-    Attributes:
-        default_prompts: prompts of a run without prompt= or prompts=.
-        num_warmup: other prompts, decoded before the clock starts.
-        store: true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
-    """
+    """Milliseconds per token over a fixed list of one-sentence prompts."""
 
     name: str = "latency"
-    default_prompts: list[str] = field(default_factory=list)
-    num_warmup: int = 1
+    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
+    num_warmup: int = 1  # other prompts, decoded before the clock starts.
+    # true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
     store: bool = False
 
 
@@ -234,23 +200,16 @@ register(
 
 @dataclass(kw_only=True)
 class BenchmarkConfig(TaskConfig):
-    """One table over all combinations of the three lists, measured alternately with transformers' own generation.
-
-    Attributes:
-        num_draft_tokens: values of K.
-        prompt_tokens: lengths of the prompt.
-        batch_sizes: sequences decoded together.
-        repetitions: measured repetitions of each cell, after one that is not counted; the table has medians.
-        peers: false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
-        default_prompts: text that prompts of each length are cut from, without prompt= or prompts=.
-    """
+    """One table over all combinations of the three lists, measured alternately with transformers' own generation."""
 
     name: str = "benchmark"
-    num_draft_tokens: list[int] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
-    repetitions: int = 3
+    num_draft_tokens: list[int] = field(default_factory=list)  # values of K.
+    prompt_tokens: list[int] = field(default_factory=list)  # lengths of the prompt.
+    batch_sizes: list[int] = field(default_factory=list)  # sequences decoded together.
+    repetitions: int = 3  # measured repetitions of each cell, after one that is not counted; the table has medians.
+    # false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
     peers: bool = True
+    # text that prompts of each length are cut from, without prompt= or prompts=.
     default_prompts: list[str] = field(default_factory=list)
 
 
@@ -303,25 +262,19 @@ MOST_PROMPTS = 90 * 90
 
 @dataclass(kw_only=True)
 class EvaluateConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict.
-
-    Attributes:
-        suite: distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy
-            text equal, up to near ties), or arithmetic (are products right equally often).
-        gate: true ends with exit code 1 if the suite fails, for CI.
-        num_prompts: of suite=arithmetic, the products to compute.
-        margin: of suite=arithmetic; rates that differ by less count as equivalent.
-        near_tie: of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null
-            takes 0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.
-        default_prompts: prompts of suite=distribution and suite=agreement without prompt= or prompts=.
-    """
+    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict."""
 
     name: str = "evaluate"
+    # distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy text equal,
+    # up to near ties), or arithmetic (are products right equally often).
     suite: str = "distribution"
-    gate: bool = False
-    num_prompts: int = 1000
-    margin: float = 0.1
+    gate: bool = False  # true ends with exit code 1 if the suite fails, for CI.
+    num_prompts: int = 1000  # of suite=arithmetic, the products to compute.
+    margin: float = 0.1  # of suite=arithmetic; rates that differ by less count as equivalent.
+    # of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null takes 0.001 in
+    # fp32, 0.1 in fp16 and 0.5 in bf16.
     near_tie: float | None = None
+    # prompts of suite=distribution and suite=agreement without prompt= or prompts=.
     default_prompts: list[str] = field(default_factory=list)
 
 
@@ -375,16 +328,13 @@ register(
 
 @dataclass(kw_only=True)
 class CalibrateConfig(TaskConfig):
-    """Measure this machine without a checkpoint, and write a file of `conf/hardware`.
-
-    Attributes:
-        output: file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
-        refresh: true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that
-            has become faster or slower.
-    """
+    """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
 
     name: str = "calibrate"
+    # file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
     output: str | None = None
+    # true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that has become
+    # faster or slower.
     refresh: bool = False
 
 
