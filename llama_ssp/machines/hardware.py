@@ -15,8 +15,7 @@ from llama_ssp.machines.profile import RETIRED, Profile, points_of
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import Dtype
 
-PER_NODE, PER_GPU = "node", "gpu"
-"""What is rented at a price."""
+PER_NODE, PER_GPU = "node", "gpu"  # What is rented at a price.
 
 
 @dataclass(frozen=True, kw_only=True)

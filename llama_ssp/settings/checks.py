@@ -21,8 +21,7 @@ from llama_ssp.settings.schema import ADAPTIVE, DeviceKind, DraftLayout, ModelCo
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 
 _NEVER_IGNORED = {"dry_run"}
-LEAST_AGREEMENT = 0.3
-"""Lowest `synthetic.agreement` accepted."""
+LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 
 
 def check(

@@ -387,8 +387,7 @@ _FOREIGN = {
     "n": "num_samples=4 completes each prompt 4 times",
 }
 """Settings of other programs, by their last word, and their counterparts here."""
-_OLD_TASKS = {"eval": "task=evaluate suite=arithmetic"}
-"""Tasks of the first llama-ssp that have another name now."""
+_OLD_TASKS = {"eval": "task=evaluate suite=arithmetic"}  # Tasks of the first llama-ssp that have another name now.
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:

@@ -161,8 +161,7 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
-GROUPS = ("model", "draft")
-"""Groups whose options may be ids of the hub."""
+GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
 

@@ -15,8 +15,7 @@ from llama_ssp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-AGREEMENT_FILE = "agreement.json"
-"""Of the shipped pair: which noise gives which agreement of synthetic weights."""
+AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -24,17 +23,14 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )  # fmt: skip
 """Files that the library's tokenizers read; all are optional."""
-_MAX_DEPTH = 64
-"""Nesting of objects and lists; files of published models have fewer than 10 levels."""
-_MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28
-"""About ten times the largest published files."""
+_MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have fewer than 10 levels.
+_MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Where transformers searches for settings that a model config itself lacks."""
 _SHOWN = 60
 
 
-_Kind = tuple[str, Callable[[Any], bool]]
-"""What is required of a field, for an error, and whether a value meets it."""
+_Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an error, and whether a value meets it.
 
 
 def _whole(low: int, high: int) -> _Kind:

@@ -10,8 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 
-PLUGINS = "LLAMA_SSP_PLUGINS"
-"""Environment variable with the module names, separated by commas."""
+PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
 
 
 class _Named(Protocol):

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 from llama_ssp.settings.registry import Registry, imported
 
-DEFAULT, AT_ZERO = "speculative", "greedy"
-"""The default rule, and the rule at temperature 0, where all rules coincide."""
+DEFAULT, AT_ZERO = "speculative", "greedy"  # The default rule, and the rule at temperature 0, where all rules coincide.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from llama_ssp.errors import ConfigError, one_message
 
-KEY = "hydra.launcher"
-"""Where Hydra keeps these settings."""
+KEY = "hydra.launcher"  # Where Hydra keeps these settings.
 
 
 @dataclass(kw_only=True)

@@ -157,8 +157,7 @@ class GenerateConfig(TaskConfig):
 register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
 
 
-LOCAL = "local"
-"""The entry of the catalogue that stands for any folder."""
+LOCAL = "local"  # The entry of the catalogue that stands for any folder.
 
 
 @dataclass(kw_only=True)
@@ -256,8 +255,7 @@ register(
 )
 
 
-MOST_PROMPTS = 90 * 90
-"""All products of two numbers of two digits."""
+MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 
 
 @dataclass(kw_only=True)
