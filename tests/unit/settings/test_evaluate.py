@@ -62,33 +62,6 @@ def test_every_suite_takes_every_rule(suite: str, rule: str, compose_run: Compos
     checks.check(*compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}"), world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["task.suite=agreements"], "unknown suite 'agreements': there are agreement, arithmetic, distribution; did"),
-        (["draft=none"], "task=evaluate needs a draft, and model=tiny runs without one here: give draft=tiny-draft"),
-        (["sampling=greedy"], "at temperature 0 all samples of a prompt are equal: use suite=agreement"),
-        (["num_samples=2"], "num_samples=2 is too few for suite=distribution: give at least 20"),
-        (["task.num_prompts=5"], "task.num_prompts has no effect on suite=distribution"),
-        (["task.suite=agreement", "task.margin=0.2"], "task.margin has no effect on suite=agreement"),
-        (["task.suite=arithmetic", "task.near_tie=0"], "task.near_tie has no effect on suite=arithmetic"),
-        (["task.suite=arithmetic", "prompt=a"], "prompt has no effect on suite=arithmetic, which makes its own"),
-        (["task.suite=arithmetic", "num_samples=2"], "num_samples has no effect on suite=arithmetic, which co"),
-        (["task.suite=arithmetic", "task.num_prompts=0"], "task.num_prompts=0 must be at least 1 and at most 8100"),
-        (["task.suite=arithmetic", "task.margin=1"], "task.margin=1.0 must be a difference of two rates"),
-        (["task.suite=agreement", "task.near_tie=-1"], "task.near_tie=-1.0 must be 0 or more nats"),
-        (["task.suite=agreement", "sampling.temperature=1"], "suite=agreement compares greedy text, and sampling.temp"),
-        (["verification=greedy"], "verification=greedy keeps the target's distribution at temperature 0 only"),
-        (["prompts=-"], "prompts=- has no effect on task=evaluate"),
-    ],
-)
-def test_what_a_suite_cannot_use_is_refused(overrides: list[str], sentence: str, compose_run: Compose) -> None:
-    config, explicit = compose_run(EVALUATE, *overrides)
-    with pytest.raises(ConfigError) as caught:
-        checks.check(config, explicit, world_size=1)
-    assert sentence in str(caught.value)
-
-
 SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie=0.01")
 
 
