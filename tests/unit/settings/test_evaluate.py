@@ -5,46 +5,26 @@ import pytest
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.session.prompts import read_prompts
 from llama_ssp.settings import checks
-from llama_ssp.settings.tasks import fill_in
 from tests.unit.settings.conftest import Compose
 
 EVALUATE = "task=evaluate"
 
 
-@pytest.mark.parametrize(
-    ("suite", "wanted"),
-    [
-        ("distribution", (48, 500, [], 0.8)),
-        ("arithmetic", (8, 1, ["\n"], 0.8)),
-        ("agreement", (64, 1, [], 0.0)),
-    ],
-)
+FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8), "agreement": (64, 1, [], 0.0)}
+
+
+@pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
 def test_a_suite_fills_in_what_was_left_out(suite: str, wanted: tuple[object, ...], compose_run: Compose) -> None:
     config, explicit = compose_run(EVALUATE, f"task.suite={suite}")
     assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
     checks.check(config, explicit, world_size=1)
 
 
-def test_what_was_given_stays(compose_run: Compose) -> None:
+def test_what_the_user_or_a_bundle_has_set_stays(compose_run: Compose) -> None:
     config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
     assert (config.num_samples, config.max_new_tokens) == (30, 64)
-    config, _ = compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")
-    assert config.sampling.temperature == 0.8
-    config, _ = compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")
-    assert config.sampling.temperature == 0.5
-
-
-def test_what_a_bundle_has_set_stays(compose_run: Compose) -> None:
-    config, explicit = compose_run()
-    config.num_samples = 7
-    fill_in(config, {"num_samples": 250, "seed": 3, "stop_strings": ["x"], "speculation.num_draft_tokens": 2}, explicit)
-    assert (config.num_samples, config.seed, config.stop_strings) == (7, 3, ["x"])
-    assert config.speculation.num_draft_tokens == 2
-
-
-def test_other_tasks_keep_the_defaults_of_the_run(compose_run: Compose) -> None:
-    config, _ = compose_run()
-    assert (config.max_new_tokens, config.num_samples) == (64, 1)
+    assert compose_run(EVALUATE, "task.suite=agreement", "sampling=nucleus")[0].sampling.temperature == 0.8
+    assert compose_run(EVALUATE, "task.suite=arithmetic", "experiment=llama_2023")[0].sampling.temperature == 0.5
 
 
 def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -> None:
