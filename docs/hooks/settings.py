@@ -16,9 +16,7 @@ from llama_ssp.settings.described import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import DERIVED, DrafterConfig, RunConfig
-from llama_ssp.settings.slurm import KEY as LAUNCHER
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.schema import DERIVED, LAUNCHER, DrafterConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_specs
 
 CONF = ROOT / "conf"

@@ -13,11 +13,11 @@ from typing import Any
 
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import catalogue, drafters, layout
+from llama_ssp.settings import catalogue, drafters, layout, schema
 from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.settings.formats import problem_of, takes
 from llama_ssp.settings.rules import RULES, at_every_temperature
-from llama_ssp.settings.schema import ADAPTIVE, DeviceKind, DraftLayout, ModelConfig, PlanConfig, RunConfig, WeightsKind
+from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 
 _NEVER_IGNORED = {"dry_run"}
@@ -74,12 +74,31 @@ def check_plan(config: PlanConfig) -> None:
 
 def is_synthetic(config: RunConfig) -> bool:
     """Whether weights are generated instead of read from files."""
-    return config.weights is WeightsKind.synthetic
+    return config.weights is schema.WeightsKind.synthetic
 
 
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
+        raise ConfigError(one_message(problems))
+
+
+def check_slurm(settings: schema.SlurmConfig) -> None:
+    """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
+    problems = [
+        f"{LAUNCHER}.{name}={value} must be at least 1"
+        for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running")
+        if (value := getattr(settings, name)) is not None and value < 1
+    ]
+    problems += [
+        f"{LAUNCHER}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
+        for argument in settings.sbatch
+        if not argument.startswith("--") or argument == "--"
+    ]
+    if settings.stage_to is not None and not settings.stage_to.startswith("/"):
+        fault = f"{LAUNCHER}.stage_to={settings.stage_to} must be an absolute path on the nodes"
+        problems.append(f"{fault}, for example /scratch/weights")
+    if problems:
         raise ConfigError(one_message(problems))
 
 
@@ -102,7 +121,7 @@ _SHARE = "above 0 and at most 1, or null to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("speculation.num_draft_tokens", lambda k: k == ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
+    ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
@@ -282,8 +301,8 @@ def _has_no_draft_model(config: RunConfig) -> bool:
 def _cuts_no_draft(config: RunConfig) -> bool:
     """Whether each rank with the draft holds all of it, as far as the settings say."""
     draft = config.placement.draft
-    has_one_rank = draft.kind is DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
-    return draft.kind in {DraftLayout.one_rank, DraftLayout.replicated} or has_one_rank
+    has_one_rank = draft.kind is schema.DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
+    return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
 
 
 def _draws_by_position(config: RunConfig) -> bool:
@@ -331,7 +350,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
-    ("cuda_graphs gpu_kernels", lambda c: c.device is DeviceKind.cpu, "with device=cpu"),
+    ("cuda_graphs gpu_kernels", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (
         "cuda_graphs",
         lambda c: not layout.may_capture(c.placement.target),

@@ -36,8 +36,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, folders, schema
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.folders import GROUPS, is_hub_id
-from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"

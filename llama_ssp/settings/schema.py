@@ -16,6 +16,8 @@ DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
 DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
+LAUNCHER = "hydra.launcher"
+"""Where Hydra keeps a `SlurmConfig`."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
@@ -379,6 +381,31 @@ class PlanConfig(RunConfig):
     def compares(self) -> bool:
         """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
         return bool(self.objective or self.max_ms_per_token is not None or self.max_price is not None or self.prices)
+
+
+@dataclass(kw_only=True)
+class SlurmConfig:
+    """Resources of every job of a sweep with `hydra/launcher=slurm`, in conf/hydra/launcher/slurm.yaml."""
+
+    nodes: int = 1  # nodes of one job.
+    ranks_per_node: int | None = None  # processes per node; null takes the GPUs of a node of hardware=.
+    partition: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    account: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    # time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
+    time: str | None = None
+    memory: str | None = None  # memory per node, such as 64G.
+    # generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
+    gres: str | None = None
+    constraint: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    cpus_per_rank: int | None = None  # cores per rank.
+    max_running: int | None = None  # jobs that may run at the same time; null sets no limit.
+    # words in front of python, such as [apptainer,exec,--nv,image.sif].
+    container: list[str] = field(default_factory=list)
+    python: str | None = None  # interpreter on the nodes; null takes the submitting one, in a container `python`.
+    # folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
+    stage_to: str | None = None
+    # further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
+    sbatch: list[str] = field(default_factory=list)
 
 
 def to_yaml(config: RunConfig) -> str:

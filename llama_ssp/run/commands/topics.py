@@ -15,9 +15,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.described import DescribedSetting, options_of, settings_of, task_settings
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import DERIVED, RunConfig
-from llama_ssp.settings.slurm import KEY as LAUNCHER
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.schema import DERIVED, LAUNCHER, RunConfig, SlurmConfig
 from llama_ssp.visible import visible
 
 ALL = "all"
