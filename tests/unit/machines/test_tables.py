@@ -32,18 +32,9 @@ def test_points_of_a_machine_may_be_lists_or_tables() -> None:
     assert hardware.build(of_tables).profiles[0].linear == points
 
 
-FAULTY = {
-    "1 8": "hardware.profiles[0].layer[0].s is missing",
-    "1 8 fast": "hardware.profiles[0].layer[0].s=fast must be a number, above 0",
-    "1 8 1.5 9": "unknown figure of hardware.profiles[0].layer[0] 'column 4': there are",
-    "1.5 8 1.5": "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0",
-}
-
-
-@pytest.mark.parametrize(("line", "problem"), FAULTY.items())
-def test_a_faulty_line_is_named_by_its_place(line: str, problem: str) -> None:
-    (found,) = hardware.problems_of(_figures(layer=f"rows width s\n{line}\n"))
-    assert found.startswith(problem)
+def test_a_figure_without_a_heading_is_named_by_its_place() -> None:
+    (found,) = hardware.problems_of(_figures(layer="rows width s\n1 8 1.5 9\n"))
+    assert found.startswith("unknown figure of hardware.profiles[0].layer[0] 'column 4': there are")
 
 
 @pytest.mark.parametrize("table", ["", "a word", "rows width s\n"])

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -15,6 +14,7 @@ from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig,
 from llama_ssp.settings.tasks import default_of
 from tests.helpers.composed import compose_run
 from tests.helpers.lanes import heavy
+from tests.helpers.own_conf import OwnConf
 
 pytestmark = pytest.mark.seconds
 
@@ -65,9 +65,9 @@ def test_the_default_draft_is_that_of_the_model_with_the_settings_of_the_user() 
     assert run.draft.model == dataclasses.replace(catalogue.load("tiny-draft"), dtype=Dtype.bf16, path="DIR")
 
 
-@pytest.mark.parametrize("words", [["draft=none"], ["model=llama3_1B"], ["draft=none", "draft.model.dtype=bf16"]])
-def test_no_draft_means_no_draft_model(words: list[str]) -> None:
-    run, _ = compose_run(*words)
+@pytest.mark.parametrize("words", ["draft=none", "model=llama3_1B", "draft=none draft.model.dtype=bf16"])
+def test_no_draft_means_no_draft_model(words: str) -> None:
+    run, _ = compose_run(*words.split())
     assert (run.draft.kind, run.draft.model) == (NO_DRAFT, None)
 
 
@@ -194,38 +194,18 @@ def test_all_mistakes_come_in_one_error() -> None:
         sweep("model=7B,8B")
 
 
-def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_one(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\ndefaults:\n  - override /model: tyni\n"
-    (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    folders.use(str(tmp_path))
-    try:
-        with pytest.raises(ConfigError, match=r"In '\S+': unknown model 'tyni': there are 13B, .*; did you mean tiny"):
-            compose(["experiment=mine"])
-    finally:
-        folders.use(None)
+def test_an_option_that_a_file_names_and_that_does_not_exist_gets_the_similar_one(own_conf: OwnConf) -> None:
+    own_conf("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: tyni\n")
+    with pytest.raises(ConfigError, match=r"In '\S+': unknown model 'tyni': there are 13B, .*; did you mean tiny"):
+        compose(["experiment=mine"])
 
 
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        ({"RUN_ID": "mine", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "t"}, "mine"),
-        ({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "t"}, "slurm-7"),
-        ({"TORCHELASTIC_RUN_ID": "t"}, "t"),
-        ({"TORCHELASTIC_RUN_ID": "none"}, r"20\d\d-.*"),
-    ],
-)
-def test_a_run_is_named_by_what_its_ranks_share(
-    environment: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("RUN_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
+def test_a_run_and_its_folder_are_named_by_what_its_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose_run()[0].run_dir == f"outputs/{run_id()}"
+    given = {"RUN_ID": "mine", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "t"}
+    for variable, value in given.items():
         monkeypatch.setenv(variable, value)
-    assert re.fullmatch(name, run_id.__wrapped__())
-
-
-def test_the_run_folder_is_named_by_the_run() -> None:
-    run, _ = compose_run()
-    assert run.run_dir is not None
-    assert Path(run.run_dir) == Path("outputs") / run_id()
+    for variable, name in zip(given, ("mine", "slurm-7", "t"), strict=True):
+        assert run_id.__wrapped__() == name
+        monkeypatch.delenv(variable)
+    assert re.fullmatch(r"20\d\d-.*", run_id.__wrapped__())

@@ -28,12 +28,12 @@ def test_what_the_user_or_a_bundle_has_set_stays(compose_run: Compose) -> None:
 
 
 def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -> None:
-    config, _ = compose_run(EVALUATE, "task.suite=arithmetic", "task.num_prompts=5")
-    assert [prompt.text.count("\n") for prompt in read_prompts(config)] == [3] * 5
-    config, _ = compose_run(EVALUATE)
-    assert "def factorial(n):\n    " in [prompt.text for prompt in read_prompts(config)]
-    config, _ = compose_run(EVALUATE, "prompt=import")
-    assert [prompt.text for prompt in read_prompts(config)] == ["import"]
+    def texts(*words: str) -> list[str]:
+        return [prompt.text for prompt in read_prompts(compose_run(EVALUATE, *words)[0])]
+
+    assert [text.count("\n") for text in texts("task.suite=arithmetic", "task.num_prompts=5")] == [3] * 5
+    assert "def factorial(n):\n    " in texts()
+    assert texts("prompt=import") == ["import"]
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "coupled"])
