@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode a part of a UTF-8 character to."""
-NUM_CONTEXT = 8
-"""Ids of a context that begins with a whole character and has text; others are longer."""
-MOST_BYTES = 4
-"""Of a UTF-8 character; the ids of a context may begin within one."""
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # What tokenizers decode a part of a UTF-8 character to.
+NUM_CONTEXT = 8  # Ids of a context that begins with a whole character and has text; others are longer.
+MOST_BYTES = 4  # Of a UTF-8 character; the ids of a context may begin within one.
 
 
 class TextAfter:

@@ -1,6 +1,6 @@
 """The exceptions that a user can meet, and their messages: what was given, what is required, what would work.
 
-Imports nothing else of the package; `commands` turns each class into its exit code.
+`run.commands` turns each class into its exit code.
 """
 
 import errno
@@ -74,8 +74,7 @@ class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
     @classmethod
     def in_folder(cls, run_dir: str | None) -> "InterruptedRun":
         """An interruption whose sentence says how to go on, with the run folder quoted for a shell."""
-        again = shlex.quote(f"run_dir={run_dir}")
-        error = cls(f"interrupted; {again} with the same settings goes on from here")
+        error = cls(f"interrupted; {shlex.quote(f'run_dir={run_dir}')} with the same settings goes on from here")
         error.run_dir = run_dir
         return error
 
@@ -91,15 +90,10 @@ def one_message(problems: Sequence[str], *, of: str = "configuration") -> str:
     return f"{len(problems)} problems in the {of}:\n" + "\n".join(lines)
 
 
-_LEAST_LETTERS = 3
-"""Letters from which a text is looked for inside of names; shorter ones only at their beginning."""
-
-
 def similar_name(given: str, known: Iterable[str]) -> str | None:
     """The known name that was most likely meant, whatever the case of the letters; None if none is similar.
 
-    Names that contain the given text come first, of these the ones that begin with it, then the shortest. Next is the
-    most similar name, then one with the same letters in another order.
+    Names that contain the given text come first, of these the ones that begin with it, then the shortest.
     """
     names = {name.casefold(): name for name in known}
     wanted = given.casefold()
@@ -111,9 +105,8 @@ def similar_name(given: str, known: Iterable[str]) -> str | None:
 
 
 def _contains(name: str, wanted: str) -> bool:
-    if len(wanted) < _LEAST_LETTERS:
-        return len(wanted) > 1 and name.startswith(wanted)
-    return wanted in name
+    """Whether a text is inside of a name; one of two letters only at its beginning."""
+    return wanted in name if len(wanted) > 2 else len(wanted) > 1 and name.startswith(wanted)  # noqa: PLR2004 - letters
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:

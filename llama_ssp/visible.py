@@ -6,7 +6,6 @@ Newlines and tabs stay. Records on disk keep the original text; printed JSON esc
 """
 
 import re
-from typing import Any, TextIO
 
 # C0 except tab and line feed, DEL, C1, the marks that change the writing direction, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -15,18 +14,3 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 def visible(text: str) -> str:
     r"""Write out the control characters of a text, except tabs and line feeds, as Python would: `\x1b`."""
     return _UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
-
-
-class VisibleStream:
-    """Makes control characters visible in what is written to a text stream; otherwise acts as that stream."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write the text with its control characters visible."""
-        self._stream.write(visible(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
-        return getattr(self._stream, name)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from llama_ssp.settings.described import head_of
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("llama_ssp", "launch", "conf", "benchmarks", "training", "tests", "docs")
 PACKAGE = "llama_ssp"
@@ -44,17 +46,6 @@ def docstring(file: Path) -> str:
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
 
 
-def comment(file: Path) -> str:
-    """Return the comment that opens a YAML file, without Hydra's own directives."""
-    lines: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @package"):
-            lines.append(line.removeprefix("#").strip())
-    return "\n".join(lines)
-
-
 def folders() -> Iterator[Folder]:
     """Every folder that the map shows, parents first."""
     for top in FOLDERS:
@@ -70,7 +61,7 @@ def folders() -> Iterator[Folder]:
 
 
 def _described(path: Path) -> str:
-    return first_sentence(docstring(path) if path.suffix == ".py" else comment(path))
+    return first_sentence(docstring(path) if path.suffix == ".py" else head_of(path))
 
 
 def map_page() -> str:

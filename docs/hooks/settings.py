@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, get_type_hints
 
-from docs.hooks.repository import ROOT, comment
+from docs.hooks.repository import ROOT
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.described import (
-    DERIVED,
     DescribedSetting,
+    head_of,
     is_schema,
     meanings,
     settings_of,
@@ -16,9 +16,7 @@ from llama_ssp.settings.described import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import DrafterConfig, RunConfig
-from llama_ssp.settings.slurm import KEY as LAUNCHER
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.schema import DERIVED, LAUNCHER, DrafterConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_specs
 
 CONF = ROOT / "conf"
@@ -27,7 +25,7 @@ _INTRODUCTION = (
     "`name=value` on the command line. `llama-ssp run --help all` prints the same settings by topic, and "
     "`--cfg job` prints the composed values of one run."
 )
-_NOT_LISTED = (*DERIVED, "model.shape.", "draft.model.")
+_NOT_LISTED = (*DERIVED, "draft.model.")
 """The words of config.json, and the fields of `model` once more."""
 
 
@@ -44,7 +42,7 @@ def table(settings: Iterable[DescribedSetting]) -> str:
 def options(group: str) -> str:
     """Draw the options of a group as a table: what each file says of itself."""
     named = [file for file in sorted((CONF / group).glob("*.yaml")) if file.stem != "this_machine"]
-    rows = [f"| `{file.stem}` | {' '.join(comment(file).split())} |" for file in named]
+    rows = [f"| `{file.stem}` | {head_of(file)} |" for file in named]
     return "\n".join([f"| `{group}=` | |", "|---|---|", *rows])
 
 

@@ -6,14 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 from llama_ssp import architectures
-from llama_ssp.architectures.gated import gated
-from llama_ssp.architectures.inventory import Inventory
+from llama_ssp.architectures.inventory import Inventory, gated
 from llama_ssp.errors import PlacementError
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import ModelShape
-
-Windows = Callable[[Any], tuple[int | None, ...]]
-"""Maps a config of the library to the window of each layer in positions, its own included; None for no window."""
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
@@ -23,39 +19,26 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:  # noqa: ANN40
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The models of one `model_type`.
-
-    Attributes:
-        parameters: lists the parameters of a model of given sizes.
-        is_llama_kind: the lean decoder runs it: the Llama architecture, up to biases, norms of queries and keys, and
-            rotary frequencies.
-        windows: see `Windows`; None if no layer has a sliding window.
-        mask_by_layer_type: the library's model takes one mask per type of layer.
-        num_masks: masks of a forward that exist at the same time.
-        attention: the library's `attn_implementation`.
-        keeps_scores: no fused kernel computes its attention, so a forward keeps the scores of all heads.
-        ties_unless_said: default of `tie_word_embeddings` in config.json.
-        cuts_vocabulary: the embedding is sharded, whether or not the library's plan says so.
-        cuts_own_embedding: also if the embedding is a class of the family itself.
-        tp_plan: tensor-parallel plan, style by module, if the library has none.
-        check_files: `module:function` that compares a checkpoint with its config before the model is built.
-        adapt: `module:function` that adds what the library's modules lack.
-    """
+    """The models of one `model_type`."""
 
     model_type: str
-    parameters: Callable[[ModelShape], Inventory]
-    is_llama_kind: bool = False
-    windows: Windows | None = None
-    mask_by_layer_type: bool = False
-    num_masks: int = 1
-    attention: str = "sdpa"
-    keeps_scores: bool = False
-    ties_unless_said: bool = False
-    cuts_vocabulary: bool = False
-    cuts_own_embedding: bool = False
+    parameters: Callable[[ModelShape], Inventory]  # lists the parameters of a model of given sizes.
+    is_llama_kind: bool = False  # the lean decoder runs it.
+    # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
+    # one; None if no layer has a sliding window.
+    windows: Callable[[Any], tuple[int | None, ...]] | None = None
+    mask_by_layer_type: bool = False  # the library's model takes one mask per type of layer.
+    num_masks: int = 1  # masks of a forward that exist at the same time.
+    attention: str = "sdpa"  # the library's `attn_implementation`.
+    keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
+    ties_unless_said: bool = False  # default of `tie_word_embeddings` in config.json.
+    cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
+    cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
+    # tensor-parallel plan, style by module, if the library has none.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
-    adapt: str | None = None
+    adapt: str | None = None  # `module:function` that adds what the library's modules lack.
 
     @property
     def name(self) -> str:
@@ -63,7 +46,7 @@ class Family:
         return self.model_type
 
     def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
-        """The window of each layer; see `Windows`."""
+        """The window of each layer, None for one without."""
         return self.windows(config) if self.windows else (None,) * int(config.num_hidden_layers)
 
     def attention_pair_bytes(self, *, num_heads: int, value_bytes: int) -> int:
@@ -75,7 +58,7 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
-FAMILIES: Registry[Family] = Registry(setting="model_type", package=architectures.__name__, attribute="FAMILY")
+FAMILIES: Registry[Family] = Registry(setting="model_type", package=architectures.__name__, kind=Family)
 register, families = FAMILIES.register, FAMILIES.all
 
 
@@ -100,5 +83,4 @@ def inventory(shape: ModelShape) -> Inventory:
 
 @lru_cache(maxsize=512)  # a search asks for the same models thousands of times
 def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple[str, Any], ...]) -> Inventory:
-    """The parameters of a model with these sizes."""
     return parameters(ModelShape(**dict(sizes)))

@@ -6,8 +6,7 @@ The library has no tensor-parallel plan for it, so the record has one.
 from typing import Any
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.gated import head_of
-from llama_ssp.architectures.inventory import Inventory, Matrix
+from llama_ssp.architectures.inventory import Inventory, Matrix, inventory_of
 from llama_ssp.settings.schema import ModelShape
 
 _TP_PLAN = {
@@ -22,22 +21,18 @@ _TP_PLAN = {
 
 def _parameters(shape: ModelShape) -> Inventory:
     width, units = shape.hidden_size, shape.intermediate_size
-    return Inventory(
-        layer=(
-            *(Matrix(module=name, num_rows=width, num_columns=width, cut=0) for name in ("q_proj", "k_proj", "v_proj")),
-            Matrix(module="out_proj", num_rows=width, num_columns=width, cut=1, has_bias=True),
-            Matrix(module="c_fc", num_rows=units, num_columns=width, cut=0, has_bias=True),
-            Matrix(module="c_proj", num_rows=width, num_columns=units, cut=1, has_bias=True),
-        ),
-        layer_vectors=4 * width,
-        embeddings=(
-            Matrix(module="wte", num_rows=shape.vocab_size, num_columns=width, cut=0),
-            Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=width),
-        ),
-        head=head_of(shape),
-        final_vectors=2 * width,
-        num_layers=shape.num_hidden_layers,
+    layer = {
+        "q_proj": (width, 0), "k_proj": (width, 0), "v_proj": (width, 0), "out_proj": (width, 1), "c_fc": (units, 0),
+        "c_proj": (units, 1),
+    }  # fmt: skip
+    embeddings = (
+        Matrix(module="wte", num_rows=shape.vocab_size, num_columns=width, cut=0),
+        Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=width),
     )
+    return inventory_of(
+        shape, layer, biased=("out_proj", "c_fc", "c_proj"), layer_vectors=4 * width, embeddings=embeddings,
+        final_vectors=2 * width,
+    )  # fmt: skip
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config

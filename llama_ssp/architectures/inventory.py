@@ -1,20 +1,20 @@
 """The parameters of a model as a list of matrices, and the slices that a rank holds, as `sharding` cuts them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from llama_ssp.architectures.sharding import RankShard, cut_of, stays_whole
-from llama_ssp.settings.schema import WholeParts
+from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    `module` is the last part of the module's name, `cut` the dimension along which the matrix is sharded, or None if
-    every rank holds it whole.
+    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension.
     """
 
     module: str
@@ -42,21 +42,13 @@ _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All parameters of a model, or those of one rank.
+    """All parameters of a model, or those of one rank."""
 
-    Attributes:
-        layer: matrices of each layer, which quantization applies to.
-        layer_vectors: elements of the norms of each layer, whole on every rank.
-        embeddings: lookup tables.
-        head: the output matrix; None if it is tied to the embedding.
-        final_vectors: elements of the last norm.
-    """
-
-    layer: tuple[Matrix, ...]
-    layer_vectors: int
-    embeddings: tuple[Matrix, ...]
-    head: Matrix | None
-    final_vectors: int
+    layer: tuple[Matrix, ...]  # matrices of each layer, which quantization applies to.
+    layer_vectors: int  # elements of the norms of each layer, whole on every rank.
+    embeddings: tuple[Matrix, ...]  # lookup tables.
+    head: Matrix | None  # the output matrix; None if it is tied to the embedding.
+    final_vectors: int  # elements of the last norm.
     num_layers: int
 
     def __hash__(self) -> int:
@@ -75,10 +67,9 @@ class Inventory:
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for matrix in self.layer:
-            name = _FUSED.get(matrix.module, matrix.module)
-            sizes[name] = sizes.get(name, 0) + matrix.num_elements
+            sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property
@@ -127,3 +118,56 @@ class Inventory:
         embeddings = self.embeddings if first or (last and head is None) else ()
         final_vectors = self.final_vectors if last else 0
         return replace(self, embeddings=embeddings, head=head, final_vectors=final_vectors, num_layers=num_layers)
+
+
+def inventory_of(
+    shape: ModelShape,
+    layer: Mapping[str, tuple[int, int]],
+    *,
+    biased: Collection[str] = (),
+    layer_vectors: int,
+    final_vectors: int,
+    embeddings: tuple[Matrix, ...] = (),
+) -> Inventory:
+    """List the parameters of a model, whose embedding has the usual name and cut unless `embeddings` are given.
+
+    `layer` has the matrices by name: the features on the side that is not the model's width, and that side, which is
+    the one to cut, 0 for outputs and 1 for inputs.
+    """
+    width = shape.hidden_size
+    token_ids: Mapping[str, Any] = {"num_rows": shape.vocab_size, "num_columns": width, "cut": 0}
+    head = None if shape.tie_word_embeddings else Matrix(module="lm_head", has_bias="lm_head" in biased, **token_ids)
+    matrices = (
+        Matrix(module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased)
+        for name, (size, cut) in layer.items()
+        for rows, columns in [(size, width) if cut == 0 else (width, size)]
+    )
+    return Inventory(
+        layer=tuple(matrices),
+        layer_vectors=layer_vectors,
+        embeddings=embeddings or (Matrix(module="embed_tokens", **token_ids),),
+        head=head,
+        final_vectors=final_vectors,
+        num_layers=shape.num_hidden_layers,
+    )
+
+
+def gated(
+    shape: ModelShape, *, has_qkv_bias: bool = False, norms_per_layer: int = 2, has_head_norms: bool = False
+) -> Inventory:
+    """List the parameters of Llama, Gemma and similar models: grouped-query attention, gated MLP, RMS norms.
+
+    `has_head_norms` means norms of queries and keys over the head dim.
+    """
+    units, dim = shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+    return inventory_of(
+        shape,
+        {
+            "q_proj": (queries, 0), "k_proj": (keys, 0), "v_proj": (keys, 0), "o_proj": (queries, 1),
+            "gate_proj": (units, 0), "up_proj": (units, 0), "down_proj": (units, 1),
+        },
+        biased=("q_proj", "k_proj", "v_proj") if has_qkv_bias else (),
+        layer_vectors=norms_per_layer * shape.hidden_size + 2 * dim * has_head_norms,
+        final_vectors=shape.hidden_size,
+    )  # fmt: skip

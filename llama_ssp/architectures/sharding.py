@@ -1,7 +1,7 @@
 """Computes the slice of every matrix that a rank of a tensor-parallel group holds.
 
-Pure integer arithmetic, without tensors: the loader reads the slices, and the planner counts their bytes. The model's
-`tp_plan` decides which matrices are sharded.
+Pure integer arithmetic: the loader reads the slices, and the planner counts their bytes. The model's `tp_plan` decides
+which matrices are sharded.
 """
 
 import math
@@ -25,8 +25,9 @@ def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, .
     """
     num_blocks = -(-size // block)
     if num_blocks < num_parts:
-        message = f"{num_blocks} blocks cannot be shared by {num_parts} ranks: use at most {num_blocks} ranks"
-        raise PlacementError(message)
+        raise PlacementError(
+            f"{num_blocks} blocks cannot be shared by {num_parts} ranks: use at most {num_blocks} ranks"
+        )
     smaller, num_bigger = divmod(num_blocks, num_parts)
     counts = [smaller + (part < num_bigger) for part in range(num_parts)]
     edges = [min(count * block, size) for count in accumulate(counts, initial=0)]
@@ -61,11 +62,9 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
             for part in split_blocks(num_kv_heads, num_ranks)
         )
     return tuple(
-        HeadShard(
-            query_heads=range(kv_head * group + part.start, kv_head * group + part.stop),
-            kv_heads=range(kv_head, kv_head + 1),
-        )
+        HeadShard(query_heads=range(first + part.start, first + part.stop), kv_heads=range(kv_head, kv_head + 1))
         for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
+        for first in [kv_head * group]
         for part in split_blocks(group, len(ranks))
     )
 
@@ -116,14 +115,11 @@ class RankShard:
     vocabulary: range
 
     def features(self, cut: Cut) -> range:
-        """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds.
-
-        The layout of GPT-NeoX's fused matrix is `[head][q, k, v][dim]`, so its slice is contiguous too.
-        """
+        """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds."""
         units, width = {
             Cut.query_heads: (self.heads.query_heads, self.head_dim),
             Cut.kv_heads: (self.heads.kv_heads, self.head_dim),
-            Cut.fused_qkv: (self.heads.query_heads, 3 * self.head_dim),
+            Cut.fused_qkv: (self.heads.query_heads, 3 * self.head_dim),  # contiguous: [head][q, k, v][dim]
             Cut.mlp_units: (self.mlp_units, 1),
             Cut.vocabulary: (self.vocabulary, 1),
         }[cut]
@@ -135,20 +131,18 @@ def split_model(
 ) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
-    MLP units and vocabulary are split in blocks of 64 if there are enough of them, MLP units of models that are
-    quantized in larger groups in blocks of those. Where attention stays whole, every rank has all heads.
+    MLP units and vocabulary are split in blocks of 64, or of a larger group of the quantization, if there are enough.
+    Where attention stays whole, every rank has all heads.
     """
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if whole.keeps_attention:
         heads = (HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads)),) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
+    group = math.lcm(BLOCK, format_of(quantization).group)
     units, vocabulary = (
         split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
-        for size, block in (
-            (shape.intermediate_size, math.lcm(BLOCK, format_of(quantization).group)),
-            (shape.vocab_size, BLOCK),
-        )
+        for size, block in ((shape.intermediate_size, group), (shape.vocab_size, BLOCK))
     )
     return tuple(
         RankShard(heads=heads[rank], head_dim=shape.head_dim, mlp_units=units[rank], vocabulary=vocabulary[rank])

@@ -2,45 +2,30 @@
 
 from dataclasses import dataclass
 
-PREFILL_CHUNK = 512
-"""Tokens of a prompt that go through a model at once, so that memory and masks stay bounded."""
-SLOT_STEP = 8
-"""Cache slots are multiples of it: attention kernels copy masks of any other width first."""
+PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
+SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
 WHOLE_LAYER_TOKENS = 16
 """The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
-PAGE_SLOTS = 256
-"""Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`."""
+PAGE_SLOTS = 256  # Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`.
 LARGEST_PAGED_HEAD, FIRST_PAGED_CAPABILITY = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
-MOST_PIECES = 4
-"""The most tokens of a draft with its own tokenizer that spell one token of the target."""
+MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
 OWN_SLOTS_PER_SLOT = 2
 """Cache slots of such a draft per slot of the target; its text has at most so many tokens per token of the target."""
 
-CATCH_UP_CHUNK = 64
-"""Tokens that a draft model reads at once after rounds in which it did not draft."""
+CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of an engine, without collectives, which are priced by their bytes and latency.
+    """The number of kernels of an engine without collectives; each takes `HardwareConfig.kernel_s` in a CUDA graph."""
 
-    A kernel inside a CUDA graph takes `HardwareConfig.kernel_s` in addition to its bytes, so their number decides how
-    near decoding comes to the speed of a copy.
-
-    Attributes:
-        layer: of a decoder layer at few rows, products and attention included.
-        frame: of a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32.
-        draw: of a sampled draw.
-        verify: of a verification with commit.
-    """
-
-    layer: int
-    frame: int
-    draw: int
-    verify: int
+    layer: int  # at few rows, products and attention included
+    frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
+    draw: int  # a sampled draw
+    verify: int  # a verification with commit
 
 
 ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)

@@ -12,8 +12,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings import folders
 
-THIS_MACHINE = "this_machine"
-"""Name of the hardware file that `task=calibrate` writes."""
+THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
 """Variants of a GPU with another bandwidth or memory."""
 

@@ -1,8 +1,7 @@
-"""The model catalogue: reads the files `model/*.yaml` of `options.folders` into dataclasses with PyYAML alone.
+"""The model catalogue: reads the files `model/*.yaml` of `settings.folders` into dataclasses with PyYAML alone.
 
-The planner, the checks and notebooks use this module; a run composes the same files with Hydra. Both give the same
-result because the only Hydra feature an entry may use is the defaults list `[BASE, _self_]`, which inherits all fields
-of another entry.
+A run composes the same files with Hydra. Both give the same result because the only Hydra feature that an entry may use
+is the defaults list `[BASE, _self_]`, which inherits all fields of another entry.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModelConfig:
-    """Read one entry into a new config, as `model=NAME` does; an id of the hub is an entry with that id alone.
+    """Read one entry as `model=NAME` does; an id of the hub is an entry with that id alone.
 
     An unknown name, or a file that describes no model, raises ConfigError.
     """
@@ -73,21 +72,20 @@ def smaller_relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None
 
 
 def _relative_size(model: ModelConfig) -> int:
-    """Sort key for models of one family; not a parameter count."""
     shape = model.shape
     assert shape, "relatives have shapes"
     return shape.num_hidden_layers * shape.hidden_size * (shape.hidden_size + shape.intermediate_size)
 
 
 def _file(name: str) -> Path | None:
-    """Return the file of an entry; None for an id of the hub without one. ConfigError for any other name."""
+    """The file of an entry; None for an id of the hub without one. ConfigError for any other name."""
     if is_hub_id(name) or name in names():
         return folders.find("model", name)
     raise ConfigError(unknown_name("model", name, names()))
 
 
 def _fields(file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
+    """The fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
     fields = folders.read(file)
     for base in fields.pop("defaults", []):
         if base == "_self_":

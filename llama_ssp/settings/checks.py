@@ -1,31 +1,27 @@
 """Validates a run config before any rank starts work. Reports all problems at once and imports nothing slow.
 
-Each check is a pure function from the config to error sentences. The only file access is whether the prompt file
-exists; checkpoints, tokenizers and prompt lengths are checked where they are read.
+Ranges, and settings without effect, are rows of tables; other checks are functions from the config to error sentences.
+The only file access is whether the prompt file exists; checkpoints and tokenizers are checked where they are read.
 """
 
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from llama_ssp.errors import ConfigError, one_message, unknown_name
-from llama_ssp.machines.hardware import names as machine_names
-from llama_ssp.machines.hardware import problems_of as problems_of_machine
-from llama_ssp.settings import catalogue, layout
-from llama_ssp.settings.drafters import drafter_of, drafters, drafts, problems_of_overlap, problems_of_pair
-from llama_ssp.settings.drafters import problem_of as problem_of_draft
-from llama_ssp.settings.effects import is_synthetic, without_effect
-from llama_ssp.settings.formats import problem_of
-from llama_ssp.settings.rules import at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, ModelConfig, PlanConfig, RunConfig
+from llama_ssp.machines import hardware
+from llama_ssp.settings import catalogue, drafters, layout, schema
+from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
+from llama_ssp.settings.formats import problem_of, takes
+from llama_ssp.settings.rules import RULES, at_every_temperature
+from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 
 _NEVER_IGNORED = {"dry_run"}
-LEAST_AGREEMENT = 0.3
-"""Lowest `synthetic.agreement` accepted."""
+LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 
 
 def check(
@@ -39,7 +35,8 @@ def check(
     A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it. It is
     then returned, and has its default again.
     """
-    unread = list(without_effect(config, explicit))
+    of_task = [*task_of(config).problems(config, explicit)]
+    unread = [each for each in of_task if isinstance(each, NoEffect)] + [*_unread(config, explicit)]
     problems = [
         *_ranges(config),
         *_files(config),
@@ -47,24 +44,23 @@ def check(
         *_models(config),
         *_synthetic(config),
         *_placement(config, world_size),
-        *task_of(config).problems(config, explicit),
+        *(each for each in of_task if isinstance(each, str)),
         *(str(each) for each in unread if not of_sweep or each.key in _NEVER_IGNORED),
     ]
     if problems:
         raise ConfigError(one_message(problems))
-    for entry in fields(config):
-        if entry.name in {each.key for each in unread}:
-            setattr(config, entry.name, default_of(config, entry.name))
+    for name in {each.key for each in unread} & {each.name for each in fields(config)}:
+        setattr(config, name, default_of(config, name))
     return unread
 
 
 def check_plan(config: PlanConfig) -> None:
     """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
-    of_machine = problems_of_machine(config.hardware)
+    of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
     for name, price in config.prices.items():
-        if name not in machine_names():
-            problems.append(unknown_name("machine in prices", name, machine_names()))
+        if name not in hardware.names():
+            problems.append(unknown_name("machine in prices", name, hardware.names()))
         elif not 0 < price < math.inf:
             problems.append(f"prices.{name}={price} must be above 0, for example 20")
     if not of_machine:
@@ -76,9 +72,33 @@ def check_plan(config: PlanConfig) -> None:
         raise ConfigError(one_message(problems))
 
 
+def is_synthetic(config: RunConfig) -> bool:
+    """Whether weights are generated instead of read from files."""
+    return config.weights is schema.WeightsKind.synthetic
+
+
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
     if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
+        raise ConfigError(one_message(problems))
+
+
+def check_slurm(settings: schema.SlurmConfig) -> None:
+    """Raise ConfigError for settings that are invalid on any cluster; sbatch checks the limits of this one."""
+    problems = [
+        f"{LAUNCHER}.{name}={value} must be at least 1"
+        for name in ("nodes", "ranks_per_node", "cpus_per_rank", "max_running")
+        if (value := getattr(settings, name)) is not None and value < 1
+    ]
+    problems += [
+        f"{LAUNCHER}.sbatch has {argument!r}, and sbatch would take it for a script: write --name=value"
+        for argument in settings.sbatch
+        if not argument.startswith("--") or argument == "--"
+    ]
+    if settings.stage_to is not None and not settings.stage_to.startswith("/"):
+        fault = f"{LAUNCHER}.stage_to={settings.stage_to} must be an absolute path on the nodes"
+        problems.append(f"{fault}, for example /scratch/weights")
+    if problems:
         raise ConfigError(one_message(problems))
 
 
@@ -91,69 +111,53 @@ def check_docstrings() -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Condition on the number at `key`; a missing or null value passes."""
-
-    key: str
-    holds: Callable[[Any], bool]
-    required: str
-
-
 _NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
 _NUM_SAMPLES = range(1, 10**6 + 1)  # all prompts are in memory before the first one starts
 _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
+_DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
+_TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
+_SHARE = "above 0 and at most 1, or null to switch it off"
+_PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
-_RANGES = (
-    _Range(
-        "speculation.num_draft_tokens",
-        lambda k: k == ADAPTIVE or k in _NUM_DRAFTED,
-        "at least 1 and at most 1024, for example 4, or auto",
-    ),
-    _Range("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
-    _Range("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
-    _Range(
-        "sampling.temperature",
-        lambda t: t == 0 or _COLDEST <= t < math.inf,
-        f"0 (greedy) or at least {_COLDEST}, for example 0.8",
-    ),
-    _Range("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
-    _Range("sampling.top_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
-    _Range("sampling.min_p", lambda p: 0 < p <= 1, "above 0 and at most 1, or null to switch it off"),
-    _Range("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
-    _Range("sampling.frequency_penalty", math.isfinite, "a number, for example 0.5; 0 switches it off"),
-    _Range("sampling.presence_penalty", math.isfinite, "a number, for example 0.5; 0 switches it off"),
-    _Range("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
-    _Range("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
-    _Range("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
-    _Range("batch_size", lambda n: n >= 1, "at least 1 sequence"),
-    _Range("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
-    _Range("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
-    _Range("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
-    _Range("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
-    _Range("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
-    _Range("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
-    _Range("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
-    _Range("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
-    _Range("task.repetitions", lambda n: n >= 1, "at least 1"),
-    _Range(
-        "task.num_prompts",
-        lambda n: 1 <= n <= MOST_PROMPTS,
-        f"at least 1 and at most {MOST_PROMPTS}, for example 1000",
-    ),
-    _Range("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
-    _Range("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or null for the number format's own"),
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
+    ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
+    ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
+    ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
+    ("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
+    ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
+    ("sampling.min_p", lambda p: 0 < p <= 1, _SHARE),
+    ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
+    ("sampling.frequency_penalty", math.isfinite, _PENALTY),
+    ("sampling.presence_penalty", math.isfinite, _PENALTY),
+    ("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
+    ("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
+    ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
+    ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
+    ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
+    ("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
+    ("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
+    ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
+    ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
+    ("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
+    ("timeouts.decode_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
+    ("task.num_warmup", lambda n: n >= 0, "0 or more prompts"),
+    ("task.repetitions", lambda n: n >= 1, "at least 1"),
+    ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
+    ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
+    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or null for the number format's own"),
 )
+"""Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
-    for entry in _RANGES:
+    for key, holds, required in _RANGES:
         value: Any = config
-        for name in entry.key.split("."):
+        for name in key.split("."):
             value = getattr(value, name, None)
-        if value is not None and not entry.holds(value):
-            yield f"{entry.key}={value} must be {entry.required}"
+        if value is not None and not holds(value):
+            yield f"{key}={value} must be {required}"
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 
@@ -174,17 +178,13 @@ def _files(config: RunConfig) -> Iterator[str]:
 
 
 def _draft(config: RunConfig) -> Iterator[str]:
-    if problem := problem_of_draft(config.draft.kind):
+    if problem := drafters.DRAFTERS.problem_of(config.draft.kind):
         yield problem
         return
-    if drafter_of(config.draft).needs_hidden_states:
-        yield (
-            f"draft.kind={config.draft.kind} reads the target's hidden states, which no backend returns: "
-            "use another draft, for example draft=default"
-        )
-    if config.draft.fallback is not None:
-        yield from _fallback(config.draft.fallback)
-    if not drafts(config.draft) and task_of(config).needs_draft:
+    free = [name for name, record in drafters.DRAFTERS.all().items() if record.make and not record.has_model]
+    if config.draft.fallback not in {None, *free}:
+        yield unknown_name("draft.fallback", str(config.draft.fallback), free)
+    if not drafters.drafts(config.draft) and task_of(config).needs_draft:
         candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
         ways = ", ".join(candidates) or "draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR"
         yield (
@@ -192,20 +192,14 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
-    yield from problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
-    yield from problems_of_overlap(config.speculation, config.draft, config.placement)
-
-
-def _fallback(kind: str) -> Iterator[str]:
-    free = [name for name, record in drafters().items() if record.make and not record.has_model]
-    if kind not in free:
-        yield unknown_name("draft.fallback", kind, free)
+    yield from drafters.problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
+    yield from drafters.problems_of_overlap(config.speculation, config.draft, config.placement)
 
 
 def _rule(name: str, temperature: float) -> Iterator[str]:
-    if name not in rules():
-        yield unknown_name("verification.rule", name, rules())
-    elif not rule_of(name).samples and temperature > 0:
+    if problem := RULES.problem_of(name):
+        yield problem
+    elif not RULES.of(name).samples and temperature > 0:
         *others, last = "sampling=greedy", *at_every_temperature()
         yield (
             f"verification={name} keeps the target's distribution at temperature 0 only, and sampling.temperature is "
@@ -294,3 +288,107 @@ def _heads(group: str, model: ModelConfig, ranks: tuple[int, ...], *, remedy: st
             f"{len(ranks)} ranks are more than the {model.shape.num_attention_heads} attention heads of "
             f"{group}={model.name}: {remedy}{model.shape.num_attention_heads}"
         )
+
+
+def _never_drafts(config: RunConfig) -> bool:
+    return not drafters.drafts(config.draft) and not task_of(config).needs_draft
+
+
+def _has_no_draft_model(config: RunConfig) -> bool:
+    return config.draft.model is None and not task_of(config).needs_draft
+
+
+def _cuts_no_draft(config: RunConfig) -> bool:
+    """Whether each rank with the draft holds all of it, as far as the settings say."""
+    draft = config.placement.draft
+    has_one_rank = draft.kind is schema.DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
+    return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
+
+
+def _draws_by_position(config: RunConfig) -> bool:
+    rule = RULES.find(config.verification.rule)
+    return rule is not None and rule.draws_by_position
+
+
+_NO_DRAFT = "without a draft: give one with draft=NAME"
+_NO_DRAFT_MODEL = "without a draft model: give one with draft=NAME"
+_WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
+    ("speculation", _never_drafts, _NO_DRAFT),
+    ("verification", lambda c: _never_drafts(c) and not _draws_by_position(c), _NO_DRAFT),
+    ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
+    ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
+    (
+        "draft.tokenizer draft.matching",
+        lambda c: is_synthetic(c) and c.draft.model is not None,
+        "with weights=synthetic, which gives both models one tokenizer",
+    ),
+    ("draft.tokenizer draft.matching", _has_no_draft_model, _NO_DRAFT_MODEL),
+    (
+        "draft.matching",
+        lambda c: c.draft.model is not None and drafters.matching_of(c.draft) is None,
+        "without draft.tokenizer=own",
+    ),
+    ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
+    (
+        "placement.draft.whole",
+        lambda c: not c.placement.auto and _cuts_no_draft(c),
+        "with a draft that is whole on its ranks anyway: use it with placement=sharded",
+    ),
+    (
+        "sampling.top_k sampling.top_p sampling.min_p",
+        lambda c: c.sampling.temperature == 0,
+        "at temperature 0, which always takes the most probable token",
+    ),
+    (
+        "num_samples",
+        lambda c: c.sampling.temperature == 0 and c.num_samples > 1,
+        "at temperature 0, where all samples of a prompt are equal",
+    ),
+    (
+        "prompts_column",
+        lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
+        f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
+    ),
+    ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
+    ("cuda_graphs gpu_kernels", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
+    (
+        "cuda_graphs",
+        lambda c: not layout.may_capture(c.placement.target),
+        "with a target that accelerate or deepspeed places: its operators are launched from Python",
+    ),
+    ("dry_run", lambda c: c.dry_run and not task_of(c).needs_models, "on task={task.name}, {task.why_no_plan}"),
+    ("resume", lambda c: not task_of(c).needs_models, "on task={task.name}, which has no run folder"),
+    ("synthetic", lambda c: not is_synthetic(c), "without weights=synthetic"),
+    ("synthetic", lambda c: is_synthetic(c) and _has_no_draft_model(c), _NO_DRAFT),
+)
+"""Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
+_WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
+    ("int8_threshold", lambda _, m: not takes(m.quantization, "int8_threshold"), "without {key}.quantization=int8"),
+    ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
+    (
+        "path hub_id revision verify",
+        lambda c, m: is_synthetic(c) and m.shape is not None,
+        "with weights=synthetic, which reads no files",
+    ),
+    ("hub_id revision", lambda _, m: m.path is not None, "with {key}.path"),
+    (
+        "hub_id revision",
+        lambda c, m: m.shipped and m.path is None and not is_synthetic(c),
+        "on an entry that comes with the package: use {group}=OWNER/NAME",
+    ),
+)
+"""The same for fields of the target's and of the draft's entry."""
+
+
+def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
+    """Yield the settings of `explicit` that have no effect."""
+    rows = [(keys, reason.format(task=task_of(config))) for keys, holds, reason in _WITHOUT_EFFECT if holds(config)]
+    for group, entry, model in _chosen_models(config):
+        for names, holds_for, reason in _WITHOUT_EFFECT_ON_MODELS:
+            if holds_for(config, model):
+                keys = " ".join(f"{entry}.{name}" for name in names.split())
+                rows.append((keys, reason.format(key=entry, group=group)))
+    for keys, reason in rows:
+        for key in sorted(explicit):
+            if any(key == top or key.startswith(f"{top}.") for top in keys.split()):
+                yield NoEffect(key, reason)

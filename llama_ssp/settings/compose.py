@@ -8,12 +8,12 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from itertools import filterfalse, product
+from itertools import product
 from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose as compose_options
@@ -31,38 +31,29 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from llama_ssp.errors import ConfigError, one_message, unknown_name
-from llama_ssp.settings import catalogue, folders, unknown
+from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
+from llama_ssp.machines import hardware
+from llama_ssp.settings import catalogue, folders, schema
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.schema import DEFAULT_DRAFT, MODEL_DRAFT, NO_DRAFT, DrafterConfig, PlanConfig, RunConfig
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.folders import GROUPS, is_hub_id
+from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
-_PROMPT, _STOPS = "prompt", "stop_strings"
+_STOPS = "stop_strings"
 _PATHS = {
     "run_dir", "prompts", "model.path", "model.manifest", "draft.model.path", "draft.model.manifest", "figure",
 }  # fmt: skip
-# Fields that follow from a group choice: task=, model= and draft= set them.
-_DERIVED = {"task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape"}
-_LAUNCHER = ("hydra/launcher", "hydra.launcher")
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """The settings of one run.
+    """The settings of one run."""
 
-    Attributes:
-        settings: the words that set them, with full keys.
-        explicit: the dotted keys and groups that they set.
-        config: as Hydra composed it.
-        launcher: settings of `hydra/launcher=slurm`; None without it.
-    """
-
-    settings: tuple[str, ...]
-    explicit: frozenset[str]
-    config: DictConfig
-    launcher: SlurmConfig | None = None
+    settings: tuple[str, ...]  # the words that set them, with full keys.
+    explicit: frozenset[str]  # the dotted keys and groups that they set.
+    config: DictConfig  # as Hydra composed it.
+    launcher: SlurmConfig | None = None  # settings of `hydra/launcher=slurm`; None without it.
 
     def to_yaml(self, *, resolve: bool = False) -> str:
         """The composed settings, with ${...} filled in if `resolve`."""
@@ -74,29 +65,28 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
     """Compose the settings of a run, or with `multirun` one for each combination of values.
 
     A setting of the chosen task needs no `task.`, and takes the task's name instead. The text of `prompt=TEXT` is
-    everything after the sign, and so are paths, unless they are quoted, null or hold ${...}.
-
-    Args:
-        words: as typed.
-        multirun: whether `a,b` are two values.
-        root: file of `conf` to start from.
-
-    Raises:
-        ConfigError: lists every word that cannot be read, and every name and value that is wrong.
+    everything after the sign, and so are paths, unless they are quoted, null or hold ${...}. `root` is the file of
+    `conf` to start from. One ConfigError lists every word, name and value that is wrong.
     """
     register(root)
     with _sentences(), initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
         groups = groups_of(root)
         read = [(text, _read(text, multirun=multirun)) for text in words]
-        problems = unknown.unread_words([text for text, word in read if word is None])
+        problems = _unread([text for text, word in read if word is None])
         values = []
-        for _, word in read:
-            if word and not (found := [*_problems(word, groups, multirun=multirun)]):
-                values.append([*_values(word)])
-            elif word:
-                problems += found
+        for word in filter(None, (word for _, word in read)):
+            found = [*_problems(word, groups, multirun=multirun)]
+            problems += found
+            values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
-        composed = [_compose(chosen, groups, root, options, problems, multirun=multirun) for chosen in product(*values)]
+        composed = []
+        for each in product(*values):
+            chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
+            if chosen not in options:
+                of_hydra = any(word.is_for_hydra for word in each)
+                options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
+            config = deepcopy(options[chosen]) if multirun else options[chosen]
+            composed.append(_composed(config, each, chosen, problems))
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -110,11 +100,18 @@ class _Word:
     key: str
     override: Override | None = None
 
+    @property
+    def is_for_hydra(self) -> bool:
+        return self.override is not None and self.override.is_hydra_override()
+
 
 def _read(text: str, *, multirun: bool = False) -> _Word | None:
     """Read a word; None if it is no setting."""
     key, sign, value = text.partition("=")
-    if sign and (key == _PROMPT or (_is_path(key) and _is_literal(value, multirun=multirun))):
+    is_path = key in _PATHS or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
+    is_one = not (multirun and "," in value) and "${" not in value
+    is_literal = value not in {"", "null"} and not value.startswith(("'", '"')) and is_one
+    if sign and (key == "prompt" or (is_path and is_literal)):
         return _Word(text=text, key=key)
     try:
         (override,) = parser().parse_overrides([text])
@@ -129,16 +126,6 @@ def parser() -> OverridesParser:
     return OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
 
 
-def _is_path(key: str) -> bool:
-    own = {name for task in task_specs().values() for name in task.paths}
-    return key in _PATHS or key.rpartition(".")[2] in own
-
-
-def _is_literal(value: str, *, multirun: bool) -> bool:
-    is_one = not (multirun and "," in value)
-    return value not in {"", "null"} and not value.startswith(("'", '"')) and "${" not in value and is_one
-
-
 def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: bool) -> Iterator[str]:
     """Yield why a word is refused whatever the other words are."""
     text, key, override = word.text, word.key, word.override
@@ -146,8 +133,8 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         return
     if "_target_" in text:
         yield f"{text}: _target_ is refused, since no setting names code to run"
-    elif override.is_hydra_override():
-        if key.startswith(_LAUNCHER) and not multirun:
+    elif word.is_for_hydra:
+        if key.startswith(("hydra/launcher", "hydra.launcher")) and not multirun:
             yield (
                 f"{key} is for sweeps: add -m to submit a job per point, or submit a single job with "
                 "sbatch launch/slurm.sbatch"
@@ -158,62 +145,36 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         ways = "separate values by commas" if multirun else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        yield from (each for name in _names(override) for each in unknown.problems_of_option(key, name, groups[key]))
-    elif key == _STOPS and not all(isinstance(item, str) for item in _items(override)):
+        names = [each.text.partition("=")[2].strip("'\"") for each in _values(word)]
+        yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
+    elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
 
 
-def _items(override: Override) -> list[Any]:
-    value = override.value()
-    return value if isinstance(value, list) else []
-
-
-def _names(override: Override) -> list[str]:
-    """Name the options that a word chooses; none for a pattern, whose options always exist."""
-    if not override.is_sweep_override():
-        return [override.get_value_element_as_str().strip("'\"")]
-    is_pattern = "glob(" in (override.input_line or "")
-    return [] if is_pattern else [name.strip("'\"") for name in override.sweep_string_iterator()]
-
-
-def _values(word: _Word) -> Iterator[_Word]:
-    """Yield the word once for each of its values."""
+def _values(word: _Word) -> list[_Word]:
+    """The word once for each of its values."""
     if word.override is None or not word.override.is_sweep_override():
-        yield word
-        return
-    for value in word.override.sweep_string_iterator():
-        if each := _read(f"{word.key}={value}"):
-            yield each
+        return [word]
+    return [*filter(None, (_read(f"{word.key}={value}") for value in word.override.sweep_string_iterator()))]
 
 
-def _compose(
-    words: Sequence[_Word],
-    groups: Mapping[str, Sequence[str]],
-    root: str,
-    options: dict[tuple[str, ...], DictConfig],
-    problems: list[str],
-    *,
-    multirun: bool,
-) -> Composed:
-    """Compose one combination of values, and note what is wrong with it in `problems`."""
-    chosen = tuple(word.text for word in words if word.key in groups or _is_for_hydra(word))
-    if chosen not in options:
-        of_hydra = any(_is_for_hydra(word) for word in words)
-        options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
-    config = deepcopy(options[chosen]) if multirun else options[chosen]
+def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
+    """Set what the words say beyond the chosen options, and note in `problems` what cannot be set."""
     keys, settings, explicit = frozenset(keys_of(config)), [], []
-    for word in filterfalse(_is_for_hydra, words):
+    for word in words:
+        if word.is_for_hydra:
+            continue
         key = word.key
         if word.text not in chosen:
-            key = _full_key(word.key, config, keys)
-            if problem := _set(config, key, word, keys):
-                problems.append(problem)
+            of_task = f"task.{key.removeprefix(f'{config.task.name}.')}"
+            key = of_task if key not in keys and of_task in keys else key
+            problems += _set(config, key, word, keys)
         explicit.append(key)
         settings.append(f"{key}{word.text[len(word.key) :]}")
-    launcher = config.hydra.launcher if "hydra" in config else None
-    if launcher is not None:
+    launcher = None
+    if "hydra" in config:
         with read_write(config), open_dict(config):
-            launcher = OmegaConf.to_object(launcher)
+            launcher = OmegaConf.to_object(config.hydra.launcher)
             del config["hydra"]
     return Composed(
         settings=tuple(settings), explicit=frozenset(explicit), config=config,
@@ -221,13 +182,9 @@ def _compose(
     )  # fmt: skip
 
 
-def _is_for_hydra(word: _Word) -> bool:
-    return word.override is not None and word.override.is_hydra_override()
-
-
 def keys_of(config: DictConfig) -> set[str]:
     """Return every dotted key that a word can set."""
-    return {*_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))} - _DERIVED
+    return {*_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))}.difference(DERIVED)
 
 
 def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -237,58 +194,26 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{name}.")
 
 
-def _full_key(key: str, config: DictConfig, keys: frozenset[str]) -> str:
-    """Complete the key of a setting of the chosen task; settings of the run, and unknown ones, are as they are."""
-    if key in keys:
-        return key
-    full = f"task.{key.removeprefix(f'{config.task.name}.')}"
-    return full if full in keys else key
-
-
-def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> str | None:
-    """Set a value; returns the problem if there is one."""
+def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
+    """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
     is_figure = key.startswith("hardware.") and bool(config.get("hardware"))
     if key not in keys and not is_figure:
-        return _unknown_key(key, keys)
+        yield _unknown_key(key, keys)
+        return
+    text = word.text[len(word.key) :]
+    value = _escaped(text[1:]) if word.override is None else word.override.value()
+    if key == _STOPS and isinstance(value, list):
+        value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, _value_of(word), merge=True, force_add=is_figure or key == "prices")
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "prices")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
-        return f"{key}{word.text[len(word.key) :]}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
-    return None
-
-
-def _value_of(word: _Word) -> Any:  # noqa: ANN401 - whatever OmegaConf takes
-    """Return the value of a word, with ${...} of texts taken literally."""
-    if word.override is None:
-        return _escaped(word.text.partition("=")[2])
-    value = word.override.value()
-    if word.key == _STOPS and isinstance(value, list):
-        return [_escaped(text) for text in value]
-    return value
+        yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
 
 
 def _escaped(text: str) -> str:
     """Keep OmegaConf from filling in ${...}, after doubling the backslashes already there."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-
-
-def _unknown_key(key: str, keys: frozenset[str]) -> str:
-    """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
-    similar = unknown.unknown_setting(key, keys, otherwise="--help all lists all settings")
-    if any(known.endswith(f".{key}") for known in keys):
-        return similar
-    name_of = {name: key.removeprefix("task.").removeprefix(f"{name}.") for name in task_specs()}
-    owners = [
-        name
-        for name, task in sorted(task_specs().items())
-        if name_of[name] in {each.name for each in fields(task.config)} - {"name"}
-    ]
-    if owners:
-        return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
-    if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
-        return f"{key} has no effect without a draft model: give one with draft=NAME"
-    return similar
 
 
 def groups_of(root: str = "config") -> dict[str, list[str]]:
@@ -307,11 +232,10 @@ def _sentences() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(one_sentence(error)) from error
+        raise ConfigError(_sentence(error)) from error
 
 
-def one_sentence(error: Exception) -> str:
-    """Put the error of Hydra or OmegaConf and its cause on one line."""
+def _sentence(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         place, found, _ = str(error).partition(": Could not find")  # In 'experiment/mine'
@@ -327,12 +251,10 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     """Turn a composed config into a `RunConfig` or `PlanConfig`, resolve the draft, and let the task fill in.
 
     Of the dotted keys that the user gave, those below `draft` apply to the default draft too. The result's
-    `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model.
-
-    Raises:
-        ConfigError: the default draft is unknown, a group of settings is a plain value, or a value is missing.
+    `draft.kind` is never `default`, and its `draft.model` is null for kinds without a model. An unknown default draft,
+    a plain value in place of a group of settings, and a missing value raise ConfigError.
     """
-    if config.draft.kind == DEFAULT_DRAFT:
+    if config.draft.kind == schema.DEFAULT_DRAFT:
         config.draft = _default_draft(config, explicit)
     if not problem_of(config.draft.kind) and not drafter_of(config.draft).has_model:
         config.draft.model = None
@@ -362,32 +284,30 @@ def _check_groups(part: object, prefix: str = "") -> None:
 
 
 def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
-    """Return the default draft of the target's entry, with the user's settings applied."""
+    """The default draft of the target's entry, with the user's settings applied."""
     name = config.model.default_draft
-    if name is None:
-        return cast("DictConfig", OmegaConf.structured(DrafterConfig(kind=NO_DRAFT)))
-    draft: DictConfig = OmegaConf.structured(ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(name)))
+    kind = (
+        ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(name)) if name else DrafterConfig(kind=schema.NO_DRAFT)
+    )
+    draft: DictConfig = OmegaConf.structured(kind)
     for key in explicit:
-        if key.startswith("draft."):
+        if name and key.startswith("draft."):
             OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))
     return draft
 
 
 def register(root: str = "config") -> None:
     """Register with Hydra what a file in `conf` and the options refer to; repeated calls are harmless."""
-    schemas: Iterable[tuple[str, Any]] = [
-        ("plan", PlanConfig) if root == "plan" else ("run", RunConfig),
-        ("slurm", SlurmConfig),
-        *((name, task.config) for name, task in task_specs().items()),
-        *((f"draft_{name}", draft.config) for name, draft in drafters().items()),
-    ]
-    for name, node in schemas:
+    schemas: dict[str, Any] = {"plan": PlanConfig} if root == "plan" else {"run": RunConfig}
+    schemas |= {"slurm": SlurmConfig, **{name: task.config for name, task in task_specs().items()}}
+    schemas |= {f"draft_{name}": draft.config for name, draft in drafters().items()}
+    for name, node in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     plugins = Plugins.instance()
-    if OptionFolders not in plugins.discover(SearchPathPlugin):
-        plugins.register(OptionFolders)
-        plugins.register(ModelOptions)
+    if _OptionFolders not in plugins.discover(SearchPathPlugin):
+        plugins.register(_OptionFolders)
+        plugins.register(_ModelOptions)
 
 
 @cache
@@ -404,27 +324,24 @@ def run_id() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
 
-class OptionFolders(SearchPathPlugin):
-    """Puts the user's folders before the package's, and `ModelOptions` behind both."""
+class _OptionFolders(SearchPathPlugin):
+    """Puts the user's folders before the package's, and `_ModelOptions` behind both."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Change the search path that Hydra has made; Hydra itself appends the schemas."""
         for folder in folders.own_folders():
             search_path.prepend("user", f"file://{folder}", anchor="main")
-        search_path.append("models", f"{ModelOptions.scheme()}://")
+        search_path.append("models", "models://")
 
 
-class ModelOptions(ConfigSource):
+class _ModelOptions(ConfigSource):
     """Options without a file: models of the catalogue as drafts, and ids of the hub; made when they are asked for."""
 
     @staticmethod
     def scheme() -> str:
-        """Return the name of this kind of source."""
         return "models"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the option at a path such as `model/owner/name`."""
-        group, name = _split(config_path)
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
         of_draft = {"defaults": [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]}
         option = of_draft | {"kind": MODEL_DRAFT} if group == "draft" else {"name": name, "hub_id": name}
         return ConfigResult(
@@ -432,25 +349,131 @@ class ModelOptions(ConfigSource):
         )
 
     def is_group(self, config_path: str) -> bool:
-        """Whether options of a group can be listed here."""
         return config_path.strip("/") == "draft"
 
     def is_config(self, config_path: str) -> bool:
-        """Whether a path is that of a model."""
-        group, name = _split(config_path)
-        is_known = group == "draft" and name in catalogue.names()
-        return is_known or (group in folders.GROUPS and folders.is_hub_id(name))
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        return (group == "draft" and name in catalogue.names()) or (group in GROUPS and is_hub_id(name))
 
     def available(self) -> bool:
-        """Return True: nothing is read from the hub here."""
         return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:  # noqa: ARG002
-        """List the models of the catalogue as drafts."""
         return catalogue.names() if self.is_group(config_path) else []
 
 
-def _split(config_path: str) -> tuple[str, str]:
-    """Split a path into its group and its name."""
-    group, _, name = config_path.removesuffix(".yaml").partition("/")
-    return group, name
+_RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp plan takes hardware.num_gpus=N"
+_FOREIGN = {
+    "no_repeat_ngram_size": "it forbids every n-gram that the whole text has at each drafted position, which is not "
+    "supported; sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also make repetition rarer",
+    "stop stop_sequences stop_token until eos": """stop_strings='["END"]' ends a completion at a text""",
+    "max_tokens max_length n_predict num_tokens length": "max_new_tokens=64 limits the new tokens of a completion",
+    "K k gamma lookahead num_speculative_tokens num_assistant_tokens draft_tokens": (
+        "speculation.num_draft_tokens=4 is K, the number of drafted tokens per round"
+    ),
+    "ranks rank num_ranks gpus num_gpus nproc nproc_per_node world_size": _RANKS,
+    "tp tensor_parallel_size": f"the target is tensor parallel over all ranks, and {_RANKS}",
+    "nodes nnodes num_nodes": (
+        "several nodes are started by sbatch --nodes N launch/slurm.sbatch, or by torchrun --nnodes N launch/run.py"
+    ),
+    "load_in_8bit load_in_4bit int8 bits": (
+        "model.quantization=int8 or nf4 stores the target so, and draft.model.quantization the draft"
+    ),
+    "target target_model model_name": "model=NAME is the target",
+    "draft_model assistant_model speculative_model": "draft=NAME is the draft",
+    "device_map": "placement=accelerate puts the layers in a row over the GPUs",
+    "do_sample": "sampling=greedy draws nothing, and all other sampling draws",
+    "n": "num_samples=4 completes each prompt 4 times",
+}
+"""Settings of other programs, by their last word, and their counterparts here."""
+_OLD_TASKS = {"eval": "task=evaluate suite=arithmetic"}  # Tasks of the first llama-ssp that have another name now.
+
+
+def _unknown_key(key: str, keys: frozenset[str]) -> str:
+    """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
+    if not any(known.endswith(f".{key}") for known in keys):
+        names = {name: key.removeprefix("task.").removeprefix(f"{name}.") for name in task_specs()}
+        owners = [
+            name
+            for name, task in sorted(task_specs().items())
+            if names[name] != "name" and any(each.name == names[name] for each in fields(task.config))
+        ]
+        if owners:
+            return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"
+        if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
+            return f"{key} has no effect without a draft model: give one with draft=NAME"
+    last = key.rpartition(".")[2]
+    if reason := next((said for words, said in _FOREIGN.items() if last in words.split()), None):
+        return f"unknown setting {key!r}: {reason}"
+    last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
+    similar = similar_name(last, last_words)
+    close = dict.fromkeys(filter(None, [similar_name(key, keys), similar and last_words[similar]]))
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help all lists all settings"
+    return f"unknown setting {key!r}: {hint}"
+
+
+def _unread(words: Sequence[str]) -> list[str]:
+    """Report words of a command line that are no settings, one by one unless they are names alone."""
+    if words and (settings := _as_settings(words)):
+        return [f"{' '.join(words)!r} names no settings: write {settings}"]
+    return [
+        f"cannot read {text!r}: settings are written name=value, and a value with brackets, quotes or commas "
+        "needs quotes of its own inside those of the shell"
+        for text in words
+    ]
+
+
+def _as_settings(words: Sequence[str]) -> str | None:
+    """Names alone, such as `compare 30B 7B`, as settings; None if one of the words is no name."""
+    settings, roles = [], ["model", "draft"]
+    for word in words:
+        if word in _OLD_TASKS:
+            settings.append(_OLD_TASKS[word])
+        elif word in task_specs():
+            settings.append(f"task={word}")
+        elif roles and (word in catalogue.names() or word == "none"):
+            settings.append(f"{roles.pop(0)}={word}")
+        else:
+            return None
+    return " ".join(settings)
+
+
+def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
+    """Report a first word that is no command of the program."""
+    if "=" in words[0] or words[0].startswith("-"):
+        return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(commands)}"
+    if settings := _as_settings([word for word in words if "=" not in word]):
+        others = [word for word in words if "=" in word]
+        return f"{words[0]!r} is no command: write llama-ssp run {' '.join([settings, *others])}"
+    return unknown_name("command", words[0], commands)
+
+
+def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
+    try:
+        if name not in known:
+            yield from _unknown_option(group, name, known)
+        elif group == "hardware":
+            hardware.load(name)
+        elif group in GROUPS and name in catalogue.names():
+            catalogue.load(name)
+        elif file := folders.find(group, name):
+            folders.read(file)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
+    sentence, key = unknown_name(group, name, known), "model" if group == "model" else f"{group}.model"
+    if group not in GROUPS:
+        yield sentence
+    elif os.path.isfile(f"{name}/config.json"):  # noqa: PTH113 - a name can be no path at all
+        of_hub = f", or {group}=local {key}.hub_id={name} for the model of the hub" if is_hub_id(name) else ""
+        yield f"{group}={name} is a folder here: give {group}=local {key}.path={name}{of_hub}"
+    elif "/" not in name:
+        yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif not is_hub_id(name):
+        yield (
+            f"{group}={name} is neither a name of the catalogue nor an id of the hub, owner/name: for a folder give "
+            f"{group}=local {key}.path=DIR"
+        )

@@ -1,20 +1,19 @@
-"""The settings for a reader: key, type, default and meaning, from the dataclasses and their docstrings."""
+"""The settings for a reader: key, type, default and meaning, from the dataclasses and their comments."""
 
 import dataclasses
 import re
 from collections.abc import Iterator
 from enum import Enum
-from inspect import cleandoc
+from functools import cache
+from inspect import getsourcefile
+from itertools import takewhile
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp.settings import folders
-from llama_ssp.settings.schema import PlanConfig, RunConfig
+from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
-
-DERIVED = ("task.name", "model.name", "draft.kind")
-"""Settings that follow from an option."""
-_ATTRIBUTE = re.compile(r" {4,}(?P<names>\w+(?:, \w+)*): (?P<text>.+(?:\n {8,}\S.*)*)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,22 +46,41 @@ def settings_of_plan() -> list[DescribedSetting]:
 def task_settings(name: str) -> list[DescribedSetting]:
     """Describe the settings that a task has of its own, with the values of its option."""
     file = folders.find("task", name)
-    values = folders.read(file) if file else {}
-    found = [each for each in settings_of(task_specs()[name].config, "task.") if each.key not in DERIVED]
     shown = {
-        key: "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
-        for key, value in values.items()
+        f"task.{key}": "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
+        for key, value in (folders.read(file) if file else {}).items()
     }
+    found = settings_of(task_specs()[name].config, "task.")
     return [
-        dataclasses.replace(each, default=shown.get(each.key.removeprefix("task."), each.default)) for each in found
+        dataclasses.replace(each, default=shown.get(each.key, each.default))
+        for each in found
+        if each.key not in DERIVED
     ]
 
 
 def meanings(schema: type[Any]) -> dict[str, str]:
-    """Read the `Attributes:` of a dataclass and of its bases."""
-    texts = [cleandoc(each.__doc__ or "").partition("Attributes:")[2] for each in reversed(schema.__mro__)]
-    found = (match for text in texts for match in _ATTRIBUTE.finditer(text))
-    return {name: " ".join(each["text"].split()) for each in found for name in each["names"].split(", ")}
+    """The comments above the fields of a dataclass and of its bases, or behind them on the line."""
+    found: dict[str, str] = {}
+    for each in filter(is_schema, reversed(schema.__mro__)):
+        found |= _comments(getsourcefile(each) or "").get(each.__name__, {})
+    return found
+
+
+@cache
+def _comments(file: str) -> dict[str, dict[str, str]]:
+    """The comments on fields, by class and field."""
+    found: dict[str, dict[str, str]] = {}
+    above: list[str] = []
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        if begin := re.match(r"class (\w+)", line):
+            found[begin[1]] = fields = {}
+        elif comment := re.match(r"    # (.*)", line):
+            above.append(comment[1])
+            continue
+        elif found and (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)):
+            fields[field[1]] = " ".join([*above, field[2] or ""]).strip()
+        above = []
+    return found
 
 
 def is_schema(kind: object) -> bool:
@@ -71,7 +89,7 @@ def is_schema(kind: object) -> bool:
 
 
 def _kind(hint: object) -> str:
-    """Name a type as the command line knows it: the members of an enum, or one word."""
+    """A type as the command line knows it: the members of an enum, or one word."""
     if get_origin(hint) in {Union, UnionType}:
         return " or ".join("null" if each is type(None) else _kind(each) for each in get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -95,16 +113,10 @@ def _default(each: dataclasses.Field[Any]) -> str:
 def options_of(group: str) -> dict[str, str]:
     """The options of a group that are files, with the comment at the head of each file."""
     files = {name: folders.find(group, name) for name in folders.names(group)}
-    return {name: head_of(file.read_text(encoding="utf-8")) for name, file in files.items() if file}
+    return {name: head_of(file) for name, file in files.items() if file}
 
 
-def head_of(text: str) -> str:
-    """The comment at the head of a file of options."""
-    lines = []
-    for line in text.splitlines():
-        if line.startswith("# @"):
-            continue
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    return " ".join(lines)
+def head_of(file: Path) -> str:
+    """The comment at the head of a file of options, without Hydra's directives."""
+    head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in head if not line.startswith("# @"))

@@ -1,7 +1,4 @@
-"""Kinds of draft: their records and settings, and what keeps a draft from drafting for a target.
-
-An option `draft/NAME.yaml` with `kind: NAME` selects a kind.
-"""
+"""Kinds of draft: their records and settings, and what keeps a draft from drafting for a target."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +8,6 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.folders import is_hub_id
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import (
-    ADAPTIVE,
     MODEL_DRAFT,
     NO_DRAFT,
     DrafterConfig,
@@ -22,28 +18,20 @@ from llama_ssp.settings.schema import (
 )
 
 NGRAM_DRAFT = "ngram"
-ANY_DRAFT = "draft.tokenizer=own allows any"
-"""What an error says of drafts with another vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRecord:
-    """One kind of draft.
+    """One kind of draft."""
 
-    Attributes:
-        name: value of `draft.kind`.
-        make: `module:function` that makes a rank's drafter from `drafters.drafter.DrafterParts`; None drafts nothing.
-        config: its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
-        has_model: `draft.model` is loaded on the ranks of `placement.draft`. Without a model every rank drafts by
-            itself, and all must draft the same ids.
-        needs_hidden_states: it reads the target's hidden states.
-    """
-
-    name: str
+    name: str  # value of `draft.kind`.
+    # `module:function` that makes a rank's drafter from `drafters.drafter.DrafterParts`; None drafts nothing.
     make: str | None
+    # its settings; `conf/draft/NAME.yaml` has the values, on top of `/schema/draft_NAME@_here_`.
     config: type[DrafterConfig] = DrafterConfig
+    # `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same ids by
+    # itself.
     has_model: bool = False
-    needs_hidden_states: bool = False
 
 
 DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind")
@@ -75,11 +63,9 @@ class DraftTokenizer(Enum):
 
 
 class Matching(Enum):
-    """How the tokens of a draft with its own tokenizer become tokens of the target.
+    """How the tokens of a draft with its own tokenizer become tokens of the target; `ModelDraftConfig` says more.
 
-    `intersection`: the draft draws among the tokens that both vocabularies have, with their probabilities
-    (arXiv:2502.05202, token-level intersection). `text`: the draft continues the text greedily, and the target's
-    tokenizer encodes it (arXiv:2502.05202, string-level exact match).
+    Source: arXiv:2502.05202, token-level intersection, and string-level exact match.
     """
 
     intersection = "intersection"
@@ -88,54 +74,39 @@ class Matching(Enum):
 
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
-    """The draft model and its tokenizer.
+    """The draft model and its tokenizer."""
 
-    Attributes:
-        tokenizer: own allows a draft whose tokenizer is not the target's, which same refuses.
-        matching: with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes
-            the draft's text with the target's tokenizer, on the host.
-    """
-
+    # own allows a draft whose tokenizer is not the target's, which same refuses.
     tokenizer: DraftTokenizer = DraftTokenizer.same
+    # with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the draft's
+    # text with the target's tokenizer, on the host.
     matching: Matching = Matching.intersection
 
 
 def problems_of_pair(target: ModelConfig, draft: DrafterConfig, *, is_synthetic: bool = False) -> Iterator[str]:
-    """Yield what keeps a draft from drafting for a target, the same for runs and plans; unknown sizes pass.
+    """Yield what keeps a resolved draft from drafting for a target; unknown sizes pass.
 
-    Args:
-        target: its entry.
-        draft: the resolved draft.
-        is_synthetic: synthetic weights give both models one tokenizer.
+    Synthetic weights give both models one tokenizer. Folders, and models of the hub that the catalogue lacks, are
+    compared when their tokenizers are read.
     """
-    if not is_synthetic and (problem := _problem_of_tokenizer(target, draft)):
-        yield problem
     model = draft.model
-    if matching_of(draft) or model is None or not (target.shape and model.shape):
+    if model is None or not (target.shape and model.shape):
         return
-    if not catalogue.may_share_vocabulary(target.shape, model.shape):
+    if matching_of(draft):
+        shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
+        is_listed = not any(each.path or is_hub_id(each.name) for each in (target, model))
+        if is_listed and shapes[0] == shapes[1] and not is_synthetic:
+            yield (
+                f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer: "
+                "leave it out"
+            )
+    elif not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = "" if is_synthetic else f"; {ANY_DRAFT}"
+        otherwise = "" if is_synthetic else "; draft.tokenizer=own allows any"
         yield (
             f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
             f"draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
         )
-
-
-def _problem_of_tokenizer(target: ModelConfig, draft: DrafterConfig) -> str | None:
-    """An error sentence if a draft's own tokenizer is that of the target by the catalogue, else None.
-
-    Folders, and models of the hub that the catalogue lacks, are compared when their tokenizers are read.
-    """
-    model = draft.model
-    if matching_of(draft) is None or model is None or not (target.shape and model.shape):
-        return None
-    if any(each.path or is_hub_id(each.name) for each in (target, model)):
-        return None
-    shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
-    if shapes[0] != shapes[1]:
-        return None
-    return f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer: leave it out"
 
 
 def matching_of(draft: DrafterConfig) -> Matching | None:
@@ -148,7 +119,7 @@ def matching_of(draft: DrafterConfig) -> Matching | None:
 def problems_of_overlap(
     speculation: SpeculationConfig, draft: DrafterConfig, placement: PlacementConfig
 ) -> Iterator[str]:
-    """Yield what keeps drafting from overlapping verification, the same for runs and plans."""
+    """Yield what keeps drafting from overlapping verification."""
     if not speculation.overlap or draft.kind == NO_DRAFT:
         return
     if draft.model is None:
@@ -162,7 +133,7 @@ def problems_of_overlap(
         )
     if speculation.adapts:
         yield (
-            f"speculation.overlap=true needs one K for all rounds, and speculation.num_draft_tokens={ADAPTIVE} was "
+            "speculation.overlap=true needs one K for all rounds, and speculation.num_draft_tokens=auto was "
             "given: use a number, about as many as draft steps fit into a forward of the target"
         )
     if draft.fallback is not None:
@@ -173,15 +144,10 @@ def problems_of_overlap(
 
 @dataclass(kw_only=True)
 class NgramConfig(DrafterConfig):
-    """Prompt look-up.
+    """Prompt look-up."""
 
-    Attributes:
-        longest: the most of the last tokens that are compared; a longer match is preferred to a shorter one.
-        shortest: the fewest of them that make a match.
-    """
-
-    longest: int = 4
-    shortest: int = 1
+    longest: int = 4  # the most of the last tokens that are compared; a longer match is preferred to a shorter one.
+    shortest: int = 1  # the fewest of them that make a match.
 
 
 register(DrafterRecord(name=NO_DRAFT, make=None))

@@ -1,14 +1,14 @@
 """Finds the files of options: in the folder of `--config-dir`, in the user's own one, and in the package's `conf`.
 
 All folders are laid out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first
-folder that has a file wins, so a user's file replaces the package's one of the same name. Hydra searches the same
-folders (`compose`).
+folder that has a file wins. Hydra searches the same folders (`compose`).
 """
 
 import os
 import re
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,8 @@ import yaml
 
 from llama_ssp.errors import ConfigError
 
-_OF_USERS = "llama-ssp"
-_NO_OPTIONS = ("config.yaml", "plan.yaml")
 _given: list[Path] = []
-
-
-_SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""That of libyaml, where PyYAML has it, is ten times as fast."""
+_SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 
 
 class _Loader(_SAFE_LOADER):  # type: ignore[misc]
@@ -47,13 +42,9 @@ def user_dir() -> Path:
 
     Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
     """
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error for users without a home
-    return _user_dir(os.environ.get("XDG_CONFIG_HOME", ""), home)
-
-
-@cache  # plans ask thousands of times
-def _user_dir(base: str, home: str) -> Path:
-    return (Path(base) if Path(base).is_absolute() else Path(home) / ".config") / _OF_USERS
+    return (base if base.is_absolute() else Path(home) / ".config") / "llama-ssp"
 
 
 def use(folder: str | None) -> None:
@@ -66,13 +57,12 @@ def use(folder: str | None) -> None:
         if not _is_dir(Path(folder)):
             raise ConfigError(f"--config-dir {folder} is no folder: name one that has files such as model/NAME.yaml")
         _given.append(Path(folder).absolute())
-    for name in _NO_OPTIONS:
-        for own in own_folders():
-            if _is_file(own / name):
-                raise ConfigError(
-                    f"{own / name} would replace all settings of the package: rename it; settings for several runs "
-                    f"are an option, such as experiment=mine in {own / 'experiment' / 'mine.yaml'}"
-                )
+    for own, name in product(own_folders(), ("config.yaml", "plan.yaml")):
+        if _is_file(own / name):
+            raise ConfigError(
+                f"{own / name} would replace all settings of the package: rename it; settings for several runs are an "
+                f"option, such as experiment=mine in {own / 'experiment' / 'mine.yaml'}"
+            )
 
 
 def given_folder() -> Path | None:
@@ -109,8 +99,7 @@ def new_file(group: str, name: str) -> Path:
 
 def has_own(group: str, name: str) -> bool:
     """Whether the user has a file for an option."""
-    file = find(group, name)
-    return file is not None and is_own(file)
+    return any(_is_file(folder / group / f"{name}.yaml") for folder in own_folders())
 
 
 def is_own(file: Path) -> bool:
@@ -137,7 +126,10 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{shown(file)} holds no settings: they are written name: value")
     defaults = content.get("defaults", [])
-    if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+    is_list = isinstance(defaults, list)
+    if not is_list or not all(
+        isinstance(each, str) or (isinstance(each, dict) and len(each) == 1) for each in defaults
+    ):
         raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
     return content
 
@@ -146,11 +138,6 @@ def read(file: Path) -> dict[str, Any]:
 def _parsed(text: str) -> Any:  # noqa: ANN401 - any YAML
     """Parse a file once: a search for the best placement reads the catalogue some hundred times."""
     return yaml.load(text, Loader=_Loader)
-
-
-def _is_default(item: object) -> bool:
-    """Whether Hydra takes an item in a list of defaults: an option, or a group and its option."""
-    return isinstance(item, str) or (isinstance(item, dict) and len(item) == 1)
 
 
 def _is_dir(folder: Path) -> bool:
@@ -174,16 +161,14 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
+GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub.
+_PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
 
 
 def ending_of(path: str) -> str:
     """Return the ending of a file's name, in lower case and with its dot; empty without one."""
     return os.path.splitext(path)[1].lower()  # noqa: PTH122 - Path raises an error for names that no file can have
-
-
-GROUPS = ("model", "draft")
-_PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
-_ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
 
 
 def is_hub_id(name: str) -> bool:

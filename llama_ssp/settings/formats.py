@@ -2,20 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
 
-NO_QUANTIZATION = "none"
-"""Default of `model.quantization`."""
-
-MatrixBytes = Callable[[int, int], int]
-"""Maps the number of weights of a matrix, and the bytes of an unquantized weight, to the bytes of the matrix."""
+NO_QUANTIZATION = "none"  # Default of `model.quantization`.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """A package that a kernel imports, and the command that installs it."""
+class Package(NamedTuple):
+    """A package, and the command that installs it."""
 
     name: str
     install: str
@@ -23,51 +18,38 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
-    """One way to store linear layers.
+    """One way to store linear layers."""
 
-    Attributes:
-        name: value of `model.quantization`.
-        order: position in lists of formats.
-        short_name: name in narrow tables; None uses `name`.
-        kernel: `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for
-            unquantized weights.
-        settings: the kernel's keyword arguments, by the field of the model entry that sets them.
-        matrix_bytes: bytes of a matrix without what is kept per output; see `MatrixBytes`.
-        row_bytes: bytes per output, from the bytes of one value in the model's number format.
-        unpacks_matrix: a product unpacks the whole matrix, so a forward needs room for the largest one.
-        gpu_unpacks: weights that a product of many rows unpacks at a time on a GPU.
-        gpu_read_bytes: cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in
-            this format and unquantized.
-        fp32_on_cpus: the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
-        rounds_inputs: the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
-        group: number of inputs that share a scale; the inputs of a layer are a multiple of it.
-        reads_packed: checkpoints whose weights are stored in this format are read as they are.
-        package: what the kernel needs in addition to torch.
-        one_gpu_per_rank: the kernel works with one GPU per process only.
-        change_weight: what a user loses by this format, for the planner's changes that make a plan fit: 3 or less is
-            little; None if the planner does not suggest it.
-        draft_advice, target_advice: warnings of a plan for GPUs; `{dtype}` stands for the number format.
-    """
-
-    name: str
-    order: int = 100
-    short_name: str | None = None
+    name: str  # value of `model.quantization`.
+    order: int = 100  # position in lists of formats.
+    short_name: str | None = None  # in narrow tables, where it is another one.
+    # `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for unquantized
+    # weights.
     kernel: str | None = None
+    # the kernel's keyword arguments, by the field of the model entry that sets them.
     settings: Mapping[str, str] = field(default_factory=dict)
-    matrix_bytes: MatrixBytes = lambda num_weights, value_bytes: num_weights * value_bytes
+    # bytes of a matrix without what is kept per output, from its weights and the bytes of a value.
+    matrix_bytes: Callable[[int, int], int] = lambda num_weights, value_bytes: num_weights * value_bytes
+    # bytes per output, from the bytes of one value in the model's number format.
     row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
-    unpacks_matrix: bool = False
-    gpu_unpacks: int = 0
+    unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
+    gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
+    # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
+    # unquantized.
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
+    # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
     fp32_on_cpus: bool = False
+    # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
-    group: int = 1
-    reads_packed: bool = False
-    package: Package | None = None
-    one_gpu_per_rank: bool = False
+    group: int = 1  # number of inputs that share a scale; the inputs of a layer are a multiple of it.
+    reads_packed: bool = False  # checkpoints whose weights are stored in this format are read as they are.
+    package: Package | None = None  # the package that the kernel needs, and the command that installs it.
+    one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
+    # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
+    # does not suggest it.
     change_weight: int | None = None
-    draft_advice: str | None = None
-    target_advice: str | None = None
+    draft_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
+    target_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
 
     @property
     def is_quantized(self) -> bool:
@@ -85,38 +67,28 @@ register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMAT
 
 def takes(name: str, setting: str) -> bool:
     """Whether a format has a setting; False for an unknown format."""
-    found = formats().get(name)
+    found = FORMATS.find(name)
     return found is not None and setting in found.settings
 
 
-ROWS_OF_A_PASS = 32
-"""Rows that the kernel computes while it reads the weights once."""
+ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS
-"""Rows up to which the kernel multiplies by the packed weights as they are; for more the matrix is unpacked.
+"""Rows up to which it multiplies by the packed weights as they are; for more the matrix is unpacked.
 
 Derived, not measured. Unpacking an int8 weight moves 5 bytes of memory: it reads 1, writes 2 and reads 2. Four passes
 of the kernel move 4; each further one would move one more, and through the L2 cache two more of inputs.
 """
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
+SCALE_BYTES, WORD_BYTES = 4, 4  # Of an fp32 scale, and of the scale and zero of an int4 group.
+INT4_GROUP, NF4_GROUP = 128, 64  # Inputs that share a scale; public int4 checkpoints have this one.
+_INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
+BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
 def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
     """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again."""
     return packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
-
-
-BITSANDBYTES = Package(
-    name="bitsandbytes", install=".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt"
-)
-SCALE_BYTES = 4  # fp32
-
-INT4_GROUP = 128
-"""Inputs that share a scale and a zero: what public checkpoints have."""
-NF4_GROUP = 64
-WORD_BYTES = 4
-_INT8_SLOWDOWN = 4.0
-"""Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows."""
 
 
 def _int4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter

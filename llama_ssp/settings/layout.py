@@ -1,7 +1,6 @@
-"""Resolves a placement: which ranks hold the target, which hold the draft, and which rank verifies.
+"""Resolves a placement, for planner, checks and ranks alike: who holds the target, who the draft, and who verifies.
 
-The planner, the checks and the ranks all use this module, so that they agree. Ranks are numbered from 0 within one
-replica of target and draft; `distributed.mesh` maps replicas to world ranks.
+Ranks are numbered from 0 within one replica of target and draft.
 """
 
 import math
@@ -14,10 +13,7 @@ from llama_ssp.settings.schema import DraftLayout, DraftPlacement, Offload, Plac
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order.
-
-    `draft_ranks` is empty without a draft.
-    """
+    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order."""
 
     target_ranks: tuple[int, ...]
     draft_ranks: tuple[int, ...]
@@ -87,7 +83,7 @@ def max_device_bytes(target: TargetPlacement) -> int | None:
 def problems_of(
     placement: PlacementConfig, *, world_size: int, has_draft: bool, searched: bool = False
 ) -> Iterator[str]:
-    """List what is impossible in a placement on `world_size` ranks, or in a search for one."""
+    """Yield what is impossible in a placement on `world_size` ranks, or in a search for one."""
     target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
     if target.kind is not TargetKind.tensor and (placement.auto or searched):
         asked = "search=true" if searched else "placement.auto=true"
@@ -102,22 +98,13 @@ def problems_of(
     num_ranks = world_size // num_replicas
     faults = [*_faults("target", target, num_ranks), *_faults_of_library(target, num_replicas)]
     if has_draft:
-        faults += _faults("draft", draft, num_ranks)
-        faults += _faults_of_kind(draft, num_ranks)
+        faults += [*_faults("draft", draft, num_ranks), *_faults_of_kind(draft, num_ranks)]
     yield from faults
     if not faults and has_draft:
-        laid_out = lay_out(target, draft, num_ranks=num_ranks, has_draft=True)
-        yield from _clashes(laid_out)
-        if target.kind is TargetKind.deepspeed and not set(laid_out.draft_ranks) <= set(laid_out.target_ranks):
-            yield (
-                "placement.target.kind=deepspeed needs all ranks, since DeepSpeed communicates over all of them, and "
-                f"the draft is on {named(laid_out.draft_ranks)}, the target on {named(laid_out.target_ranks)}: use a "
-                "draft on the target's ranks, or placement.target.kind=tensor"
-            )
+        yield from _clashes(lay_out(target, draft, num_ranks=num_ranks, has_draft=True), target.kind)
 
 
 def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:
-    """Problems with the ranks of one model."""
     ranks, size = given.ranks, given.tp_size
     if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
         yield f"placement.{part}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
@@ -176,18 +163,25 @@ def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
         yield "placement.draft.kind=own_gpu needs a GPU in addition to the target's, and each replica has one rank"
 
 
-def _clashes(layout: Layout) -> Iterator[str]:
+def _clashes(layout: Layout, target: TargetKind) -> Iterator[str]:
     """Conflicts between the ranks of the two models."""
-    both = sorted({*layout.target_ranks} & {*layout.draft_ranks})
+    both = {*layout.target_ranks} & {*layout.draft_ranks}
+    of_target, of_draft = named(layout.target_ranks), named(layout.draft_ranks)
     if layout.draft_kind is DraftLayout.own_gpu and (both or not layout.target_ranks or not layout.draft_ranks):
         yield (
-            f"placement.draft.kind=own_gpu needs ranks apart from the target's, and the target is on "
-            f"{named(layout.target_ranks)}, the draft on {named(layout.draft_ranks)}"
+            f"placement.draft.kind=own_gpu needs ranks apart from the target's, and the target is on {of_target}, "
+            f"the draft on {of_draft}"
         )
     if layout.draft_kind is DraftLayout.replicated and len(both) < len(layout.draft_ranks):
         yield (
             f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
-            f"{list(layout.draft_ranks)} are not all among {named(layout.target_ranks)}"
+            f"{list(layout.draft_ranks)} are not all among {of_target}"
+        )
+    if target is TargetKind.deepspeed and len(both) < len(layout.draft_ranks):
+        yield (
+            "placement.target.kind=deepspeed needs all ranks, since DeepSpeed communicates over all of them, and the "
+            f"draft is on {of_draft}, the target on {of_target}: use a draft on the target's ranks, or "
+            "placement.target.kind=tensor"
         )
 
 

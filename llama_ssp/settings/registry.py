@@ -10,30 +10,26 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 
-PLUGINS = "LLAMA_SSP_PLUGINS"
-"""Environment variable with the module names, separated by commas."""
+PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
 
 
-class Named(Protocol):
-    """What every record has."""
-
+class _Named(Protocol):
     @property
-    def name(self) -> str:
-        """The record's name in settings."""
-        ...
+    def name(self) -> str: ...
 
 
-Record = TypeVar("Record", bound=Named)
+Record = TypeVar("Record", bound=_Named)
 
 
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    With a `package`, they are the `attribute` of each of its modules, read when they are first asked for.
+    With a `package`, they are the values of a `kind` in its modules, read when they are first asked for; those that
+    plugins have registered take their place.
     """
 
-    def __init__(self, *, setting: str, package: str | None = None, attribute: str = "") -> None:
-        self._setting, self._unread, self._attribute = setting, package, attribute
+    def __init__(self, *, setting: str, package: str | None = None, kind: type[Record] | None = None) -> None:
+        self._setting, self._unread, self._kind = setting, package, kind
         self.records: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:
@@ -45,31 +41,28 @@ class Registry(Generic[Record]):
         self._read()
         return dict(sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
-    def of(self, name: str) -> Record:
-        """The record of a name; an unknown one raises ConfigError."""
-        found = self.find(name)
-        if found is None:
-            raise ConfigError(self.problem_of(name) or name)
-        return found
-
     def find(self, name: str) -> Record | None:
         """The record of a name, if there is one; plans ask thousands of times, and do not sort for that."""
         self._read()
         return self.records.get(name)
 
+    def of(self, name: str) -> Record:
+        """The record of a name; an unknown one raises ConfigError."""
+        if problem := self.problem_of(name):
+            raise ConfigError(problem)
+        return self.records[name]
+
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        known = self.all()
-        return None if name in known else unknown_name(key or self._setting, name, known)
+        return None if self.find(name) else unknown_name(key or self._setting, name, self.all())
 
     def _read(self) -> None:
-        """Read the records of the package; those that plugins have registered take their place."""
-        if self._unread:
+        if self._unread and self._kind:
             package, self._unread = self._unread, None
             for each in pkgutil.iter_modules(importlib.import_module(package).__path__):
-                record = getattr(importlib.import_module(f"{package}.{each.name}"), self._attribute, None)
-                if record:
-                    self.records.setdefault(record.name, record)
+                for record in vars(importlib.import_module(f"{package}.{each.name}")).values():
+                    if isinstance(record, self._kind):
+                        self.records.setdefault(record.name, record)
 
 
 def imported(reference: str, *, setting: str) -> Any:  # noqa: ANN401 - whatever the record names

@@ -2,37 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from llama_ssp.settings.registry import Registry, imported
 
-DEFAULT, AT_ZERO = "speculative", "greedy"
-"""The default rule, and the rule at temperature 0, where all rules coincide."""
+DEFAULT, AT_ZERO = "speculative", "greedy"  # The default rule, and the rule at temperature 0, where all rules coincide.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleRecord:
-    """One verification rule.
+    """One verification rule."""
 
-    Attributes:
-        name: value of `verification.rule`.
-        order: position in lists of rules.
-        verify: `module:function` that maps a draft and the target's probabilities to a verdict, as
-            `sampling.rules.verify_speculative` does; None for a rule that uses logits, at temperature 0 only.
-        draws_by_position: it needs no probabilities at any temperature, because every token is drawn by numbers that
-            belong to its position alone.
-        keeps_all_rows: it keeps a row of fp32 numbers for every position instead of one.
-        more_kernels, more_passes: launched kernels, and passes over a row of probabilities, in addition to those of
-            `speculative`.
-    """
-
-    name: str
-    order: int = 100
+    name: str  # value of `verification.rule`.
+    order: int = 100  # position in lists of rules.
+    # `module:function` with the arguments of `sampling.rules.verify_speculative`; None for a rule that uses logits, at
+    # temperature 0 only.
     verify: str | None
+    # it needs no probabilities at any temperature: numbers of its position alone draw a token.
     draws_by_position: bool = False
-    keeps_all_rows: bool = False
-    more_kernels: int = 0
-    more_passes: int = 0
+    keeps_all_rows: bool = False  # it keeps a row of fp32 numbers for every position instead of one.
+    more_kernels: int = 0  # launched kernels, and passes over a row of probabilities, beyond those of `speculative`.
+    more_passes: int = 0  # launched kernels, and passes over a row of probabilities, beyond those of `speculative`.
 
     @property
     def needs_probs(self) -> bool:
@@ -47,12 +37,11 @@ class RuleRecord:
     def load_verify(self) -> Callable[..., Any]:
         """Import `verify`."""
         assert self.verify is not None
-        found: Callable[..., Any] = imported(self.verify, setting=f"verification.rule={self.name}")
-        return found
+        return cast("Callable[..., Any]", imported(self.verify, setting=f"verification.rule={self.name}"))
 
 
 RULES: Registry[RuleRecord] = Registry(setting="verification.rule")
-register, rules, rule_of, problem_of = RULES.register, RULES.all, RULES.of, RULES.problem_of
+register, rules, rule_of = RULES.register, RULES.all, RULES.of
 
 
 def at_every_temperature() -> list[str]:

@@ -1,7 +1,6 @@
 """Every setting of a run and of a plan, as typed dataclasses without logic.
 
-`settings.compose` makes them, and `settings.checks` checks them. Below `commands` a config has only this form.
-Enum members are lower case because they are written that way on the command line.
+`settings.compose` makes them, and `settings.checks` checks them. Enum members are written as on the command line.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,10 @@ from llama_ssp.settings.rules import DEFAULT
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
+DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
+"""Settings that follow from the choice of an option: task=, model= and draft= set them."""
+LAUNCHER = "hydra.launcher"
+"""Where Hydra keeps a `SlurmConfig`."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
@@ -42,11 +45,7 @@ class WeightsKind(Enum):
 
 
 class DraftLayout(Enum):
-    """Placement of the draft model.
-
-    Whole on one rank; sharded over several; replicated on several, each of which drafts for its share of the batch; or
-    on ranks that hold nothing of the target (own_gpu).
-    """
+    """Placement of the draft model; `DraftPlacement` says more."""
 
     one_rank = "one_rank"
     sharded = "sharded"
@@ -55,11 +54,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """What every rank of a sharded draft holds whole, which saves collectives and costs memory.
-
-    Nothing; the embedding, which saves a collective in every forward; or the attention of all layers and its cache too,
-    which saves one in every layer.
-    """
+    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -85,7 +80,7 @@ class DeviceKind(Enum):
 
 
 class GpuKernels(Enum):
-    """What runs on GPUs; `fused` has larger products, which no GPU has timed yet."""
+    """Kernels of GPUs; `fused` has larger products, which no GPU has timed yet."""
 
     default = "default"
     fused = "fused"
@@ -93,10 +88,7 @@ class GpuKernels(Enum):
 
 @dataclass(kw_only=True)
 class ModelShape:
-    """Sizes of a causal language model, named as in its config.json.
-
-    `model_type` decides which further parameters exist: biases, norms, learned positions.
-    """
+    """Sizes of a causal language model, named as in its config.json."""
 
     model_type: str
     num_hidden_layers: int
@@ -115,69 +107,48 @@ class ModelConfig:
     """One entry of the catalogue `conf/model`: a checkpoint, its precision and its shape.
 
     The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
-
-    Attributes:
-        name: the entry's name, the same as that of its file.
-        hub_id, revision: repository on the Hugging Face hub, and its revision; null takes the newest.
-        path: a folder to read instead of the hub.
-        shipped: whether the weights come with the package.
-        dtype: fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit
-            files stay in 16 bits. On a GPU auto is gpu_dtype.
-        stored_dtype: number format of the files where it is known, so that a plan knows how wide a CPU keeps them.
-        gpu_dtype: meaning of dtype=auto on a GPU; auto takes the format of the files.
-        quantization: storage of the linear layers in the decoder layers: none, int8 or nf4 (bitsandbytes),
-            int8_weight_only, int4_weight_only. Each rank quantizes its own slice while it reads it. int4_weight_only
-            also reads checkpoints that hold 4 bits (compressed-tensors, GPTQ).
-        int8_threshold: with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes
-            all. Above 0, rows of a batch depend on each other.
-        verify: true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json.
-        manifest: another file with those hashes; both work for model.path and for files of the hub.
-        default_draft: entry that draft=default stands for.
-        chat: whether the model has a chat template.
-        gated: whether the hub asks for a login.
-        shape: sizes in the words of config.json; null reads them from the folder.
     """
 
-    name: str
-    hub_id: str | None = None
-    revision: str | None = None
-    path: str | None = None
-    shipped: bool = False
+    name: str  # the entry's name, the same as that of its file.
+    hub_id: str | None = None  # repository on the Hugging Face hub, and its revision; null takes the newest.
+    revision: str | None = None  # repository on the Hugging Face hub, and its revision; null takes the newest.
+    path: str | None = None  # a folder to read instead of the hub.
+    shipped: bool = False  # whether the weights come with the package.
+    # fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files stay
+    # in 16 bits. On a GPU auto is gpu_dtype.
     dtype: Dtype = Dtype.auto
+    # number format of the files where it is known, so that a plan knows how wide a CPU keeps them.
     stored_dtype: Dtype = Dtype.auto
-    gpu_dtype: Dtype = Dtype.auto
+    gpu_dtype: Dtype = Dtype.auto  # meaning of dtype=auto on a GPU; auto takes the format of the files.
+    # storage of the linear layers in the decoder layers: none, int8 or nf4 (bitsandbytes), int8_weight_only,
+    # int4_weight_only. Each rank quantizes its own slice while it reads it. int4_weight_only also reads checkpoints
+    # that hold 4 bits (compressed-tensors, GPTQ).
     quantization: str = NO_QUANTIZATION
+    # with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, rows of
+    # a batch depend on each other.
     int8_threshold: float = 0.0
+    # true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json.
     verify: bool = False
-    manifest: str | None = None
-    default_draft: str | None = None
-    chat: bool = False
-    gated: bool = False
-    shape: ModelShape | None = None
+    manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
+    default_draft: str | None = None  # entry that draft=default stands for.
+    chat: bool = False  # whether the model has a chat template.
+    gated: bool = False  # whether the hub asks for a login.
+    shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
 
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """The drafter: a kind of `settings.drafters`, and its model if it has one.
+    """The drafter: a kind of `settings.drafters`, and its model if it has one."""
 
-    Attributes:
-        kind: follows from draft=NAME.
-        model: the fields of a model's entry.
-        fallback: with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more,
-            for example ngram.
-    """
-
-    kind: str = DEFAULT_DRAFT
-    model: ModelConfig | None = None
+    kind: str = DEFAULT_DRAFT  # follows from draft=NAME.
+    model: ModelConfig | None = None  # the fields of a model's entry.
+    # with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more, for example
+    # ngram.
     fallback: str | None = None
 
 
 class TargetKind(Enum):
-    """How the target is split.
-
-    Tensor parallelism over its ranks, our own or DeepSpeed's; or layer-wise over the devices of one rank, with
-    accelerate's hooks.
-    """
+    """How the target is split; `TargetPlacement` says more."""
 
     tensor = "tensor"
     accelerate = "accelerate"
@@ -194,86 +165,60 @@ class Offload(Enum):
 
 @dataclass(kw_only=True)
 class TargetPlacement:
-    """Ranks of the target.
+    """Ranks of the target."""
 
-    Attributes:
-        kind: tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank,
-            over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh
-            --deepspeed). The last two are also placements, and both are slower than tensor.
-        ranks: ranks of the target; null takes all that an own_gpu draft leaves.
-        tp_size: or how many of them.
-        offload: with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the
-            run folder; each forward reads them again.
-        max_memory_gb: with offload, GB (1e9 bytes) of weights that each device may hold.
-    """
-
+    # tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, over
+    # the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed). The last
+    # two are also placements, and both are slower than tensor.
     kind: TargetKind = TargetKind.tensor
-    ranks: list[int] | None = None
-    tp_size: int | None = None
+    ranks: list[int] | None = None  # ranks of the target; null takes all that an own_gpu draft leaves.
+    tp_size: int | None = None  # or how many of them.
+    # with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run folder;
+    # each forward reads them again.
     offload: Offload = Offload.none
-    max_memory_gb: float | None = None
+    max_memory_gb: float | None = None  # with offload, GB (1e9 bytes) of weights that each device may hold.
 
 
 @dataclass(kw_only=True)
 class DraftPlacement:
-    """Ranks of the draft.
+    """Ranks of the draft."""
 
-    Attributes:
-        kind: one_rank is whole on one rank; sharded is tensor parallel too; replicated is whole on every rank of the
-            target, each of which drafts for its share of the batch; own_gpu is on ranks without the target. Each is
-            also a placement.
-        ranks: ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the
-            last (own_gpu).
-        tp_size: or how many, for sharded and own_gpu; null takes as many as the target, or 1.
-        whole: held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which
-            is that and all attention with its cache.
-    """
-
+    # one_rank is whole on one rank; sharded is tensor parallel too; replicated is whole on every rank of the target,
+    # each of which drafts for its share of the batch; own_gpu is on ranks without the target. Each is also a placement.
     kind: DraftLayout = DraftLayout.one_rank
+    # ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the last
+    # (own_gpu).
     ranks: list[int] | None = None
-    tp_size: int | None = None
+    tp_size: int | None = None  # or how many, for sharded and own_gpu; null takes as many as the target, or 1.
+    # held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which is that
+    # and all attention with its cache.
     whole: WholeParts = WholeParts.embedding
 
 
 @dataclass(kw_only=True)
 class PlacementConfig:
-    """Placement of target and draft, and the number of replicas of both.
+    """Placement of target and draft, and the number of replicas of both."""
 
-    Attributes:
-        target: of the target.
-        draft: of the draft.
-        num_replicas: copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count
-            from 0 in each copy.
-        auto: true takes the fastest placement by the forecast for this job and machine.
-    """
-
-    target: TargetPlacement = field(default_factory=TargetPlacement)
-    draft: DraftPlacement = field(default_factory=DraftPlacement)
+    target: TargetPlacement = field(default_factory=TargetPlacement)  # of the target.
+    draft: DraftPlacement = field(default_factory=DraftPlacement)  # of the draft.
+    # copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count from 0 in each
+    # copy.
     num_replicas: int = 1
-    auto: bool = False
+    auto: bool = False  # true takes the fastest placement by the forecast for this job and machine.
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """Sampling from the logits of target and draft.
+    """Sampling from the logits of target and draft."""
 
-    Attributes:
-        temperature: 0 always takes the most probable token.
-        top_k: only the k most probable tokens.
-        top_p: only the most probable tokens that hold this much probability.
-        min_p: only tokens with at least this share of the highest probability.
-        repetition_penalty: above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
-        frequency_penalty: taken off the logit of a token for each time that it stands in prompt and text.
-        presence_penalty: taken off the logit of every token in prompt and text.
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: float = 0.8  # 0 always takes the most probable token.
+    top_k: int | None = None  # only the k most probable tokens.
+    top_p: float | None = None  # only the most probable tokens that hold this much probability.
+    min_p: float | None = None  # only tokens with at least this share of the highest probability.
+    # above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
     repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that it stands in prompt and text.
+    presence_penalty: float = 0.0  # taken off the logit of every token in prompt and text.
 
     @property
     def truncates(self) -> bool:
@@ -288,17 +233,14 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class VerificationConfig:
-    """Acceptance of drafted tokens.
+    """Acceptance of drafted tokens."""
 
-    Attributes:
-        rule: name of a rule; each is also an option, verification=NAME. All but greedy keep the target's distribution.
-    """
-
+    # name of a rule; each is also an option, verification=NAME. All but greedy keep the target's distribution.
     rule: str = DEFAULT
 
 
 class TextKind(Enum):
-    """What is written, as far as the acceptance depends on it."""
+    """Kinds of text, as far as the acceptance depends on them."""
 
     any = "any"
     prose = "prose"
@@ -307,19 +249,14 @@ class TextKind(Enum):
 
 @dataclass(kw_only=True)
 class SpeculationConfig:
-    """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes.
+    """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
 
-    Attributes:
-        num_draft_tokens: K, the number of drafted tokens per round, or auto, which chooses it for each round.
-        acceptance: probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
-        text: kind of text, for that forecast: prose, code, or any where it is not known.
-        overlap: true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
-    """
-
+    # K, the number of drafted tokens per round, or auto, which chooses it for each round.
     num_draft_tokens: int | str = 4
+    # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
     acceptance: float | None = None
-    text: TextKind = TextKind.any
-    overlap: bool = False
+    text: TextKind = TextKind.any  # kind of text, for that forecast: prose, code, or any where it is not known.
+    overlap: bool = False  # true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
 
     @property
     def adapts(self) -> bool:
@@ -334,26 +271,17 @@ class SpeculationConfig:
 
 @dataclass(kw_only=True)
 class SyntheticConfig:
-    """Synthetic weights.
+    """Synthetic weights."""
 
-    Attributes:
-        agreement: probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1.
-    """
-
-    agreement: float = 0.8
+    agreement: float = 0.8  # probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1.
 
 
 @dataclass(kw_only=True)
 class TimeoutConfig:
-    """Seconds that a rank waits for a silent rank; a rank that dies ends the run within seconds.
+    """Seconds that a rank waits for a silent rank; a rank that dies ends the run within seconds."""
 
-    Attributes:
-        load_s: while models are loaded.
-        decode_s: after that.
-    """
-
-    load_s: float = 1800.0
-    decode_s: float = 60.0
+    load_s: float = 1800.0  # while models are loaded.
+    decode_s: float = 60.0  # after that.
 
 
 class Resume(Enum):
@@ -372,65 +300,49 @@ class TaskConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    r"""All settings of one run.
+    """All settings of one run."""
 
-    Attributes:
-        task, model, draft, placement, sampling, verification: options, each with settings of its own.
-        speculation, synthetic, timeouts: further groups of settings.
-        weights: synthetic makes any Llama shape on the device, as target and as draft, at its true size and cost,
-            without a download. Each computes the shipped small model; the context has 2048 tokens.
-        max_new_tokens: new tokens per completion.
-        batch_size: sequences decoded together; the draws do not depend on it.
-        num_samples: completions per prompt.
-        seed: seed of all draws. The same seed gives the same text, also on another placement, unless sums that round
-            differently change a draw: one token in some 100000 in fp32, more in 16 bits.
-        prompt: one prompt, taken literally; only the shell needs quotes.
-        prompts: a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list
-            of texts of which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles
-            for the chat template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal
-            the run asks for one prompt after the other, until Ctrl-D; a line that ends with \ goes on in the next.
-        prompts_column: another column or field of that file.
-        chat: true puts each prompt into the model's chat template.
-        ignore_eos: true continues after the end-of-sequence token.
-        stop_strings: texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line
-            break, \t a tab.
-        device: cpu, cuda, or auto, which takes GPUs when every rank has one.
-        cuda_graphs: on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from
-            Python.
-        gpu_kernels: on GPUs, fused has larger products, which take in the norm and the gate, and which none has timed.
-        hardware: machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate
-            here, else a guess.
-        dry_run: true prints the plan of exactly this run and loads nothing.
-        run_dir: the run folder, outputs/ID by default; a folder with finished prompts is resumed.
-        resume: anyway resumes also a folder whose models have other files now, or of an earlier version.
-    """
-
-    task: TaskConfig
-    model: ModelConfig
-    draft: DrafterConfig
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    task: TaskConfig  # options, each with settings of its own.
+    model: ModelConfig  # options, each with settings of its own.
+    draft: DrafterConfig  # options, each with settings of its own.
+    placement: PlacementConfig = field(default_factory=PlacementConfig)  # options, each with settings of its own.
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # options, each with settings of its own.
+    # options, each with settings of its own.
     verification: VerificationConfig = field(default_factory=VerificationConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)  # further groups of settings.
+    # synthetic makes any Llama shape on the device, as target and as draft, at its true size and cost, without a
+    # download. Each computes the shipped small model; the context has 2048 tokens.
     weights: WeightsKind = WeightsKind.checkpoint
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    max_new_tokens: int = 64
-    batch_size: int = 1
-    num_samples: int = 1
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)  # further groups of settings.
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)  # further groups of settings.
+    max_new_tokens: int = 64  # new tokens per completion.
+    batch_size: int = 1  # sequences decoded together; the draws do not depend on it.
+    num_samples: int = 1  # completions per prompt.
+    # seed of all draws. The same seed gives the same text, also on another placement, unless sums that round
+    # differently change a draw: one token in some 100000 in fp32, more in 16 bits.
     seed: int = 0
-    prompt: str | None = None
+    prompt: str | None = None  # one prompt, taken literally; only the shell needs quotes.
+    # a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list of texts of
+    # which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles for the chat
+    # template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal the run asks for one
+    # prompt after the other, until Ctrl-D; a line that ends with \ goes on in the next.
     prompts: str | None = None
-    prompts_column: str | None = None
-    chat: bool = False
-    ignore_eos: bool = False
+    prompts_column: str | None = None  # another column or field of that file.
+    chat: bool = False  # true puts each prompt into the model's chat template.
+    ignore_eos: bool = False  # true continues after the end-of-sequence token.
+    # texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line break, \t a tab.
     stop_strings: list[str] = field(default_factory=list)
-    device: DeviceKind = DeviceKind.auto
+    device: DeviceKind = DeviceKind.auto  # cpu, cuda, or auto, which takes GPUs when every rank has one.
+    # on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python.
     cuda_graphs: bool = True
+    # on GPUs, fused has larger products, which take in the norm and the gate, and which none has timed.
     gpu_kernels: GpuKernels = GpuKernels.default
+    # machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, else a
+    # guess.
     hardware: dict[str, Any] = field(default_factory=dict)
-    dry_run: bool = False
-    run_dir: str | None = None
+    dry_run: bool = False  # true prints the plan of exactly this run and loads nothing.
+    run_dir: str | None = None  # the run folder, outputs/ID by default; a folder with finished prompts is resumed.
+    # anyway resumes also a folder whose models have other files now, or of an earlier version.
     resume: Resume = Resume.if_unchanged
 
 
@@ -451,33 +363,49 @@ class Objective(Enum):
 
 @dataclass(kw_only=True)
 class PlanConfig(RunConfig):
-    """A run that is not started, on a machine that is only described.
-
-    Attributes:
-        prompt_tokens: length of the longest prompt.
-        format: json prints the document that docs/reference/plan-document.md describes.
-        figure: a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
-        search: true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
-        objective: order of a comparison of machines: latency (null), throughput, or price per million tokens.
-        max_ms_per_token: machines that need more time per token are left out.
-        max_price: machines that cost more US dollars per hour are left out.
-        prices: US dollars per hour that replace those of the hardware files, such as {8xh100:20,1xl4:0.5}.
-    """
+    """A run that is not started, on a machine that is only described."""
 
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="generate"))
-    prompt_tokens: int = 128
-    format: PlanFormat = PlanFormat.table
-    figure: str | None = None
-    search: bool = False
+    prompt_tokens: int = 128  # length of the longest prompt.
+    format: PlanFormat = PlanFormat.table  # json prints the document that docs/reference/plan-document.md describes.
+    figure: str | None = None  # a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
+    search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
+    # order of a comparison of machines: latency (null), throughput, or price per million tokens.
     objective: Objective | None = None
-    max_ms_per_token: float | None = None
-    max_price: float | None = None
+    max_ms_per_token: float | None = None  # machines that need more time per token are left out.
+    max_price: float | None = None  # machines that cost more US dollars per hour are left out.
+    # US dollars per hour that replace those of the hardware files, such as {8xh100:20,1xl4:0.5}.
     prices: dict[str, float] = field(default_factory=dict)
 
     @property
     def compares(self) -> bool:
         """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
         return bool(self.objective or self.max_ms_per_token is not None or self.max_price is not None or self.prices)
+
+
+@dataclass(kw_only=True)
+class SlurmConfig:
+    """Resources of every job of a sweep with `hydra/launcher=slurm`, in conf/hydra/launcher/slurm.yaml."""
+
+    nodes: int = 1  # nodes of one job.
+    ranks_per_node: int | None = None  # processes per node; null takes the GPUs of a node of hardware=.
+    partition: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    account: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    # time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
+    time: str | None = None
+    memory: str | None = None  # memory per node, such as 64G.
+    # generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
+    gres: str | None = None
+    constraint: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    cpus_per_rank: int | None = None  # cores per rank.
+    max_running: int | None = None  # jobs that may run at the same time; null sets no limit.
+    # words in front of python, such as [apptainer,exec,--nv,image.sif].
+    container: list[str] = field(default_factory=list)
+    python: str | None = None  # interpreter on the nodes; null takes the submitting one, in a container `python`.
+    # folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
+    stage_to: str | None = None
+    # further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
+    sbatch: list[str] = field(default_factory=list)
 
 
 def to_yaml(config: RunConfig) -> str:

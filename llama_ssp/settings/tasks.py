@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.registry import Registry
-from llama_ssp.settings.schema import ModelConfig, RunConfig, TaskConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -29,51 +30,35 @@ class NoEffect:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """One task.
+    """One task."""
 
-    Attributes:
-        config: its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has
-            the values, on top of `/schema/NAME@_here_`.
-        run: `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of
-            `tasks.run`.
-        needs_models: False for a task that loads no models and writes no run folder.
-        why_no_plan: without models, why `dry_run` has no effect; a relative clause.
-        needs_draft: a run without a draft is refused.
-        has_both_modes: with a draft, it completes every prompt plainly and speculatively; a resumed run of another task
-            refuses plain lines.
-        takes_turns: its prompts may be conversations, whose later turns follow the answers to earlier ones.
-        paths: settings that are paths, which the command line does not parse.
-        fill_in: fills in settings of the run; its second argument are the keys that the user gave, which stay.
-        prompts: the prompts of a run without `prompt=` and `prompts=`.
-        problems: yields the problems of a config; its second argument are the keys that the user gave.
-        without_effect: yields the settings that have no effect, with the same arguments. They are problems too, but
-            warnings at the points of a sweep.
-        largest_cell: for a task that measures several sizes, the config of the one that needs the most memory, and its
-            prompt tokens. The forecast of such a task is in its rows instead of its summary.
-        batch_size_setting: setting that advice suggests for a smaller batch; None for `batch_size`.
-        shows_table: whether the table of completions is shown at the end.
-        check_files: `module:function` that checks the checkpoint folders before any weight is loaded; called with the
-            config, the folders and `world_size`.
-        finalize: `module:function` that rank 0 calls with the session at the end.
-    """
-
+    # its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has the
+    # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
+    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `tasks.run`.
     run: str
-    needs_models: bool = True
-    why_no_plan: str = "which reads no model"
-    needs_draft: bool = False
-    has_both_modes: bool = False
-    takes_turns: bool = True
-    paths: tuple[str, ...] = ()
+    needs_models: bool = True  # False for a task that loads no models and writes no run folder.
+    why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
+    needs_draft: bool = False  # a run without a draft is refused.
+    has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
+    takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
+    paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.
+    # fills in settings of the run, apart from the keys that the user gave.
     fill_in: Callable[[RunConfig, frozenset[str]], None] = lambda config, explicit: None  # noqa: ARG005
+    # the prompts of a run without `prompt=` and `prompts=`.
     prompts: Callable[[RunConfig], Sequence[str]] = default_prompts
-    problems: Callable[[RunConfig, frozenset[str]], Iterable[str]] = lambda config, explicit: ()  # noqa: ARG005
-    without_effect: Callable[[RunConfig, frozenset[str]], Iterable[NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    # yields the problems of a config and the keys that the user gave, and a `NoEffect` for a setting that has none,
+    # which is a warning at a point of a sweep.
+    problems: Callable[[RunConfig, frozenset[str]], Iterable[str | NoEffect]] = lambda config, explicit: ()  # noqa: ARG005
+    # for a task that measures several sizes, and has a forecast for each, the config of the one that needs the most
+    # memory, and its prompt tokens.
     largest_cell: Callable[[RunConfig], tuple[RunConfig, int]] | None = None
-    batch_size_setting: str | None = None
-    shows_table: bool = True
+    batch_size_setting: str | None = None  # setting that advice suggests for a smaller batch; None for `batch_size`.
+    shows_table: bool = True  # the table of completions is shown at the end.
+    # `module:function` that checks the checkpoint folders before any weight is loaded, from the config, the folders and
+    # `world_size`.
     check_files: str | None = None
-    finalize: str | None = None
+    finalize: str | None = None  # `module:function` that rank 0 calls with the session at the end.
 
     @property
     def name(self) -> str:
@@ -94,32 +79,26 @@ def task_of(config: RunConfig) -> TaskSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """One suite.
+    """One suite."""
 
-    Attributes:
-        name: value of `task.suite`.
-        judge: returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
-        scored: which completions of such pairs the target scores, token by token, before the judge is called.
-        needs_sums: the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
-        prompts: makes the prompts; None for those of the user, or `task.default_prompts`.
-        defaults: values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
-        settings: those of the task that this suite reads, apart from `suite` and `gate`.
-        why_one_sample: why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
-        problems: yields the problems of a config.
-    """
-
-    name: str
-    judge: Callable[[Any], Any]
+    name: str  # value of `task.suite`.
+    judge: Callable[[Any], Any]  # returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
+    # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
+    # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).
     needs_sums: bool = False
+    # makes the prompts; None for those of the user, or `task.default_prompts`.
     prompts: Callable[[RunConfig], Sequence[str]] | None = None
+    # values of the run's settings, by dotted key, where neither the user nor a bundle has set one.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # those of the task that this suite reads, apart from `suite` and `gate`.
+    # why more than one sample of a prompt has no effect, a relative clause; empty if it has one.
     why_one_sample: str = ""
+    # yields the problems of a config.
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
-SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.run.evaluation", attribute="SUITE")
+SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.run.evaluation", kind=Suite)
 register_suite, suites = SUITES.register, SUITES.all
 
 
@@ -127,9 +106,7 @@ def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[
     """Set each key to its value unless it is in `explicit`, alone or with its group, or has another value already."""
     for key, value in defaults.items():
         group, _, name = key.rpartition(".")
-        part: Any = config
-        for each in filter(None, group.split(".")):
-            part = getattr(part, each)
+        part: Any = attrgetter(group)(config) if group else config
         if not {key, group} & explicit and getattr(part, name) == default_of(part, name):
             setattr(part, name, value)
 
@@ -142,16 +119,11 @@ def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass 
 
 @dataclass(kw_only=True)
 class CompareConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, side by side.
-
-    Attributes:
-        default_prompts: prompts of a run without prompt= or prompts=.
-        picture: an .svg file that shows what the terminal showed.
-    """
+    """Plain and speculative decoding of the same prompts, side by side."""
 
     name: str = "compare"
-    default_prompts: list[str] = field(default_factory=list)
-    picture: str | None = None
+    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
+    picture: str | None = None  # an .svg file that shows what the terminal showed.
 
 
 register(
@@ -175,70 +147,44 @@ class OutputFormat(Enum):
 
 @dataclass(kw_only=True)
 class GenerateConfig(TaskConfig):
-    """Completions only.
-
-    Attributes:
-        format: jsonl writes a line per completion, with the other fields of its prompt.
-        in_order: true prints completions in the order of the prompts, not in that in which they end.
-    """
+    """Completions only."""
 
     name: str = "generate"
-    format: OutputFormat = OutputFormat.text
-    in_order: bool = False
+    format: OutputFormat = OutputFormat.text  # jsonl writes a line per completion, with the other fields of its prompt.
+    in_order: bool = False  # true prints completions in the order of the prompts, not in that in which they end.
 
 
 register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
 
 
-LOCAL = "local"
-"""The entry of the catalogue that stands for any folder."""
+LOCAL = "local"  # The entry of the catalogue that stands for any folder.
 
 
 @dataclass(kw_only=True)
 class LatencyConfig(TaskConfig):
-    """Milliseconds per token over a fixed list of one-sentence prompts.
-
-    Attributes:
-        default_prompts: prompts of a run without prompt= or prompts=.
-        num_warmup: other prompts, decoded before the clock starts.
-        store: true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
-    """
+    """Milliseconds per token over a fixed list of one-sentence prompts."""
 
     name: str = "latency"
-    default_prompts: list[str] = field(default_factory=list)
-    num_warmup: int = 1
+    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
+    num_warmup: int = 1  # other prompts, decoded before the clock starts.
+    # true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
     store: bool = False
 
 
-def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, LatencyConfig)
-    nameless = [f"{key}={LOCAL}" for key, model in _models(config) if model.name == LOCAL]
-    if task.store and nameless and not _has_nothing_to_store(config):
+def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    models = {"model": config.model, "draft": config.draft.model}
+    nameless = [f"{key}={LOCAL}" for key, model in models.items() if model and model.name == LOCAL]
+    if not cast("LatencyConfig", config.task).store:
+        return
+    if not drafts(config.draft):
+        yield NoEffect("task.store", "without a draft: give one with draft=NAME")
+    elif config.weights is WeightsKind.synthetic:
+        yield NoEffect("task.store", "with weights=synthetic, whose acceptance synthetic.agreement sets")
+    elif nameless:
         yield (
             f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "
             "write an entry of your own, model/NAME.yaml (docs/guides/models.md), or leave task.store out"
         )
-
-
-def _without_effect_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[NoEffect]:
-    task = config.task
-    assert isinstance(task, LatencyConfig)
-    if task.store and (reason := _has_nothing_to_store(config)):
-        yield NoEffect("task.store", reason)
-
-
-def _has_nothing_to_store(config: RunConfig) -> str:
-    """Why a run measures no acceptance of its pair; empty if it does."""
-    if not drafts(config.draft):
-        return "without a draft: give one with draft=NAME"
-    if config.weights is WeightsKind.synthetic:
-        return "with weights=synthetic, whose acceptance synthetic.agreement sets"
-    return ""
-
-
-def _models(config: RunConfig) -> list[tuple[str, ModelConfig]]:
-    return [("model", config.model), *([("draft", config.draft.model)] if config.draft.model else [])]
 
 
 register(
@@ -246,7 +192,6 @@ register(
         config=LatencyConfig,
         run="llama_ssp.run.tasks.latency:latency",
         problems=_problems_of_latency,
-        without_effect=_without_effect_of_latency,
         finalize="llama_ssp.run.tasks.latency:store_pair",
     )
 )
@@ -254,29 +199,21 @@ register(
 
 @dataclass(kw_only=True)
 class BenchmarkConfig(TaskConfig):
-    """One table over all combinations of the three lists, measured alternately with transformers' own generation.
-
-    Attributes:
-        num_draft_tokens: values of K.
-        prompt_tokens: lengths of the prompt.
-        batch_sizes: sequences decoded together.
-        repetitions: measured repetitions of each cell, after one that is not counted; the table has medians.
-        peers: false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
-        default_prompts: text that prompts of each length are cut from, without prompt= or prompts=.
-    """
+    """One table over all combinations of the three lists, measured alternately with transformers' own generation."""
 
     name: str = "benchmark"
-    num_draft_tokens: list[int] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
-    repetitions: int = 3
+    num_draft_tokens: list[int] = field(default_factory=list)  # values of K.
+    prompt_tokens: list[int] = field(default_factory=list)  # lengths of the prompt.
+    batch_sizes: list[int] = field(default_factory=list)  # sequences decoded together.
+    repetitions: int = 3  # measured repetitions of each cell, after one that is not counted; the table has medians.
+    # false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
     peers: bool = True
+    # text that prompts of each length are cut from, without prompt= or prompts=.
     default_prompts: list[str] = field(default_factory=list)
 
 
-def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, BenchmarkConfig)
+def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("BenchmarkConfig", config.task)
     for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
         values = getattr(task, name)
         if not values or min(values) < 1:
@@ -291,23 +228,16 @@ def _problems_of_benchmark(config: RunConfig, _explicit: frozenset[str]) -> Iter
             f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
             f"context of {min(contexts)} tokens: {min(contexts) - config.max_new_tokens} at most would fit"
         )
-
-
-def _without_effect_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
-    for given, instead in (("batch_size", "batch_sizes"), ("speculation.num_draft_tokens", "num_draft_tokens")):
-        if given in explicit:
-            yield NoEffect(given, f"on task=benchmark: give task.{instead}=[...]")
-    if "task.num_draft_tokens" in explicit and not drafts(config.draft):
-        yield NoEffect("task.num_draft_tokens", "without a draft: give one with draft=NAME")
-    for given in ("num_samples", "ignore_eos", "stop_strings", "chat"):
-        if given in explicit:
-            yield NoEffect(given, "on task=benchmark")
+    unread = dict.fromkeys(("num_samples", "ignore_eos", "stop_strings", "chat"), "on task=benchmark")
+    unread["batch_size"] = "on task=benchmark: give task.batch_sizes=[...]"
+    unread["speculation.num_draft_tokens"] = "on task=benchmark: give task.num_draft_tokens=[...]"
+    if not drafts(config.draft):
+        unread["task.num_draft_tokens"] = "without a draft: give one with draft=NAME"
+    yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
 
 
 def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
-    """The combination that needs the most memory, and its prompt tokens."""
-    task = config.task
-    assert isinstance(task, BenchmarkConfig)
+    task = cast("BenchmarkConfig", config.task)
     speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
     return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
 
@@ -319,52 +249,41 @@ register(
         takes_turns=False,
         check_files="llama_ssp.run.tasks.benchmark:check_peers",
         problems=_problems_of_benchmark,
-        without_effect=_without_effect_of_benchmark,
         largest_cell=_largest_cell_of_benchmark,
         batch_size_setting="task.batch_sizes=[{}]",
     )
 )
 
 
-MOST_PROMPTS = 90 * 90
-"""All products of two numbers of two digits."""
-_OF_ALL_SUITES = {"name", "suite", "gate"}
+MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict.
-
-    Attributes:
-        suite: distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy
-            text equal, up to near ties), or arithmetic (are products right equally often).
-        gate: true ends with exit code 1 if the suite fails, for CI.
-        num_prompts: of suite=arithmetic, the products to compute.
-        margin: of suite=arithmetic; rates that differ by less count as equivalent.
-        near_tie: of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null
-            takes 0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.
-        default_prompts: prompts of suite=distribution and suite=agreement without prompt= or prompts=.
-    """
+    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict."""
 
     name: str = "evaluate"
+    # distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy text equal,
+    # up to near ties), or arithmetic (are products right equally often).
     suite: str = "distribution"
-    gate: bool = False
-    num_prompts: int = 1000
-    margin: float = 0.1
+    gate: bool = False  # true ends with exit code 1 if the suite fails, for CI.
+    num_prompts: int = 1000  # of suite=arithmetic, the products to compute.
+    margin: float = 0.1  # of suite=arithmetic; rates that differ by less count as equivalent.
+    # of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null takes 0.001 in
+    # fp32, 0.1 in fp16 and 0.5 in bf16.
     near_tie: float | None = None
+    # prompts of suite=distribution and suite=agreement without prompt= or prompts=.
     default_prompts: list[str] = field(default_factory=list)
 
 
 def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
     """The task's settings and the record of its suite; an unknown one raises ConfigError."""
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
+    task = cast("EvaluateConfig", config.task)
     return task, SUITES.of(task.suite)
 
 
 def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
-    assert isinstance(config.task, EvaluateConfig)
-    if suite := suites().get(config.task.suite):
+    if suite := SUITES.find(cast("EvaluateConfig", config.task).suite):
         fill_in(config, suite.defaults, explicit)
 
 
@@ -373,26 +292,18 @@ def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
     return suite.prompts(config) if suite.prompts else default_prompts(config)
 
 
-def _problems_of_evaluate(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str]:
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
+def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("EvaluateConfig", config.task)
     if config.prompts == "-":
         yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
-    if problem := SUITES.problem_of(task.suite):
-        yield problem
-    else:
-        yield from suites()[task.suite].problems(config)
-
-
-def _without_effect_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
-    task = config.task
-    assert isinstance(task, EvaluateConfig)
-    suite = suites().get(task.suite)
+    suite = SUITES.find(task.suite)
     if suite is None:
+        yield SUITES.problem_of(task.suite) or ""
         return
-    for name in [each.name for each in fields(task) if each.name not in _OF_ALL_SUITES.union(suite.settings)]:
-        if f"task.{name}" in explicit:
-            yield NoEffect(f"task.{name}", f"on suite={suite.name}")
+    yield from suite.problems(config)
+    read = {"name", "suite", "gate", *suite.settings}
+    for name in [each.name for each in fields(task) if each.name not in read and f"task.{each.name}" in explicit]:
+        yield NoEffect(f"task.{name}", f"on suite={suite.name}")
     if suite.prompts:
         for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
             yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
@@ -409,23 +320,19 @@ register(
         fill_in=_fill_in_for_evaluate,
         prompts=_prompts_of_evaluate,
         problems=_problems_of_evaluate,
-        without_effect=_without_effect_of_evaluate,
     )
 )
 
 
 @dataclass(kw_only=True)
 class CalibrateConfig(TaskConfig):
-    """Measure this machine without a checkpoint, and write a file of `conf/hardware`.
-
-    Attributes:
-        output: file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
-        refresh: true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that
-            has become faster or slower.
-    """
+    """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
 
     name: str = "calibrate"
+    # file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
     output: str | None = None
+    # true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that has become
+    # faster or slower.
     refresh: bool = False
 
 

@@ -22,8 +22,8 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import job_of_plan
 from llama_ssp.run.commands import options, topics
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
-from llama_ssp.settings import folders, unknown
-from llama_ssp.settings.compose import compose, parser, to_run_config
+from llama_ssp.settings import folders
+from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
 from llama_ssp.settings.described import settings_of_plan
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import PlanConfig
@@ -72,7 +72,7 @@ def compared(settings: Sequence[str]) -> list[str] | None:
     if "," not in chosen or not names:
         return None
     known = hardware.names()
-    if problems := [problem for name in names for problem in unknown.problems_of_option(_KEY, name, known)]:
+    if problems := [problem for name in names for problem in problems_of_option(_KEY, name, known)]:
         raise ConfigError(one_message(problems))
     return names
 

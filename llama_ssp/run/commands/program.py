@@ -74,7 +74,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return _complete(words)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
-    from llama_ssp.settings.unknown import unknown_command  # noqa: PLC0415 - see main
+    from llama_ssp.settings.compose import unknown_command  # noqa: PLC0415 - see main
     from llama_ssp.terminal.unread import complain  # noqa: PLC0415 - see main
 
     complain(unknown_command(words, COMMANDS))

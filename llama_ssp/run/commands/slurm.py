@@ -31,12 +31,11 @@ from llama_ssp.reports.plan_tables import JobRow, print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.session.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
-from llama_ssp.settings import checks, folders, slurm
-from llama_ssp.settings.effects import is_synthetic
+from llama_ssp.settings import checks, folders
+from llama_ssp.settings.checks import is_synthetic
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import CONFIG_FILE
-from llama_ssp.settings.schema import ModelConfig, PlanFormat, RunConfig
-from llama_ssp.settings.slurm import KEY, SlurmConfig
+from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanFormat, RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.visible import visible
 
@@ -78,7 +77,7 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
         CapacityError: points do not fit, and nothing else is wrong.
         ConfigError: names every point that is wrong, or quotes sbatch.
     """
-    slurm.check(settings)
+    checks.check_slurm(settings)
     if any(not point.run.hardware for point in points):
         names = ", ".join(hardware.names())
         raise ConfigError(
@@ -104,7 +103,7 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
     ranks_per_node = settings.ranks_per_node or machine.num_gpus
     if machine.device == "cuda" and ranks_per_node > machine.num_gpus:
         raise ConfigError(
-            f"{KEY}.ranks_per_node={ranks_per_node} is more than the {machine.num_gpus} GPUs of a node of "
+            f"{LAUNCHER}.ranks_per_node={ranks_per_node} is more than the {machine.num_gpus} GPUs of a node of "
             f"hardware={machine.name}"
         )
     world_size = settings.nodes * ranks_per_node
@@ -115,7 +114,7 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
     job, _ = job_ahead(run, world_size=world_size)
     machine = _nodes_of(machine, settings, ranks_per_node)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
-    words = settings_of_run(run) | {"hardware.num_nodes": f"{KEY}.nodes={{}}"}
+    words = settings_of_run(run) | {"hardware.num_nodes": f"{LAUNCHER}.nodes={{}}"}
     return _Job(point=point, plan=plan, copies=list(_copies(point.run, settings.stage_to)), words=words)
 
 
@@ -152,7 +151,9 @@ def _row(job: _Job, common: Container[str]) -> JobRow:
 
 def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
     if settings.nodes > 1 and machine.network is None:
-        raise ConfigError(f"{KEY}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected")
+        raise ConfigError(
+            f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
+        )
     return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
 
 

@@ -13,11 +13,9 @@ from typing import Any
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.described import DERIVED, DescribedSetting, options_of, settings_of, task_settings
+from llama_ssp.settings.described import DescribedSetting, options_of, settings_of, task_settings
 from llama_ssp.settings.drafters import drafters
-from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.slurm import KEY as LAUNCHER
-from llama_ssp.settings.slurm import SlurmConfig
+from llama_ssp.settings.schema import DERIVED, LAUNCHER, RunConfig, SlurmConfig
 from llama_ssp.visible import visible
 
 ALL = "all"
@@ -71,7 +69,7 @@ def _settings() -> list[DescribedSetting]:
     found = [*settings_of(RunConfig), *settings_of(SlurmConfig, f"{LAUNCHER}.")]
     found += [each for draft in drafters().values() for each in settings_of(draft.config, "draft.")]
     kept = {(each.key, each.meaning): each for each in found}.values()
-    return [each for each in kept if not each.key.startswith((*DERIVED, "model.shape.", "draft.model."))]
+    return [each for each in kept if not each.key.startswith((*DERIVED, "draft.model."))]
 
 
 def _chosen(text: str, words: Sequence[str]) -> str:

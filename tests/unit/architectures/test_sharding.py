@@ -1,5 +1,6 @@
 """Holds the slices of all ranks to being exactly the whole, for any sizes, and to the borders that were promised."""
 
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -13,22 +14,11 @@ from llama_ssp.settings.schema import ModelShape
 
 
 def shape(**sizes: Any) -> ModelShape:  # noqa: ANN401 - the fields of ModelShape
-    defaults: dict[str, Any] = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "intermediate_size": 1024,
-        "vocab_size": 4096,
-        "max_position_embeddings": 128,
-    }
-    return ModelShape(model_type="llama", **{**defaults, **sizes})
-
-
-def heads_of(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[list[int], list[list[int]]]:
-    shards = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
-    return [len(part.query_heads) for part in shards], [list(part.kv_heads) for part in shards]
+    known = ModelShape(
+        model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=8, intermediate_size=1024, vocab_size=4096, max_position_embeddings=128,
+    )  # fmt: skip
+    return replace(known, **sizes)
 
 
 @given(num_parts=st.integers(1, 20), block=st.sampled_from([1, 7, 64]), extra=st.integers(0, 5000))
@@ -58,9 +48,9 @@ def test_fewer_blocks_than_parts_are_refused() -> None:
 def test_heads_are_shared_out_at_the_borders_of_groups(
     num_heads: int, num_kv_heads: int, num_ranks: int, query_heads: list[int], kv_heads: list[list[int]] | None
 ) -> None:
-    found_query_heads, found_kv_heads = heads_of(num_heads, num_kv_heads, num_ranks)
-    assert found_query_heads == query_heads
-    assert kv_heads is None or found_kv_heads == kv_heads
+    shards = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
+    assert [len(part.query_heads) for part in shards] == query_heads
+    assert kv_heads is None or [list(part.kv_heads) for part in shards] == kv_heads
 
 
 @given(data=st.data(), num_kv_heads=st.integers(1, 16), group=st.integers(1, 8))
@@ -78,12 +68,9 @@ def test_every_query_head_is_on_one_rank_beside_the_kv_head_that_it_reads(
         assert len(part.query_heads) % len(part.kv_heads) == 0
 
 
-def test_more_ranks_than_heads_are_refused() -> None:
+def test_more_ranks_than_heads_and_groups_of_different_sizes_are_refused() -> None:
     with pytest.raises(PlacementError, match="8 attention heads cannot be shared by 9 ranks: use at most 8"):
         split_heads(num_heads=8, num_kv_heads=4, num_ranks=9)
-
-
-def test_groups_of_different_sizes_are_refused() -> None:
     with pytest.raises(PlacementError, match="multiple"):
         split_heads(num_heads=8, num_kv_heads=3, num_ranks=2)
 
@@ -99,14 +86,8 @@ def test_slices_of_all_ranks_are_every_feature_of_every_matrix(
 ) -> None:
     model = shape(num_key_value_heads=8, intermediate_size=intermediate_size, vocab_size=vocab_size, head_dim=head_dim)
     shards = split_model(model, num_ranks=num_ranks)
-    totals = {
-        Cut.query_heads: 8 * head_dim,
-        Cut.kv_heads: 8 * head_dim,
-        Cut.fused_qkv: 3 * 8 * head_dim,
-        Cut.mlp_units: intermediate_size,
-        Cut.vocabulary: vocab_size,
-    }
-    for cut, total in totals.items():
+    totals = [8 * head_dim, 8 * head_dim, 3 * 8 * head_dim, intermediate_size, vocab_size]
+    for cut, total in zip(Cut, totals, strict=True):
         assert list(chain(*(part.features(cut) for part in shards))) == list(range(total))
         assert sum(widths(shards, cut)) == total
 
@@ -122,11 +103,8 @@ def test_units_are_cut_in_blocks_where_there_are_enough(units: int, block: int) 
     assert parts == list(split_blocks(units, 3, block=block))
 
 
-def test_a_module_is_cut_by_the_last_part_of_its_name() -> None:
+def test_a_module_is_cut_by_the_last_part_of_its_name_and_refused_without_a_rule() -> None:
     assert cut_of("model.layers.3.self_attn.k_proj") is Cut.kv_heads
     assert cut_of("lm_head") is Cut.vocabulary
-
-
-def test_a_module_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(PlacementError, match=r"model\.layers\.0\.mlp\.router"):
         cut_of("model.layers.0.mlp.router")

@@ -23,24 +23,15 @@ def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
     return figures
 
 
-def test_the_catalogue_has_every_machine_that_was_promised() -> None:
-    assert set(hardware.names()) >= REQUIRED
-
-
 @pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_every_figure_of_an_entry_has_a_source(name: str) -> None:
+def test_every_figure_of_an_entry_has_a_source_and_a_price_its_month(name: str) -> None:
     figures, machine = _figures(name), hardware.load(name)
     wanted = {key for key, value in figures.items() if value is not None} - WITHOUT_SOURCE
     wanted |= {f"{link}.{key}" for link in ("link", "network") if link in figures for key in figures[link]}
     wanted |= {"price.usd_per_hour"} if machine.price else set()
     assert wanted - machine.sources.keys() == set()
     assert machine.name == name
-
-
-@pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_every_price_of_an_entry_has_its_month(name: str) -> None:
-    price = hardware.load(name).price
-    assert price is None or re.fullmatch(r"20\d\d-\d\d", price.date or "")
+    assert machine.price is None or re.fullmatch(r"20\d\d-\d\d", machine.price.date or "")
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
@@ -49,20 +40,18 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         "flops_per_s": {"fp16": 0, "fp8": 1e15}, "device": "tpu", "num_nodes": 2, "network": None,
     }  # fmt: skip
     del figures["bandwidth_bytes_per_s"]
-    problems = "\n".join(hardware.problems_of(figures))
-    for complaint in (
-        "hardware.num_gpus=-8 must be above 0",
-        "hardware.memory_bytes=1.5 must be a whole number",
+    assert sorted(hardware.problems_of(figures)) == [
+        "hardware.bandwidth_bytes_per_s is missing",
+        "hardware.device=tpu must be one of cuda, cpu",
+        "hardware.flops_per_s.fp16=0 must be above 0",
         "hardware.kernel_s=-1 must be 0 or more",
         "hardware.link.bandwidth_bytes_per_s is missing",
-        "'wheels'",
-        "hardware.flops_per_s.fp16=0 must be above 0",
-        "'fp8'",
-        "hardware.device=tpu must be one of cuda, cpu",
-        "hardware.bandwidth_bytes_per_s is missing",
-        "hardware.num_nodes=2 needs hardware.network",
-    ):
-        assert complaint in problems
+        "hardware.memory_bytes=1.5 must be a whole number, above 0",
+        "hardware.num_gpus=-8 must be above 0",
+        "hardware.num_nodes=2 needs hardware.network (bandwidth_bytes_per_s, latency_s)",
+        *sorted(hardware.problems_of(figures))[-2:],
+    ]
+    assert all(name in str(hardware.problems_of(figures)) for name in ("'wheels'", "'fp8'"))
 
 
 @pytest.mark.parametrize(
@@ -89,17 +78,10 @@ def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object, complaint
 
 def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one() -> None:
     assert hardware.problems_of(_figures()) == []
+    assert isinstance(hardware.build(_figures() | {"memory_bytes": 4e10}).memory_bytes, int)
     assert hardware.problems_of(["p4d"]) == ["hardware must be a mapping of figures, not ['p4d']"]
-
-
-def test_an_unknown_machine_is_told_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="did you mean 8xh100"):
+    with pytest.raises(ConfigError, match="unknown hardware '8xh10': .*did you mean 8xh100"):
         hardware.load("8xh10")
-
-
-def test_whole_numbers_written_with_an_exponent_are_whole_numbers() -> None:
-    machine = hardware.build(_figures() | {"memory_bytes": 4e10})
-    assert isinstance(machine.memory_bytes, int)
 
 
 def test_all_faults_of_measured_wholes_are_told_at_once() -> None:

@@ -6,25 +6,16 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.machines.profile import LinearPoint, Profile
-from llama_ssp.machines.tables import points_of, text_of
+from llama_ssp.machines.profile import LinearPoint, Profile, points_of, text_of
 
 POINTS: list[dict[str, Any]] = [{"dtype": "fp32", "rows": 1, "s": 4.207e-06}, {"dtype": "int8", "rows": 512, "s": 0.5}]
 
 
-def test_a_table_has_a_heading_and_a_line_for_each_point_in_columns() -> None:
+def test_points_are_read_as_they_were_written_in_columns() -> None:
     assert text_of(POINTS) == "dtype rows s\nfp32  1    4.207e-06\nint8  512  0.5\n"
-
-
-def test_points_are_read_as_they_were_written() -> None:
     read = points_of(text_of(POINTS))
     assert read == POINTS
     assert [[type(value) for value in point.values()] for point in read] == [[str, int, float]] * 2
-
-
-@pytest.mark.parametrize("text", ["", "\n", "dtype rows s\n"])
-def test_a_table_without_lines_has_no_points(text: str) -> None:
-    assert points_of(text) == []
 
 
 def _figures(**points: object) -> dict[str, Any]:
@@ -41,18 +32,9 @@ def test_points_of_a_machine_may_be_lists_or_tables() -> None:
     assert hardware.build(of_tables).profiles[0].linear == points
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("1 8", "hardware.profiles[0].layer[0].s is missing"),
-        ("1 8 fast", "hardware.profiles[0].layer[0].s=fast must be a number, above 0"),
-        ("1 8 1.5 9", "unknown figure of hardware.profiles[0].layer[0] 'column 4': there are"),
-        ("1.5 8 1.5", "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0"),
-    ],
-)
-def test_a_faulty_line_is_named_by_its_place(line: str, problem: str) -> None:
-    (found,) = hardware.problems_of(_figures(layer=f"rows width s\n{line}\n"))
-    assert found.startswith(problem)
+def test_a_figure_without_a_heading_is_named_by_its_place() -> None:
+    (found,) = hardware.problems_of(_figures(layer="rows width s\n1 8 1.5 9\n"))
+    assert found.startswith("unknown figure of hardware.profiles[0].layer[0] 'column 4': there are")
 
 
 @pytest.mark.parametrize("table", ["", "a word", "rows width s\n"])

@@ -20,8 +20,7 @@ from llama_ssp.run.commands import run
 from llama_ssp.run.commands.ranks import torchrun
 from llama_ssp.run.session.startup import StartClock
 from llama_ssp.settings import catalogue, compose, folders
-from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.slurm import KEY, SlurmConfig
+from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -281,7 +280,7 @@ def test_help_tells_every_setting_and_every_option() -> None:
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     leaves |= {"task.format", "task.num_warmup"}
-    leaves |= {f"{KEY}.{field.name}" for field in fields(SlurmConfig)}
+    leaves |= {f"{LAUNCHER}.{field.name}" for field in fields(SlurmConfig)}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", ended.stdout)} == set()
     for group, options in compose.groups_of().items():
         assert {option for option in options if option not in ended.stdout} == set(), group

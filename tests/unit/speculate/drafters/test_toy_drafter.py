@@ -58,7 +58,6 @@ def make(parts):
 
 
 records.register(records.DrafterRecord(name="repeat", make="toy_repeat:make", config=RepeatConfig))
-records.register(records.DrafterRecord(name="peek", make="toy_repeat:make", needs_hidden_states=True))
 '''
 OPTION = """
 defaults:
@@ -74,7 +73,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "toy_repeat.py").write_text(MODULE)
     (tmp_path / "conf" / "draft").mkdir(parents=True)
     (tmp_path / "conf" / "draft" / "repeat.yaml").write_text(OPTION)
-    (tmp_path / "conf" / "draft" / "peek.yaml").write_text("kind: peek\n")
     return tmp_path
 
 
@@ -97,9 +95,6 @@ def test_a_drafter_from_outside_drafts(sampling: str, folder: Path) -> None:
 def test_a_drafter_is_checked_and_planned_by_its_record(folder: Path) -> None:
     planned = launch(folder, "draft=repeat", "dry_run=true", "task=generate", plugins="toy_repeat")
     assert planned.returncode == 0, planned.stderr
-    refused = launch(folder, "draft=peek", "task=generate", plugins="toy_repeat")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("draft.kind=peek reads the target's hidden states, which no backend returns")
     unknown = launch(folder, "draft=repeat", "draft.model.path=x", "task=generate", plugins="toy_repeat")
     assert unknown.returncode == 2
     assert "without a draft model" in unknown.stderr
