@@ -39,33 +39,22 @@ def shares(
     shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
 ) -> tuple[Inventory, ...]:
     """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
-    parameters = inventory(shape)
-    if num_ranks == 1:
-        return (parameters,)
-    return _shares(parameters, shards(shape, num_ranks=num_ranks, quantization=quantization, whole=whole), whole)
+    return _split(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)[1]
 
 
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
-def _shares(parameters: Inventory, parts: tuple[RankShard, ...], whole: WholeParts) -> tuple[Inventory, ...]:
-    """The shares of a model that is split like this; ranks with equal ones have the same object."""
-    kept = parameters.keeping(whole)
-    found: dict[Inventory, Inventory] = {}
-    held = (kept.of_rank(shard) for shard in parts)
-    return tuple(found.setdefault(share, share) for share in held)
-
-
-def shards(
-    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
-) -> tuple[RankShard, ...]:
-    """The slices of each rank, as `split_model` cuts them; raises as it does."""
-    return _shards(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)
-
-
-@lru_cache(maxsize=512)
-def _shards(
+def _split(
     sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
-) -> tuple[RankShard, ...]:
-    return split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
+) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
+    """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
+    shape = ModelShape(**dict(sizes))
+    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    if num_ranks == 1:
+        return shards, (inventory(shape),)
+    kept = inventory(shape).keeping(whole)
+    found: dict[Inventory, Inventory] = {}
+    held = (kept.of_rank(shard) for shard in shards)
+    return shards, tuple(found.setdefault(share, share) for share in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +302,8 @@ def _parts(
 ) -> tuple[Part, ...]:  # fmt: skip
     """The parts by rank; equal ones are the same object."""
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    cuts = shards(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    sizes = tuple(vars(shape).items())
+    shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
@@ -321,7 +311,7 @@ def _parts(
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
     found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
     parts = []
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         key = id(held), num_heads, num_kv_heads, len(shard.mlp_units)
         if key not in found:
