@@ -20,7 +20,6 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.layouts import block_sizes, by_length, length_setting, on_block, placement_settings, same_kind
 from llama_ssp.planning.memory import (
     GB,
     READ_BYTES_PER_S,
@@ -31,6 +30,16 @@ from llama_ssp.planning.memory import (
     largest_context,
     model_bytes,
     waiting_bytes,
+)
+from llama_ssp.planning.search import (
+    MOST_NODES,
+    block_sizes,
+    by_length,
+    has_its_own_number,
+    length_setting,
+    on_block,
+    placement_settings,
+    same_kind,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
@@ -213,9 +222,6 @@ def _times(timed: Timing) -> str:
     return f"{plain} plain and {rounded(1e3 * timed.speculative_s)} with the draft"
 
 
-MOST_NODES = 4
-
-
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """A job on a machine, and the settings that lead there."""
@@ -223,11 +229,6 @@ class Use:
     settings: tuple[str, ...]
     job: PlanSpec
     hardware: HardwareConfig
-
-
-def has_its_own_number(hardware: HardwareConfig) -> bool:
-    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
-    return hardware.name in machines.names() and machines.load(hardware.name).num_gpus == hardware.num_gpus
 
 
 def more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:

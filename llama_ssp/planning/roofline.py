@@ -153,6 +153,14 @@ class ModelPlacement:
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
 
+    def __hash__(self) -> int:
+        """Computed once, since a search prices thousands of forwards."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.model, self.kind, self.ranks, self.target_ranks, self.num_active, self.whole))
+
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""

@@ -29,8 +29,8 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
 from llama_ssp.machines.hardware import HardwareConfig
@@ -65,8 +65,7 @@ VERDICT_BYTES = 3 * ID_BYTES
 PROBABILITY_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """One kind of message of a round: each sender sends `payload_bytes` to every other rank."""
 
     payload_bytes: int
@@ -88,14 +87,15 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
     if num_senders > 1:
         rows = -(-rows // len(layout.draft_ranks))
-    to_all = partial(Message, ranks=layout.ranks, num_senders=num_senders)
-    found = {"ids": to_all(payload_bytes=ID_BYTES * rows * num_draft_tokens)} if drafts else {}
+    found = {}
+    if drafts:
+        found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
     has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
     if drafts and layout.draft_source_rank not in layout.target_ranks and has_probs:
         num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
-        ranks = (layout.draft_source_rank, layout.verify_rank)
-        found["probabilities"] = Message(payload_bytes=num_bytes, ranks=ranks)
-    return found | {"verdict": to_all(payload_bytes=VERDICT_BYTES * rows)}
+        found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
+    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
+    return found
 
 
 WORTH_WAITING = 1.1
@@ -185,6 +185,10 @@ RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
 
 
+_placement = lru_cache(maxsize=1024)(ModelPlacement)
+"""A search places the same target with every draft, and prices the forwards of one placement once."""
+
+
 class CostModel:
     """Prices the pieces of one job on one machine."""
 
@@ -193,7 +197,7 @@ class CostModel:
         self.hardware = hardware
         num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         place = partial(
-            ModelPlacement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
+            _placement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
             kernels=job.kernels,
         )  # fmt: skip
         # Offloaded layers are read without overlap with compute.

@@ -14,9 +14,15 @@ from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.layouts import AutoPlacement, choose_placement, notes_on_guesses
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
-from llama_ssp.planning.search import compare, comparison_document, nothing_left, search, search_document
+from llama_ssp.planning.search import (
+    choose_placement,
+    compare,
+    comparison_document,
+    notes_on_guesses,
+    nothing_left,
+    search,
+)
 from llama_ssp.planning.spec import (
     PlanSpec,
     check_family,
@@ -44,8 +50,8 @@ def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, 
     """
     if auto_ranks is None:
         return make_plan(job, machine)
-    chosen = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
-    return make_plan(chosen.job, machine, remark=chosen.sentence)
+    chosen, sentence = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
+    return make_plan(chosen, machine, remark=sentence)
 
 
 def show_plan(
@@ -73,7 +79,7 @@ def show_plan(
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
     """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
     check_figure(figure)
-    choices = search_document(search(job, machine))
+    choices = search(job, machine)
     notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
     if form is PlanFormat.json:
         content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
@@ -191,7 +197,7 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, leng
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
 
-def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
+def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
     """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     config, lengths = _foreseen(config)
