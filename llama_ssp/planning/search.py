@@ -545,7 +545,7 @@ def _on(
         )  # fmt: skip
 
 
-def _costs(priced: _Priced, machine: HardwareConfig) -> dict[str, float]:
+def _costs(priced: _Priced, machine: HardwareConfig) -> dict[str, Any]:
     """US dollars for all GPUs per hour, and per token; nothing without a known price."""
     if machine.price is None or priced.reason:
         return {}
