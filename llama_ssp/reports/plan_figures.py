@@ -13,6 +13,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, Chart, Point, look
 from llama_ssp.reports.plan_tables import GIB, ITEMS, headline, short_name
 
+Rows = Sequence[Mapping[str, Any]]
 ITEM_COLOURS = (
     "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
 )  # fmt: skip
@@ -20,19 +21,34 @@ RED, GREEN = COLOURS[4], COLOURS[2]
 HALF_BAR = 0.375
 
 
-def _save(charts: Sequence[Chart], file: Path, *, headline: str) -> None:
+def draw(content: Mapping[str, Any], file: Path, *, machine: str = "", unit: str = "") -> None:
+    """Draw the document of a plan, a search or a comparison into a file; a search needs `machine` and `unit`.
+
+    Raises ConfigError without matplotlib, if the file or its suffix is unusable, and if no choice of a comparison that
+    is left has a price.
+    """
     from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
 
+    if "search" in content:
+        choices = content["search"]
+        title, charts = f"{choices[0]['target']} on {machine}", [time_by_ranks(choices, unit=unit)]
+    elif "machines" in content:
+        priced = [row for row in content["machines"] if row["reason"] is None and row["usd_per_hour"] is not None]
+        if not priced:
+            raise ConfigError(
+                f"figure={file} draws ms/token against the price, and nothing that is left has one: "
+                "prices={NAME:USD_PER_HOUR} gives prices"
+            )
+        rows = "one row" if content["batch_size"] == 1 else f"{content['batch_size']} rows"
+        title = f"{content['model']}, {rows}: what a faster token costs"
+        charts = [time_by_price(priced), machines_worth_it(priced)]
+    else:
+        title, charts = headline(content), [_memory_by_rank(content), _time_by_k(content)]
     try:
-        save(charts, file, headline=headline)
+        save(charts, file, headline=title)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"figure={file} cannot be written: {reason}") from error
-
-
-def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan into a file; raises ConfigError without matplotlib, or if the file or its suffix is unusable."""
-    _save([_memory_by_rank(plan), _time_by_k(plan)], file, headline=headline(plan))
 
 
 def _memory_by_rank(plan: Mapping[str, Any]) -> Chart:
@@ -74,14 +90,6 @@ def _time_by_k(plan: Mapping[str, Any]) -> Chart:
             name = f"best: K={best}, {ms:.1f} ms" if k == best else ""
             chart.dot(k, ms, GREEN if name else COLOURS[0], says=f"K={k}: {ms:.1f} ms/token", name=name)
     return chart
-
-
-Rows = Sequence[Mapping[str, Any]]
-
-
-def draw_search(choices: Rows, file: Path, *, machine: str, unit: str) -> None:
-    """Draw a search into a file; raises ConfigError as `draw_plan`."""
-    _save([time_by_ranks(choices, unit=unit)], file, headline=f"{choices[0]['target']} on {machine}")
 
 
 def time_by_ranks(choices: Rows, *, unit: str) -> Chart:
@@ -126,19 +134,6 @@ def _fastest(choices: Rows) -> list[Point]:
 
 MOST_TIMES = 1.5
 """Choices that take more times the slowest one that is worth its price are not drawn: they would squeeze the others."""
-
-
-def draw_machines(comparison: Mapping[str, Any], file: Path) -> None:
-    """Draw a comparison into a file; raises ConfigError as `draw_plan`, and if no choice that is left has a price."""
-    priced = [row for row in comparison["machines"] if row["reason"] is None and row["usd_per_hour"] is not None]
-    if not priced:
-        raise ConfigError(
-            f"figure={file} draws ms/token against the price, and nothing that is left has one: "
-            "prices={NAME:USD_PER_HOUR} gives prices"
-        )
-    rows = "one row" if comparison["batch_size"] == 1 else f"{comparison['batch_size']} rows"
-    charts = [time_by_price(priced), machines_worth_it(priced)]
-    _save(charts, file, headline=f"{comparison['model']}, {rows}: what a faster token costs")
 
 
 def time_by_price(rows: Rows) -> Chart:

@@ -64,9 +64,21 @@ def short_name(quantization: str) -> str:
     return (storage and storage.short_name) or quantization
 
 
-def print_plan(plan: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print one plan document on a console, or on standard output."""
+def print_document(content: Mapping[str, Any], console: Console | None = None, **machine: str) -> None:
+    """Print the document of a plan, a search or a comparison on a console, or on standard output.
+
+    A search also needs the name of its `machine`, and `unit`, what a rank runs on.
+    """
     console = console or _Output()
+    if "search" in content:
+        _print_search(content, console, **machine)
+    elif "machines" in content:
+        _print_machines(content, console)
+    else:
+        _print_plan(content, console)
+
+
+def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
     console.print(_memory_table(plan))
     console.print(_room(plan))
@@ -276,16 +288,9 @@ OTHERS_WIDTH = 100
 SETTINGS = "add to the command"
 
 
-def print_search(
-    choices: Sequence[Mapping[str, Any]],
-    *,
-    machine: str, unit: str, basis: str, notes: Sequence[str] = (), console: Console | None = None,
-) -> None:  # fmt: skip
-    """Print the ranking by target, with what does not fit struck out.
-
-    `unit` is what a rank runs on, `basis` a sentence about the times, and `notes` are others.
-    """
-    console = console or _Output()
+def _print_search(content: Mapping[str, Any], console: Console, *, machine: str, unit: str) -> None:
+    """The ranking by target, with what does not fit struck out."""
+    choices = content["search"]
     title = (
         f"Choices on {_literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
         "ms/token of a completion after its first token, tokens/s over all rows and replicas, replicas x "
@@ -305,8 +310,8 @@ def print_search(
         table.add_section()
         shown += rows
     console.print(table)
-    console.print(_literal(basis))
-    _print_notes(console, notes, soft_wrap=True)
+    console.print(_literal(content["basis"]))
+    _print_notes(console, content["notes"], soft_wrap=True)
     if not is_wide:
         console.print(f"\nTo plan or run a choice, {SETTINGS}:")
         for choice in shown:
@@ -358,9 +363,8 @@ _LEFT = ("machine", "weights", "draft")
 _COLUMNS = (*_LEFT[:1], "GPUs", "replicas", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
 
 
-def print_machines(comparison: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the best choice of each machine, and what is left out."""
-    console = console or _Output()
+def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
+    """The best choice of each machine, and what is left out."""
     rows = comparison["machines"]
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
