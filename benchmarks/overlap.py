@@ -25,7 +25,7 @@ import transformers
 from benchmarks.decoding import TEXT, decode_once
 from benchmarks.timing import ROOT, Row, markdown, store
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
-from llama_ssp.planning.timing import OverlappedTime, alone_s
+from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.session.checkpoints import find_sources
@@ -225,7 +225,7 @@ class Comparison:
         )
         round_s, tokens = time.round_s, overlapped_tokens(acceptance, k)
         if self.at(k, overlaps=True)["waits"]:
-            round_s += alone_s(time, acceptance=acceptance, num_draft_tokens=k, batch_size=1)
+            round_s += OverlapForecast(time=time, acceptance=acceptance, num_draft_tokens=k, batch_size=1).alone_s
             tokens = tokens_per_round(acceptance, k - 1)
         return (time.draft_s + time.forward_s) / tokens_per_round(acceptance, k) / (round_s / tokens)
 

@@ -20,19 +20,29 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.layouts import block_sizes, by_length, length_setting, on_block, placement_settings, same_kind
 from llama_ssp.planning.memory import (
     GB,
     READ_BYTES_PER_S,
     RankMemoryPlan,
     fits,
     fullest_rank,
+    largest,
     largest_batch,
     largest_context,
     model_bytes,
     waiting_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
+from llama_ssp.planning.search import (
+    MOST_NODES,
+    block_sizes,
+    by_length,
+    has_its_own_number,
+    length_setting,
+    on_block,
+    placement_settings,
+    same_kind,
+)
+from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import format_of, formats
@@ -53,8 +63,8 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    models = [model for model in (job.target, job.draft) if model]
-    if hardware.device == "cpu" and hardware.profiles and any(_is_quantized(model) for model in models):
+    is_quantized = any(model and format_of(model.quantization).is_quantized for model in (job.target, job.draft))
+    if hardware.device == "cpu" and hardware.profiles and is_quantized:
         yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
@@ -79,37 +89,11 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
 
 def warnings(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """Choices that cost more than they gain, each with a better one."""
-    yield from _quantization(job, hardware)
-    yield from _draft(job, hardware, timed)
-
-
-def slower_overlapped(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
-    """A sentence if drafting while the target verifies takes longer than doing one after the other."""
-    if not job.overlaps or timed.speculative_s is None:
-        return
-    in_turn_s = timing(replace(job, overlap=False), hardware).speculative_s
-    if in_turn_s and timed.speculative_s > in_turn_s:
-        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
-        yield (
-            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
-            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
-        )
-
-
-def _quantization(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    if hardware.device != "cuda":
-        return
-    if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
-        yield advice.format(dtype=job.draft.dtype.name)
-    if advice := format_of(job.target.quantization).target_advice:
-        yield advice.format(dtype=job.target.dtype.name)
-
-
-def _is_quantized(model: PlannedModel) -> bool:
-    return format_of(model.quantization).is_quantized
-
-
-def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    if hardware.device == "cuda":
+        if job.draft and (advice := format_of(job.draft.quantization).draft_advice):
+            yield advice.format(dtype=job.draft.dtype.name)
+        if advice := format_of(job.target.quantization).target_advice:
+            yield advice.format(dtype=job.target.dtype.name)
     if job.draft is None or timed.speedup is None or timed.best_num_draft_tokens is None:
         return
     asked, number = timed.speedup, timed.best_num_draft_tokens
@@ -128,6 +112,19 @@ def _draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
         yield f"the draft would gain more elsewhere: {asked:.2f}x here{better}"
     elif best / asked >= WORTHWHILE_GAIN and not job.adapts and timed.knows_best_k:
         yield f"K={job.num_draft_tokens} gives {asked:.2f}x; speculation.num_draft_tokens={number} gives {best:.2f}x"
+
+
+def slower_overlapped(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """A sentence if drafting while the target verifies takes longer than doing one after the other."""
+    if not job.overlaps or timed.speculative_s is None:
+        return
+    in_turn_s = timing(replace(job, overlap=False), hardware).speculative_s
+    if in_turn_s and timed.speculative_s > in_turn_s:
+        with_overlap, in_turn = (rounded(1e3 * seconds) for seconds in (timed.speculative_s, in_turn_s))
+        yield (
+            f"overlapping drafting and verification does not gain: forecast {with_overlap} ms/token with "
+            f"speculation.overlap=true, {in_turn} with speculation.overlap=false"
+        )
 
 
 def _place(hardware: HardwareConfig, num_ranks: int) -> str:
@@ -149,59 +146,44 @@ def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     return f"; placement.draft.kind=sharded costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """The job on blocks of fewer ranks, all ranks in use, and its rows divided among the replicas."""
-
-    job: PlanSpec
-    timed: Timing
-
-
 def faster_on_fewer(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
-    """A sentence if smaller blocks decode the same rows clearly faster."""
-    size = len(job.layout.ranks)
+    """A sentence if smaller blocks of ranks, all in use, decode the same rows clearly faster."""
+    size, best_job, best = len(job.layout.ranks), job, timed
     if job.target_kind is not TargetKind.tensor or size == 1:
         return
-    best: _Block | None = None
     for smaller in block_sizes(size)[1:]:
-        found = _on_smaller(job, hardware, smaller, times=size // smaller)
-        if found is None or (best and found.timed.best_s >= best.timed.best_s):
+        times = size // smaller
+        rows = replace(job, batch_size=-(-job.batch_size // times), num_replicas=job.num_replicas * times)
+        found = same_kind(rows, smaller)
+        if found is None or not fits(found, hardware):
             break
-        best = found
-    if best and timed.best_s >= CLEAR_GAIN * best.timed.best_s:
-        yield _sentence(job, hardware, timed, best)
+        faster = timing(found, hardware)
+        if best_job is not job and faster.best_s >= best.best_s:
+            break
+        best_job, best = found, faster
+    if best_job is not job and timed.best_s >= CLEAR_GAIN * best.best_s:
+        yield _sentence(job, hardware, timed, best_job, best)
 
 
-def _on_smaller(job: PlanSpec, hardware: HardwareConfig, size: int, *, times: int) -> _Block | None:
-    rows = -(-job.batch_size // times)
-    smaller = same_kind(replace(job, batch_size=rows, num_replicas=job.num_replicas * times), size)
-    try:
-        if smaller is None or not fits(smaller, hardware):
-            return None
-        return _Block(job=smaller, timed=timing(smaller, hardware))
-    except PlacementError:
-        return None
-
-
-def _sentence(job: PlanSpec, hardware: HardwareConfig, timed: Timing, best: _Block) -> str:
-    num_ranks, size = len(job.layout.ranks), len(best.job.layout.ranks)
+def _sentence(job: PlanSpec, hardware: HardwareConfig, timed: Timing, best_job: PlanSpec, best: Timing) -> str:
+    num_ranks, size = len(job.layout.ranks), len(best_job.layout.ranks)
     num_nodes = {count: -(-count // hardware.num_gpus) for count in (num_ranks, size)}
     is_node = num_nodes[num_ranks] > 1 and size == hardware.num_gpus * num_nodes[size]
     where = counted(num_nodes[size], "node") if is_node else counted(size, hardware.unit)
     verb = "is" if (num_nodes[size] if is_node else size) == 1 else "are"
     of_all = f"all {num_nodes[num_ranks]}" if is_node else f"all {num_ranks}"
-    num_replicas, rows = best.job.num_replicas, best.job.batch_size
-    total = rows * num_replicas / best.timed.best_s
+    num_replicas, rows = best_job.num_replicas, best_job.batch_size
+    total = rows * num_replicas / best.best_s
     settings = f"placement.num_replicas={num_replicas}" + (f" batch_size={rows}" if rows != job.batch_size else "")
     if job.batch_size > 1:
         here = job.batch_size * job.num_replicas / timed.best_s
         return (
             f"replicas would serve the batch better: {num_replicas}, each on {where} with {counted(rows, 'row')}, "
-            f"decode {rounded(total, 4)} tokens/s at {_times(best.timed)}, here {rounded(here, 4)} at {_times(timed)}: "
+            f"decode {rounded(total, 4)} tokens/s at {_times(best)}, here {rounded(here, 4)} at {_times(timed)}: "
             f"{settings}"
         )
     return (
-        f"{where} {verb} faster than {of_all}: {_times(best.timed)}, here {_times(timed)}; {settings} "
+        f"{where} {verb} faster than {of_all}: {_times(best)}, here {_times(timed)}; {settings} "
         f"uses all for {rounded(total, 4)} tokens/s"
     )
 
@@ -211,106 +193,6 @@ def _times(timed: Timing) -> str:
     if timed.speculative_s is None:
         return plain
     return f"{plain} plain and {rounded(1e3 * timed.speculative_s)} with the draft"
-
-
-MOST_NODES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """A job on a machine, and the settings that lead there."""
-
-    settings: tuple[str, ...]
-    job: PlanSpec
-    hardware: HardwareConfig
-
-
-def has_its_own_number(hardware: HardwareConfig) -> bool:
-    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
-    return hardware.name in machines.names() and machines.load(hardware.name).num_gpus == hardware.num_gpus
-
-
-def more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
-    """The job on more GPUs of its node, and on more nodes."""
-    if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
-        return
-    used, known = len(job.layout.ranks), hardware.num_gpus
-    if hardware.name in machines.names() and hardware.device == "cuda":
-        known = max(known, machines.load(hardware.name).num_gpus)
-    if hardware.num_nodes == 1:
-        for size in sorted(block_sizes(known // job.num_replicas)):
-            if size > used and (larger := same_kind(job, size)):
-                num_gpus = size * job.num_replicas
-                setting = "placement.target.tp_size" if num_gpus <= hardware.num_gpus else "hardware.num_gpus"
-                machine = replace(hardware, num_gpus=max(num_gpus, hardware.num_gpus))
-                yield Use(settings=(f"{setting}={num_gpus}",), job=larger, hardware=machine)
-    for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1) if hardware.network else ():
-        if larger := same_kind(job, hardware.num_gpus * num_nodes // job.num_replicas):
-            machine = replace(hardware, num_nodes=num_nodes)
-            yield Use(settings=(f"hardware.num_nodes={num_nodes}",), job=larger, hardware=machine)
-
-
-def others(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Use]:
-    """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
-    if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
-        return
-    found, is_changed = [], not has_its_own_number(hardware)
-    for name in machines.names():
-        machine = machines.load(name)
-        if machine.device != "cuda" or machine.gpu == hardware.gpu:
-            continue
-        for size in block_sizes(machine.num_gpus // job.num_replicas):
-            num_gpus = size * job.num_replicas
-            if other := same_kind(job, size):
-                settings = [f"hardware={name}"]
-                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
-                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
-                smaller = replace(machine, num_gpus=num_gpus)
-                found.append(Use(settings=tuple(settings), job=other, hardware=smaller))
-    yield from sorted(found, key=lambda use: use.hardware.num_gpus * use.hardware.memory_bytes)
-
-
-def offloaded(job: PlanSpec, hardware: HardwareConfig) -> Use | None:
-    """The target layer-wise on the GPUs of a node, with as many layers outside as must be; None if that is impossible.
-
-    Only unquantized layers can wait: a GPU's in the host's memory, a CPU's on its disk.
-    """
-    if format_of(job.target.quantization).is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
-        return None
-    where = Offload.cpu if job.device == "cuda" else Offload.disk
-    placed = replace(
-        job, target=replace(job.target, by_library=True), target_kind=TargetKind.accelerate, target_ranks=(0,),
-        spare_devices=tuple(range(1, hardware.num_gpus)),
-        draft_kind=DraftLayout.one_rank, draft_ranks=(0,) if job.draft else (), cuda_graphs=False, offload=where,
-    )  # fmt: skip
-    most = _most_gb(placed, hardware)
-    try:
-        if not fits(replace(placed, max_device_bytes=most * GB), hardware):
-            return None
-    except PlacementError:
-        return None
-    settings = ["placement.target.kind=accelerate", f"placement.target.offload={where.name}"]
-    settings.append(f"placement.target.max_memory_gb={most}")
-    if job.draft and job.draft_kind is not DraftLayout.one_rank:
-        settings.append(f"placement.draft.kind={DraftLayout.one_rank.name}")
-    return Use(settings=tuple(settings), job=replace(placed, max_device_bytes=most * GB), hardware=hardware)
-
-
-def _most_gb(job: PlanSpec, hardware: HardwareConfig) -> int:
-    """The most GB of weights on each device with which the job fits, by bisection; 0 if it never does."""
-    low, high = 0, hardware.rank_bytes // GB
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits_with(job, hardware, middle) else (low, middle - 1)
-    return low
-
-
-def _fits_with(job: PlanSpec, hardware: HardwareConfig, most_gb: int) -> bool:
-    """Whether it fits; too little room for the embeddings and the head counts as fitting, so that more is tried."""
-    try:
-        return fits(replace(job, max_device_bytes=most_gb * GB), hardware)
-    except PlacementError:
-        return True
 
 
 MOST_CHANGES = 3
@@ -354,9 +236,13 @@ class _Way:
 
     kind: str
     loss: Loss
-    settings: tuple[str, ...]
+    settings: tuple[str, ...] = ()
     job: PlanSpec
     hardware: HardwareConfig
+
+    def then(self, *settings: str, job: PlanSpec) -> "_Way":
+        """The way with further settings, which lead to `job`."""
+        return replace(self, settings=(*self.settings, *settings), job=job)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,17 +260,6 @@ class _Fitting:
     def order(self) -> tuple[int, bool, float, int]:
         return self.way.loss, self.fullest.is_tight, self.row_s, len(self.way.settings)
 
-    @property
-    def change(self) -> Change:
-        return Change(
-            settings=self.way.settings,
-            loss=self.way.loss.name,
-            needed_bytes=self.fullest.needed_bytes,
-            ms_per_token=1e3 * self.timed.best_s,
-            tokens_per_s=1 / self.row_s,
-            is_tight=self.fullest.is_tight,
-        )
-
 
 def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
@@ -392,7 +267,13 @@ def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     if not any(one.way.loss <= Loss.little for one in candidates):
         candidates += _fitting(_two_at_once(job, hardware))
     chosen = _chosen(candidates) or _chosen(_fitting(_smaller_targets(job, hardware)))
-    return [one.change for one in chosen]
+    return [
+        Change(
+            settings=one.way.settings, loss=one.way.loss.name, needed_bytes=one.fullest.needed_bytes,
+            ms_per_token=1e3 * one.timed.best_s, tokens_per_s=1 / one.row_s, is_tight=one.fullest.is_tight,
+        )
+        for one in chosen
+    ]  # fmt: skip
 
 
 def _chosen(candidates: list[_Fitting]) -> list[_Fitting]:
@@ -407,16 +288,12 @@ def _chosen(candidates: list[_Fitting]) -> list[_Fitting]:
 
 
 def _fitting(ways: Iterable[_Way]) -> list[_Fitting]:
-    return [found for way in ways if (found := _tried(way))]
-
-
-def _tried(way: _Way) -> _Fitting | None:
-    """What its plan says; None if it does not fit or cannot be laid out."""
-    try:
-        fullest = fullest_rank(way.job, way.hardware)
-        return _Fitting(way=way, fullest=fullest, timed=timing(way.job, way.hardware)) if fullest.fits else None
-    except PlacementError:
-        return None
+    """The ways that fit, with what their plans say."""
+    return [
+        _Fitting(way=way, fullest=fullest_rank(way.job, way.hardware), timed=timing(way.job, way.hardware))
+        for way in ways
+        if fits(way.job, way.hardware)
+    ]
 
 
 def _accepted(candidate: _Fitting) -> _Fitting | None:
@@ -427,8 +304,8 @@ def _accepted(candidate: _Fitting) -> _Fitting | None:
     if timed.best_num_draft_tokens is None or way.job.adapts:
         return None
     _, drafting = next(by_length(way.job, timed))
-    better = _tried(replace(way, settings=(*way.settings, length_setting(drafting)), job=drafting))
-    return better if better and not any(warnings(better.way.job, way.hardware, better.timed)) else None
+    better = _fitting([way.then(length_setting(drafting), job=drafting)])
+    return next((one for one in better if not any(warnings(one.way.job, one.way.hardware, one.timed))), None)
 
 
 def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -438,8 +315,7 @@ def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
         yield from _placed(step)
     yield from _first_with_room(_more_ranks(job, hardware))
     yield from _first_with_room(_other_machines(job, hardware))
-    if use := offloaded(job, hardware):
-        yield _Way(kind="offload", loss=Loss.time, settings=use.settings, job=use.job, hardware=hardware)
+    yield from _offloaded(job, hardware)
 
 
 def _placed(step: _Way) -> Iterator[_Way]:
@@ -448,20 +324,16 @@ def _placed(step: _Way) -> Iterator[_Way]:
     job = step.job
     if job.draft is None:
         return
-    for other in _places(job):
-        yield replace(step, settings=(*step.settings, *placement_settings(replace(other, num_replicas=1))), job=other)
-    yield replace(step, settings=(*step.settings, "draft=none"), job=without_draft(job))
-
-
-def _places(job: PlanSpec) -> Iterator[PlanSpec]:
-    """The job with its draft elsewhere on the same ranks, or with no part of it whole on each of them."""
-    if job.target_kind is TargetKind.tensor:
-        yield from (other for other in on_block(job, len(job.layout.ranks)) if other.layout != job.layout)
+    places = on_block(job, len(job.layout.ranks)) if job.target_kind is TargetKind.tensor else ()
+    others = [other for other in places if other.layout != job.layout]
     if job.draft_kind is DraftLayout.sharded and len(job.draft_ranks) > 1 and job.draft_whole.keeps_embedding:
-        yield replace(job, draft_whole=WholeParts.none)
+        others.append(replace(job, draft_whole=WholeParts.none))
+    for other in others:
+        yield step.then(*placement_settings(replace(other, num_replicas=1)), job=other)
+    yield step.then("draft=none", job=_without_draft(job))
 
 
-def without_draft(job: PlanSpec) -> PlanSpec:
+def _without_draft(job: PlanSpec) -> PlanSpec:
     """The job without a draft, whose own ranks the target has then."""
     ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
     return replace(job, draft=None, matching=None, draft_ranks=(), target_ranks=ranks)
@@ -471,20 +343,18 @@ def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
     if job.draft is None:
         return
-    start = _Way(kind="draft", loss=Loss.nothing, settings=(), job=job, hardware=hardware)
-    yield from (replace(way, kind=_kind_of(way)) for way in _placed(start) if way.settings)
+    start = _Way(kind="draft", loss=Loss.nothing, job=job, hardware=hardware)
+    for way in _placed(start):
+        if way.settings:
+            yield replace(way, kind="placement") if way.job.draft else way
     for name in _smaller(job.draft.name):
         other = replace(job, draft=planned_model(catalogue.load(name), device=job.device))
-        yield from (way for way in _placed(replace(start, settings=(f"draft={name}",), job=other)) if way.job.draft)
-
-
-def _kind_of(way: _Way) -> str:
-    return "draft" if way.job.draft is None else "placement"
+        yield from (way for way in _placed(start.then(f"draft={name}", job=other)) if way.job.draft)
 
 
 def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     """Fewer rows, or a shorter prompt, with the draft in every place."""
-    for way in _placed(_Way(kind="batch", loss=Loss.little, settings=(), job=job, hardware=hardware)):
+    for way in _placed(_Way(kind="batch", loss=Loss.little, job=job, hardware=hardware)):
         if job.batch_size > 1 and _has_room(replace(way, job=replace(way.job, batch_size=1))):
             rows = largest_batch(way.job, hardware, limit=job.batch_size)
             fewer = replace(way.job, batch_size=rows)
@@ -501,30 +371,87 @@ def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     """The target in other number formats."""
     target, short = job.target, job.target.stored
-
-    def step(setting: str, model: PlannedModel, loss: Loss) -> _Way:
-        changed = replace(job, target=model)
-        return _Way(kind="precision", loss=loss, settings=(setting,), job=changed, hardware=hardware)
-
+    start = _Way(kind="precision", loss=Loss.little, job=job, hardware=hardware)
     if job.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
         # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
-        yield step(f"model.dtype={short.name}", replace(target, dtype=short), Loss.little)
-    now = format_of(target.quantization)
+        yield start.then(f"model.dtype={short.name}", job=replace(job, target=replace(target, dtype=short)))
+    now = format_of(target.quantization).change_weight or 0
     for storage in formats().values():
-        if storage.change_weight is None or storage.change_weight <= (now.change_weight or 0):
-            continue
-        loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
-        yield step(f"model.quantization={storage.name}", target.quantized(storage.name), loss)
+        if storage.change_weight is not None and storage.change_weight > now:
+            loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
+            other = replace(job, target=target.quantized(storage.name))
+            yield replace(start, loss=loss).then(f"model.quantization={storage.name}", job=other)
 
 
 def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
-    for more in more_ranks(job, hardware):
-        yield _Way(kind="ranks", loss=Loss.more, settings=more.settings, job=more.job, hardware=more.hardware)
+    """The job on more GPUs of its node, and on more nodes."""
+    if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
+        return
+    start = _Way(kind="ranks", loss=Loss.more, job=job, hardware=hardware)
+    used, known = len(job.layout.ranks), hardware.num_gpus
+    if hardware.name in machines.names() and hardware.device == "cuda":
+        known = max(known, machines.load(hardware.name).num_gpus)
+    if hardware.num_nodes == 1:
+        for size in sorted(block_sizes(known // job.num_replicas)):
+            if size > used and (larger := same_kind(job, size)):
+                num_gpus = size * job.num_replicas
+                setting = "placement.target.tp_size" if num_gpus <= hardware.num_gpus else "hardware.num_gpus"
+                machine = replace(hardware, num_gpus=max(num_gpus, hardware.num_gpus))
+                yield replace(start, hardware=machine).then(f"{setting}={num_gpus}", job=larger)
+    for num_nodes in range(hardware.num_nodes + 1, MOST_NODES + 1) if hardware.network else ():
+        if larger := same_kind(job, hardware.num_gpus * num_nodes // job.num_replicas):
+            machine = replace(hardware, num_nodes=num_nodes)
+            yield replace(start, hardware=machine).then(f"hardware.num_nodes={num_nodes}", job=larger)
 
 
-def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
-    for use in others(job, hardware):
-        yield _Way(kind="machine", loss=Loss.more, settings=use.settings, job=use.job, hardware=use.hardware)
+def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
+    """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
+    if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
+        return []
+    found, is_changed = [], not has_its_own_number(hardware)
+    for machine in map(machines.load, machines.names()):
+        if machine.device != "cuda" or machine.gpu == hardware.gpu:
+            continue
+        for size in block_sizes(machine.num_gpus // job.num_replicas):
+            if other := same_kind(job, size):
+                num_gpus = size * job.num_replicas
+                settings = [f"hardware={machine.name}"]
+                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
+                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
+                smaller = replace(machine, num_gpus=num_gpus)
+                start = _Way(kind="machine", loss=Loss.more, job=job, hardware=smaller)
+                found.append(start.then(*settings, job=other))
+    return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
+
+
+def _offloaded(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+    """The target layer-wise on the GPUs of a node, with as many layers outside as must be.
+
+    Only unquantized layers can wait: a GPU's in the host's memory, a CPU's on its disk.
+    """
+    if format_of(job.target.quantization).is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
+        return
+    where = Offload.cpu if job.device == "cuda" else Offload.disk
+    placed = replace(
+        job, target=replace(job.target, by_library=True), target_kind=TargetKind.accelerate, target_ranks=(0,),
+        spare_devices=tuple(range(1, hardware.num_gpus)),
+        draft_kind=DraftLayout.one_rank, draft_ranks=(0,) if job.draft else (), cuda_graphs=False, offload=where,
+    )  # fmt: skip
+
+    def has_room(most_gb: int) -> bool:
+        """Too little room for the embeddings and the head counts as room, so that more is tried."""
+        try:
+            return fullest_rank(replace(placed, max_device_bytes=most_gb * GB), hardware).fits
+        except PlacementError:
+            return True
+
+    most_gb = largest(has_room, hardware.rank_bytes // GB)
+    settings = ["placement.target.kind=accelerate", f"placement.target.offload={where.name}"]
+    settings.append(f"placement.target.max_memory_gb={most_gb}")
+    if job.draft and job.draft_kind is not DraftLayout.one_rank:
+        settings.append(f"placement.draft.kind={DraftLayout.one_rank.name}")
+    start = _Way(kind="offload", loss=Loss.time, job=job, hardware=hardware)
+    yield start.then(*settings, job=replace(placed, max_device_bytes=most_gb * GB))
 
 
 def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -542,27 +469,20 @@ def _first_with_room(steps: Iterable[_Way]) -> list[_Way]:
 
 def _has_room(way: _Way) -> bool:
     """Whether it fits, and with something left: what is bought should not be tight."""
-    try:
-        fullest = fullest_rank(way.job, way.hardware)
-    except PlacementError:
-        return False
-    return fullest.fits and not fullest.is_tight
+    return fits(way.job, way.hardware) and not fullest_rank(way.job, way.hardware).is_tight
 
 
-def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
     """The largest other target that fits, with a draft that is smaller still or none."""
-
-    def steps() -> Iterator[_Way]:
-        for name in reversed(_smaller(job.target.name)):
-            target = planned_model(catalogue.load(name), device=job.device)
-            other = replace(job, target=replace(target, by_library=job.target.by_library))
-            settings = [f"model={name}"]
-            if job.draft and job.draft.name not in _smaller(name):
-                other = without_draft(other)
-                settings.append("draft=none")
-            yield _Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware)
-
-    yield from _first_with_room(steps())
+    steps = []
+    for name in reversed(_smaller(job.target.name)):
+        target = planned_model(catalogue.load(name), device=job.device)
+        other, settings = replace(job, target=replace(target, by_library=job.target.by_library)), [f"model={name}"]
+        if job.draft and job.draft.name not in _smaller(name):
+            other = _without_draft(other)
+            settings.append("draft=none")
+        steps.append(_Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
+    return _first_with_room(steps)
 
 
 def _smaller(name: str) -> list[str]:

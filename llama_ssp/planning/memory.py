@@ -39,33 +39,22 @@ def shares(
     shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
 ) -> tuple[Inventory, ...]:
     """The parameters of each rank of a tensor-parallel group; an impossible split is refused."""
-    parameters = inventory(shape)
-    if num_ranks == 1:
-        return (parameters,)
-    return _shares(parameters, shards(shape, num_ranks=num_ranks, quantization=quantization, whole=whole), whole)
+    return _split(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)[1]
 
 
 @lru_cache(maxsize=512)  # a search asks for the same shares hundreds of times
-def _shares(parameters: Inventory, parts: tuple[RankShard, ...], whole: WholeParts) -> tuple[Inventory, ...]:
-    """The shares of a model that is split like this; ranks with equal ones have the same object."""
-    kept = parameters.keeping(whole)
-    found: dict[Inventory, Inventory] = {}
-    held = (kept.of_rank(shard) for shard in parts)
-    return tuple(found.setdefault(share, share) for share in held)
-
-
-def shards(
-    shape: ModelShape, *, num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none
-) -> tuple[RankShard, ...]:
-    """The slices of each rank, as `split_model` cuts them; raises as it does."""
-    return _shards(tuple(vars(shape).items()), num_ranks=num_ranks, quantization=quantization, whole=whole)
-
-
-@lru_cache(maxsize=512)
-def _shards(
+def _split(
     sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
-) -> tuple[RankShard, ...]:
-    return split_model(ModelShape(**dict(sizes)), num_ranks=num_ranks, quantization=quantization, whole=whole)
+) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
+    """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
+    shape = ModelShape(**dict(sizes))
+    shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    if num_ranks == 1:
+        return shards, (inventory(shape),)
+    kept = inventory(shape).keeping(whole)
+    found: dict[Inventory, Inventory] = {}
+    held = (kept.of_rank(shard) for shard in shards)
+    return shards, tuple(found.setdefault(share, share) for share in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +68,10 @@ class WeightBytes:
         beside_bytes: temporary bytes while loading: the largest tensor, or a layer before quantization.
     """
 
-    sharded_bytes: int
-    repeated_bytes: int
-    repeated_scale_bytes: int
-    beside_bytes: int
+    sharded_bytes: int = 0
+    repeated_bytes: int = 0
+    repeated_scale_bytes: int = 0
+    beside_bytes: int = 0
 
     @property
     def on_every_rank_bytes(self) -> int:
@@ -244,20 +233,23 @@ def waiting_bytes(job: PlanSpec) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One model's part on one rank, or on one device of a layer-wise target.
+class _Part:
+    """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked or
     offloaded matrix. `beside_bytes` are needed in addition to the weights while loading.
     """
 
-    weights: WeightBytes
-    cache_bytes: int
-    num_heads: int
-    width: int
-    units: int
-    working_bytes: int
-    beside_bytes: int
+    weights: WeightBytes = WeightBytes()
+    cache_bytes: int = 0
+    num_heads: int = 0
+    width: int = 0
+    units: int = 0
+    working_bytes: int = 0
+    beside_bytes: int = 0
+
+
+_NOTHING = _Part()
 
 
 def rank_shares(
@@ -286,23 +278,22 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _layer_wise_parts(job: PlanSpec) -> Iterator[Part]:
+def _layer_wise_parts(job: PlanSpec) -> Iterator[_Part]:
     """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
     model, row = job.target, layer_placement_of(job)
-    sizes: dict[str, Any] = {"num_rows": job.batch_size, "num_slots": job.num_slots}
-    (whole,) = _parts(model, job.device, num_ranks=1, kind=TargetKind.tensor, **sizes)
+    (whole,) = _parts(
+        model, job.device, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size, num_slots=job.num_slots
+    )
     layer = inventory(model.shape).layer
     read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
     for device, held in enumerate(_layer_wise(model, row.held)):
         weights, is_first = model_bytes(held, model, device=job.device), device == 0
         num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
         yield replace(
-            whole,
-            weights=weights,
+            whole, weights=weights, beside_bytes=weights.beside_bytes,
             cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
             working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
-            beside_bytes=weights.beside_bytes,
-        )
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft
@@ -310,60 +301,59 @@ def _parts(
     model: PlannedModel, device: str,
     *,
     num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
-) -> tuple[Part, ...]:  # fmt: skip
-    """The parts by rank; equal ones are the same object."""
-    shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    cuts = shards(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+) -> tuple[_Part, ...]:  # fmt: skip
+    """The parts by rank."""
+    shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
+    sizes = tuple(vars(shape).items())
+    shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     # DeepSpeed splits a whole model in each rank's host memory, which on a CPU is the planned memory.
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
-    row_slots, storage = num_rows * num_slots, format_of(model.quantization)
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
-    found: dict[tuple[int, int, int, int], Part] = {}  # most ranks have equal parts
     parts = []
-    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), cuts, strict=True):
+    for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
-        key = id(held), num_heads, num_kv_heads, len(shard.mlp_units)
-        if key not in found:
-            weights = model_bytes(held, model, device=device)
-            slot_bytes = 2 * num_kv_heads * shape.head_dim * size
-            found[key] = Part(
-                weights=weights,
-                cache_bytes=held.num_layers * slot_bytes * row_slots,
-                num_heads=num_heads,
-                width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
-                units=len(shard.mlp_units),
-                working_bytes=size * int(min(max(held.products), most_unpacked)),
-                beside_bytes=whole_bytes or weights.beside_bytes,
-            )
-        parts.append(found[key])
+        weights = model_bytes(held, model, device=device)
+        part = _Part(
+            weights=weights,
+            cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
+            num_heads=num_heads,
+            width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
+            units=len(shard.mlp_units),
+            working_bytes=size * int(min(max(held.products), most_unpacked)),
+            beside_bytes=whole_bytes or weights.beside_bytes,
+        )
+        parts.append(part)
     return tuple(parts)
 
 
-def _sizes(model: PlannedModel, hardware: HardwareConfig, *, num_rows: int, num_slots: int) -> dict[str, Any]:
-    """Rows and slots of a cache, which has whole pages where attention reads rows by their lengths."""
-    is_paged = model.reads_by_length(hardware)
-    return {"num_rows": num_rows, "num_slots": whole_pages(num_slots) if is_paged else num_slots}
+def _slots(model: PlannedModel, hardware: HardwareConfig, num_slots: int) -> int:
+    """Slots of a cache, which has whole pages where attention reads rows by their lengths."""
+    return whole_pages(num_slots) if model.reads_by_length(hardware) else num_slots
 
 
-def target_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
+def _target_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
-    sizes = _sizes(job.target, hardware, num_rows=job.batch_size, num_slots=job.num_slots)
-    parts = _parts(job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, **sizes)
+    parts = _parts(
+        job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size,
+        num_slots=_slots(job.target, hardware, job.num_slots),
+    )  # fmt: skip
     return dict(zip(job.target_ranks, parts, strict=True))
 
 
-def draft_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, Part]:
+def _draft_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, _Part]:
     """The draft's part on each of its ranks: a slice, or the whole draft if replicated or on one rank."""
     if job.draft is None:
         return {}
     num_ranks, num_rows = len(job.draft_ranks), job.batch_size
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
-    sizes = _sizes(job.draft, hardware, num_rows=num_rows, num_slots=job.draft_slots)
-    parts = _parts(job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, **sizes)
+    parts = _parts(
+        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, num_rows=num_rows,
+        num_slots=_slots(job.draft, hardware, job.draft_slots),
+    )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))
 
 
@@ -434,59 +424,49 @@ def memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...
 
     GPUs that hold layers but have no rank count as ranks.
     """
-    replica = replica_memory(job, hardware)
-    further = range(1, job.num_replicas)
-    return (*replica, *(replace(one, rank=one.rank + n * len(replica)) for n in further for one in replica))
-
-
-def replica_memory(job: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ...]:
-    """The bytes of every rank of the first replica; the others need the same."""
-    by_rank = {rank: plan for plan, ranks in _equal_ranks(job, hardware) for rank in ranks}
-    return tuple(plan if plan.rank == rank else replace(plan, rank=rank) for rank, plan in sorted(by_rank.items()))
+    by_rank = sorted((rank, plan) for plan, ranks in _equal_ranks(job, hardware) for rank in ranks)
+    first = range(0, job.num_replicas * len(by_rank), len(by_rank))
+    return tuple(replace(plan, rank=start + rank) for start in first for rank, plan in by_rank)
 
 
 def fullest_rank(job: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
-    """The rank that has the least memory left, of a replica."""
+    """The rank that has the least memory left, of a replica; raises as `memory`."""
     return min((plan for plan, _ in _equal_ranks(job, hardware)), key=lambda plan: plan.free_bytes)
 
 
 @lru_cache(maxsize=256)  # a search asks more than once
 def _equal_ranks(job: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
-    """The bytes of ranks that need the same, as those of the first one, with all of these ranks; in their order."""
-    targets, drafts = target_parts(job, hardware), draft_parts(job, hardware)
+    """The bytes of ranks of a replica that need the same, as those of the first one, with all of these ranks."""
+    targets, drafts = _target_parts(job, hardware), _draft_parts(job, hardware)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
-        target, draft = targets.get(rank), drafts.get(rank)
+        target, draft = targets.get(rank, _NOTHING), drafts.get(rank, _NOTHING)
         has_more_logits = rank in (job.layout.verify_rank, job.target_devices[-1])
-        key = id(target), id(draft), rank if has_more_logits else None  # equal parts are the same objects
+        key = target, draft, rank if has_more_logits else None
         if key not in found:
             found[key] = _rank_memory(job, hardware, rank, target, draft), []
         found[key][1].append(rank)
     return tuple(found.values())
 
 
-def _rank_memory(
-    job: PlanSpec, hardware: HardwareConfig, rank: int, target: Part | None, draft: Part | None
-) -> RankMemoryPlan:
-    parts = [part for part in (target, draft) if part]
+def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
     served = {
-        "target_weights_bytes": target.weights.total_bytes if target else 0,
-        "draft_weights_bytes": draft.weights.total_bytes if draft else 0,
-        "target_cache_bytes": target.cache_bytes if target else 0,
-        "draft_cache_bytes": draft.cache_bytes if draft else 0,
+        "target_weights_bytes": target.weights.total_bytes,
+        "draft_weights_bytes": draft.weights.total_bytes,
+        "target_cache_bytes": target.cache_bytes,
+        "draft_cache_bytes": draft.cache_bytes,
         "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
         "activations_bytes": max(
-            _activation_bytes(job, hardware, job.target, target),
-            _activation_bytes(job, hardware, job.draft, draft) if job.draft else 0,
+            _activation_bytes(job, hardware, model, part) for model, part in ((job.target, target), (job.draft, draft))
         ),
     }
     fixed = {
-        "graphs_bytes": _graph_bytes(job, hardware, draft) if job.cuda_graphs else 0,
+        "graphs_bytes": _graph_bytes(job, hardware, drafts=draft is not _NOTHING) if job.cuda_graphs else 0,
         "collectives_bytes": hardware.collective_bytes * _num_communicators(job, rank),
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = sum(part.weights.total_bytes for part in parts) + max(part.beside_bytes for part in parts)
+    loading = target.weights.total_bytes + draft.weights.total_bytes + max(target.beside_bytes, draft.beside_bytes)
     return RankMemoryPlan(
         rank=rank,
         **served,
@@ -494,11 +474,11 @@ def _rank_memory(
         total_bytes=sum(served.values()) + sum(fixed.values()),
         loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
         capacity_bytes=hardware.rank_bytes,
-        target_repeated_bytes=target.weights.on_every_rank_bytes if target else 0,
-        draft_repeated_bytes=draft.weights.on_every_rank_bytes if draft else 0,
-        target_row_scale_bytes=target.weights.repeated_scale_bytes if target else 0,
-        draft_row_scale_bytes=draft.weights.repeated_scale_bytes if draft else 0,
-        target_heads=target.num_heads if target else 0,
+        target_repeated_bytes=target.weights.on_every_rank_bytes,
+        draft_repeated_bytes=draft.weights.on_every_rank_bytes,
+        target_row_scale_bytes=target.weights.repeated_scale_bytes,
+        draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
+        target_heads=target.num_heads,
     )
 
 
@@ -545,13 +525,13 @@ def _numbers_bytes(job: PlanSpec) -> int:
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
-def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: Part | None) -> int:
+def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
     With masks the lean decoder copies queries and attended values, and has a row of the mask for each query of a group.
     Modules of the library repeat keys and values for each head of a group.
     """
-    if part is None:
+    if model is None or part is _NOTHING:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     rows = min(PREFILL_CHUNK, job.prompt_tokens)
@@ -568,7 +548,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     return job.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
-def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) -> int:
+def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
     """Captured graphs: the target's plain and round forwards and all K draft steps.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
@@ -578,7 +558,7 @@ def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, draft: Part | None) ->
     num_buckets = 1 if by_length else -(-job.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
     layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
-    if job.draft and draft:
+    if job.draft and drafts:
         num_steps = sum(lengths) + (job.num_draft_tokens - 1) * job.overlaps
         layers += num_steps * job.draft.shape.num_hidden_layers
     return num_buckets * layers * job.kernels.layer * GRAPH_NODE_BYTES
@@ -597,24 +577,27 @@ def kv_bytes_per_token(model: PlannedModel) -> int:
 
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
-    """Whether every rank has enough memory."""
-    return fullest_rank(job, hardware).fits
+    """Whether the job can be laid out, and every rank has enough memory."""
+    try:
+        return fullest_rank(job, hardware).fits
+    except PlacementError:
+        return False
 
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
     """The largest batch that fits at this context; 0 if none does."""
-    return _largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
+    return largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
 
 
 def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
     """The longest row (prompt and new tokens) that fits at this batch size and in the models' contexts."""
     models = [job.target, *([job.draft] if job.draft else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
-    prompt = _largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
+    prompt = largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
     return prompt + job.max_new_tokens if prompt else 0
 
 
-def _largest(holds: Callable[[int], bool], limit: int) -> int:
+def largest(holds: Callable[[int], bool], limit: int) -> int:
     """The largest number up to `limit` for which a monotone property holds, by bisection; 0 if none."""
     low, high = 0, limit
     while low < high:

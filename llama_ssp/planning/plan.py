@@ -94,7 +94,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *advice.notes(job, hardware, heads, fullest),
-            *remarks(job, timed.acceptance, timed.ranges.best_num_draft_tokens if timed.ranges else None),
+            *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
@@ -188,8 +188,9 @@ def document(plan: Plan) -> dict[str, Any]:
 
 def _messages(job: PlanSpec) -> dict[str, int]:
     """Bytes received in a round over all ranks of a replica, by kind of message."""
-    kinds = vars(round_messages(job, job.num_draft_tokens if job.drafts else 0))
-    arriving = {f"{name}_bytes": message.received_bytes if message else 0 for name, message in kinds.items()}
+    found = round_messages(job, job.num_draft_tokens if job.drafts else 0)
+    none = dict.fromkeys(("ids_bytes", "probabilities_bytes", "verdict_bytes"), 0)
+    arriving = none | {f"{kind}_bytes": message.received_bytes for kind, message in found.items()}
     return arriving | {"total_bytes": sum(arriving.values())}
 
 
@@ -231,11 +232,11 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     def rate(seconds: float | None) -> float | None:
         return None if seconds is None else num_rows / seconds
 
-    acceptance, found = timed.acceptance, timed.ranges
+    acceptance = timed.acceptance
     return {
         "plain_ms_per_token": ms(timed.plain_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
-        "speculative_ms_per_token_range": [1e3 * end_s for end_s in found.speculative_s] if found else None,
+        "speculative_ms_per_token_range": [1e3 * end_s for end_s in timed.speculative_s_range or ()] or None,
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),
@@ -257,11 +258,11 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "acceptance_is_forecast": acceptance.is_forecast if acceptance else None,
         "num_draft_tokens": timed.num_draft_tokens,
         "tokens_per_round": timed.tokens_per_round,
-        "tokens_per_round_range": list(found.tokens_per_round) if found else None,
+        "tokens_per_round_range": list(timed.tokens_per_round_range or ()) or None,
         "best_num_draft_tokens": timed.best_num_draft_tokens,
-        "best_num_draft_tokens_range": list(found.best_num_draft_tokens) if found else None,
+        "best_num_draft_tokens_range": list(timed.best_num_draft_tokens_range or ()) or None,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
-        "overlap": timed.overlap and timed.overlap.document(),
+        "overlap": timed.overlap,
         "copy_share": timed.copy_share,
         "limit_share": timed.limit_share,
     }

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.inventory import Inventory
@@ -28,7 +28,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
 from llama_ssp.settings.schema import Dtype, TargetKind, WholeParts
 
 _X = itemgetter(0)
@@ -67,16 +67,11 @@ class LinearTable:
         return any(point.arithmetic == arithmetic.name for point in self._points)
 
     def seconds(
-        self,
-        elements: int,
+        self, elements: int,
         *,
-        rows: int,
-        dtype: Dtype,
-        working_set_bytes: int,
-        arithmetic: Dtype = Dtype.fp32,
-        slowdown: float = 1.0,
+        rows: int, dtype: Dtype, working_set_bytes: int, arithmetic: Dtype = Dtype.fp32, slowdown: float = 1.0,
         quantization: str = NO_QUANTIZATION,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """The time of one layer; `LinearPoint` describes the arguments.
 
         A number format that was not measured uses the points of the first measured one. An arithmetic that was not
@@ -98,37 +93,22 @@ class LinearTable:
         own = [point for point in self._points if point.dtype == quantization]
         stored = own or [point for point in self._points if point.dtype in Dtype.__members__]
         found = [point for point in stored if point.arithmetic == arithmetic.name]
-        if found or arithmetic is Dtype.fp32:
-            return _surface(found or stored, dtype), True
-        return self._surface_of(quantization, Dtype.fp32, Dtype.fp16)[0], False
-
-
-class LinearTables(NamedTuple):
-    """Those of a profile: all linear layers, and those whose matrix is also an embedding."""
-
-    linear: LinearTable
-    tied_head: LinearTable
+        if not found and arithmetic is not Dtype.fp32:
+            return self._surface_of(quantization, Dtype.fp32, Dtype.fp16)[0], False
+        found = found or stored
+        name = dtype.name if any(point.dtype == dtype.name for point in found) else found[0].dtype
+        by_set: dict[int, dict[int, list[tuple[float, float]]]] = {}
+        for point in sorted(found, key=lambda point: (point.working_set_bytes, point.rows, point.elements, point.s)):
+            if point.dtype == name:
+                by_rows = by_set.setdefault(point.working_set_bytes, {})
+                by_rows.setdefault(point.rows, []).append((point.elements, point.s))
+        return [(set_bytes, list(by_rows.items())) for set_bytes, by_rows in by_set.items()], True
 
 
 @lru_cache(maxsize=32)
-def tables_of(profile: Profile) -> LinearTables:
-    """The linear layers of a profile, sorted once for all plans."""
-    return LinearTables(LinearTable(profile.linear), LinearTable(profile.tied_head))
-
-
-def _surface(points: Sequence[LinearPoint], dtype: Dtype) -> _Surface:
-    """The points of a number format, or of the first one that was measured."""
-    measured = {point.dtype for point in points}
-    name = dtype.name if dtype.name in measured else points[0].dtype
-    by_set: dict[int, dict[int, list[tuple[float, float]]]] = {}
-    for point in points:
-        if point.dtype == name:
-            by_rows = by_set.setdefault(point.working_set_bytes, {})
-            by_rows.setdefault(point.rows, []).append((point.elements, point.s))
-    return [
-        (set_bytes, [(rows, sorted(found)) for rows, found in sorted(by_rows.items())])
-        for set_bytes, by_rows in sorted(by_set.items())
-    ]
+def _tables_of(profile: Profile) -> tuple[LinearTable, LinearTable]:
+    """The linear layers of a profile, and those whose matrix is also an embedding, sorted once for all plans."""
+    return LinearTable(profile.linear), LinearTable(profile.tied_head)
 
 
 def by_size(points: list[SizePoint], size: float) -> float:
@@ -136,8 +116,7 @@ def by_size(points: list[SizePoint], size: float) -> float:
     return line([(point.size, point.s) for point in points], size) if points else 0.0
 
 
-def by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
-    """Interpolate measured operators by rows and width."""
+def _by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
     widths = sorted({point.width for point in points})
     return line(
         [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
@@ -158,7 +137,7 @@ CPU_SLOWDOWN_16_BITS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise).
+    """A model on its ranks (GPUs if layer-wise), by which forwards are priced once for all jobs of a search.
 
     `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
     for `waiting_s`. Each rank holds the parts `whole` whole. The target of the job is on `target_ranks`.
@@ -175,7 +154,7 @@ class ModelPlacement:
     whole: WholeParts = WholeParts.none
 
     def __hash__(self) -> int:
-        """Equal placements have equal hashes."""
+        """Computed once, since a search prices thousands of forwards."""
         return self._hash
 
     @cached_property
@@ -237,7 +216,7 @@ def forward_time(
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         ),
-        operators_s=layers * layer_s(placement, hardware, rows) + frame_s(placement, hardware, rows),
+        operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware, rows),
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
         offload_s=placement.waiting_s,
     )
@@ -264,12 +243,10 @@ def _matrices_s(
     if profile := hardware.profile_of(placement.num_active):
         arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
         price = partial(
-            LinearTable.seconds,
-            dtype=model.matrix_dtype(hardware.device),
+            LinearTable.seconds, dtype=model.matrix_dtype(hardware.device), slowdown=_slowdown(hardware, model.dtype),
             working_set_bytes=_read_bytes(held, model, hardware),
-            slowdown=slowdown(hardware, model.dtype),
-        )
-        linear, tied = tables_of(profile)
+        )  # fmt: skip
+        linear, tied = _tables_of(profile)
         layer = sum(
             price(linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
             for elements in held.products
@@ -278,23 +255,25 @@ def _matrices_s(
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        layer = roofline_s(held.matrix_sizes, model, hardware, rows=rows)
-        head = roofline_s({held.output.num_elements: 1}, model.unquantized, hardware, rows=scored) if has_head else 0.0
+        storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
+        layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+        head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
-def slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
+def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
     """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
     is_slow = hardware.device == "cpu" and arithmetic.is_short
     return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
-def roofline_s(sizes: Mapping[int, int], model: PlannedModel, hardware: HardwareConfig, *, rows: int) -> float:
+def _roofline_s(
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
+) -> float:
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    storage = format_of(model.quantization)
     value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    times = 1.0 if storage.is_quantized else slowdown(hardware, model.dtype)
+    times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
         read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(size, value_bytes), value_bytes * size)
@@ -309,7 +288,7 @@ def _attention_s(
 
     The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows.
     """
-    shape, read_bytes = placement.model.shape, batch_size * slot_bytes(placement)
+    shape, read_bytes = placement.model.shape, batch_size * _slot_bytes(placement)
     if profile := hardware.profile_of(placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = by_size(profile.attention, rows)
@@ -317,7 +296,7 @@ def _attention_s(
     return num_slots * read_bytes / bandwidth(hardware)
 
 
-def slot_bytes(placement: ModelPlacement) -> int:
+def _slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
     shape = placement.model.shape
     has_all_heads = placement.kind is TargetKind.accelerate or placement.whole.keeps_attention
@@ -334,14 +313,14 @@ def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, dev
     whole = inventory(placement.model.shape)
     shares = (whole,) if placement.kind is TargetKind.accelerate else placement.shares
     weights = max(step_bytes(held, placement.model, device=device) for held in shares)
-    return weights + batch_size * context * slot_bytes(placement)
+    return weights + batch_size * context * _slot_bytes(placement)
 
 
-def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE
     if profile := hardware.profile_of(placement.num_active):
-        return share * by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
+        return share * _by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:
         return placement.kernels.layer * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
@@ -351,10 +330,10 @@ def layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> f
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+def _frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """A forward without its layers and the head."""
     if profile := hardware.profile_of(placement.num_active):
-        return by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
+        return _by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
     return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
 
@@ -379,15 +358,12 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
     profile = hardware.profile_of(len(ranks))
     if profile and profile.all_reduce:
         return by_size(profile.all_reduce, num_bytes)
-    nodes = {rank // hardware.num_gpus for rank in ranks}
-    inside = -(-len(ranks) // len(nodes))
-    seconds = 0.0
-    if inside > 1:
-        seconds += hardware.link.latency_s + 2 * (inside - 1) / inside * num_bytes / hardware.link.bandwidth_bytes_per_s
-    if len(nodes) > 1 and hardware.network:
-        share = num_bytes / inside
-        seconds += hardware.network.latency_s
-        seconds += 2 * (len(nodes) - 1) / len(nodes) * share / hardware.network.bandwidth_bytes_per_s
+    num_nodes = len({rank // hardware.num_gpus for rank in ranks})
+    inside, seconds = -(-len(ranks) // num_nodes), 0.0
+    for link, size, sent in (hardware.link, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
+        if link and size > 1:
+            seconds += link.latency_s
+            seconds += 2 * (size - 1) / size * sent / link.bandwidth_bytes_per_s
     return seconds
 
 

@@ -1,97 +1,293 @@
-"""Ranks all sensible ways to use a machine for a model by speed, including those that do not fit.
+"""All ways to use ranks for a job: `placement=auto`, `search=true`, comparisons of machines and advice choose here.
 
-The asked model comes first, then the smaller ones of its series, the fastest first. Each is tried in every precision,
-with every draft of its vocabulary, in the `layouts` of the machine's ranks, with the best K.
+The ranks form one block per replica, and the blocks have equal sizes. Inside a block:
 
-Compares machines for one job: what fits, how fast it decodes, on how many GPUs, and at what price.
+    target   all ranks of the block; all but the last few, if the draft has ranks of its own
+    draft    whole on the first rank; sharded; whole on every rank, for its share of the rows; on the last ranks
 
-A replica of the models has 1, 2, 4, ... GPUs of a machine. Replicas fill the GPUs that are rented anyway: all of a node
-that is rented as a whole or has no price, none where each GPU has its own price. A job that fits no node is tried on
-several. The planner chooses where the draft is; a search also chooses the draft, K and the storage of the weights.
+16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
+
+A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
+precision, with every draft of its vocabulary and the best K, those that do not fit last.
+
+A comparison ranks machines: what fits, how fast it decodes, on how many GPUs, and at what price. A replica has 1, 2,
+4, ... GPUs of a machine. Replicas fill the GPUs that are rented anyway: all of a node that is rented as a whole or has
+no price, none where each GPU has its own price. A job that fits no node is tried on several.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from llama_ssp.errors import PlacementError
+from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
-from llama_ssp.planning.advice import has_its_own_number
-from llama_ssp.planning.layouts import (
-    by_length,
-    layouts,
-    length_setting,
-    notes_on_guesses,
-    on_block,
-    placement_settings,
-)
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, job_of_plan, notes_on_families, planned_model
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.settings.schema import DraftLayout, ModelConfig, Objective, PlacementConfig, PlanConfig
+from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.layout import named
+from llama_ssp.settings.schema import (
+    ADAPTIVE,
+    ADAPTIVE_LENGTHS,
+    DraftLayout,
+    DraftPlacement,
+    ModelConfig,
+    Objective,
+    PlacementConfig,
+    PlanConfig,
+    WholeParts,
+)
+from llama_ssp.words import rounded
 
 GIB = 2**30
+MOST_NODES = 4
+"""Nodes that are tried if one has too little room."""
+
+
+def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
+    """The job in every layout of `num_ranks`; its own ranks and draft kind are ignored.
+
+    It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
+    has one rank or all; if `thorough` also every number between, and its ranks hold each of `WholeParts` whole.
+    """
+    most = num_ranks // job.num_replicas
+    for size in block_sizes(most) if divides else [most]:
+        yield from on_block(replace(job, num_replicas=num_ranks // size), size, thorough=thorough)
+
+
+def block_sizes(most: int) -> list[int]:
+    """The sizes of equal blocks that `most` ranks can be divided into, the largest first."""
+    return [size for size in range(most, 0, -1) if most % size == 0]
+
+
+def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
+    """The job with all layouts of a replica of `size` ranks."""
+    ranks = tuple(range(size))
+    if job.draft is None:
+        yield replace(job, target_ranks=ranks, draft_ranks=())
+        return
+    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
+    if size == 1:
+        return
+    for num_ranks in range(2, size + 1) if thorough else [size]:
+        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        yield sharded
+        if thorough:
+            yield from (replace(sharded, draft_whole=each) for each in WholeParts if each is not job.draft_whole)
+    if job.batch_size > 1:
+        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
+    for num_ranks in range(1, size) if thorough else [1]:
+        apart = ranks[-num_ranks:]
+        yield replace(job, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
+
+
+def same_kind(job: PlanSpec, size: int) -> PlanSpec | None:
+    """The job on a block of another size, its draft placed as before; None if such a block has no such place."""
+    kinds = {DraftLayout.one_rank} if size == 1 else {job.draft_kind}
+    return next((found for found in on_block(job, size) if not job.draft or found.draft_kind in kinds), None)
+
+
+def placement_settings(job: PlanSpec) -> list[str]:
+    """The settings that place a job like this one, for `llama-ssp plan` and `run` alike."""
+    settings = [] if job.num_replicas == 1 else [f"placement.num_replicas={job.num_replicas}"]
+    if job.draft is None:
+        return settings
+    settings.append(f"placement.draft.kind={job.draft_kind.name}")
+    if job.overlaps:
+        settings.append("speculation.overlap=true")
+    num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
+    if len(job.draft_ranks) != num_default:
+        settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")
+    if whole := _unusual_whole(job):
+        settings.append(f"placement.draft.whole={whole.name}")
+    return settings
+
+
+def _unusual_whole(job: PlanSpec) -> WholeParts | None:
+    """What the ranks that share a draft hold whole; None by default, and where no ranks share it."""
+    is_shared = job.draft is not None and job.draft_kind is not DraftLayout.replicated and len(job.draft_ranks) > 1
+    return job.draft_whole if is_shared and job.draft_whole is not DraftPlacement().whole else None
+
+
+def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
+    """Seconds per token of the job with every K, the fastest first; with K = auto alone where no K is recommended.
+
+    Nothing without a draft.
+    """
+    times = timed.by_num_draft_tokens
+    if timed.knows_best_k:
+        by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
+        yield from ((token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
+    elif job.overlaps:  # which needs one K for all rounds
+        yield times[job.num_draft_tokens - 1], replace(job, adapts=False)
+    elif times:
+        token_s = min(timed.plain_s, *(times[number - 1] for number in ADAPTIVE_LENGTHS))
+        yield token_s, replace(job, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
+
+
+def length_setting(job: PlanSpec) -> str:
+    """The setting of a job's K."""
+    return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
+
+
+def notes_on_guesses(adapts: Iterable[bool]) -> list[str]:
+    """The note of a search if K adapts in one of its choices."""
+    said = (
+        "K auto: nobody has measured this pair, and its times rest on a forecast of its acceptance; the plan of a row "
+        "has their range, and says how to narrow it"
+    )
+    return [said] if any(adapts) else []
+
+
+def has_its_own_number(hardware: HardwareConfig) -> bool:
+    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
+    known = catalogue_of_machines
+    return hardware.name in known.names() and known.load(hardware.name).num_gpus == hardware.num_gpus
+
+
+def choose_placement(
+    job: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
+) -> tuple[PlanSpec, str]:
+    """Choose by the forecast time of a completion, prompt included, among the placements that fit.
+
+    The ranks and draft kind of `job` are ignored. Each replica uses an equal block of `num_ranks`, of which `hardware`
+    may have more; `divides` allows more replicas on smaller blocks.
+
+    Returns:
+        The job with the chosen ranks, and a sentence that gives the reason. If nothing fits, it is the first placement
+        that can be laid out; its plan says what is missing.
+
+    Raises:
+        PlacementError: none can be laid out.
+    """
+    possible: list[PlanSpec] = []
+    timed: list[tuple[float, PlanSpec]] = []
+    error = None
+    for candidate in layouts(job, num_ranks=num_ranks, divides=divides, thorough=True):
+        try:
+            if fullest_rank(candidate, hardware).fits:
+                forecast = timing(candidate, hardware)
+                timed.append((forecast.speculative_run_s or forecast.plain_run_s, candidate))
+            possible.append(candidate)
+        except PlacementError as found:
+            error = error or found
+    if error and not possible:
+        raise error
+    if not timed:
+        return possible[0], f"placement=auto: none fits, this plan has {_described(possible[0])}"
+    (run_s, chosen), *others = sorted(timed, key=lambda pair: pair[0])
+    compared = ", the only one that fits"
+    if others:
+        second_s, second = others[0]
+        compared = f"; the second of {len(timed)} that fit is {_described(second)} at {rounded(1e3 * second_s)}"
+    return chosen, f"placement=auto: {_described(chosen)}, forecast at {rounded(1e3 * run_s)} ms per token{compared}"
+
+
+def _described(job: PlanSpec) -> str:
+    copies = f"{job.num_replicas} replicas, each with " if job.num_replicas > 1 else ""
+    target = f"{copies}the target on {named(job.target_ranks)}"
+    if not job.draft:
+        return target
+    whole = f", {each.name} whole" if (each := _unusual_whole(job)) else ""
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
+    return f"{target} and the draft on {named(job.draft_ranks)}{kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One way to use the machine.
+class _Priced:
+    """A job with its seconds per token, or with the reason why it is ruled out."""
 
-    Attributes:
-        num_ranks, num_replicas: ranks of a replica, and the replicas that fill the machine.
-        adapts: K is chosen for each round, because nobody knows which one is best.
-        overlaps: drafting overlaps verification.
-        ms_per_token: of a completion, for the best K, or plain without a draft.
-        tokens_per_s: of all rows and replicas.
-        first_token_ms: the prompt.
-        is_tight: it fits with less than 3 % of a rank's memory left.
-        reason: why the choice does not fit.
-        settings: what to add to the command line to plan or run it.
-    """
-
-    target: str
-    quantization: str
-    draft: str | None
-    draft_kind: str | None
-    num_draft_tokens: int
-    num_ranks: int
-    num_replicas: int
-    adapts: bool = False
-    overlaps: bool = False
-    ms_per_token: float | None = None
-    tokens_per_s: float | None = None
-    first_token_ms: float | None = None
-    speedup: float | None = None
-    needed_bytes: int | None = None
-    capacity_bytes: int
-    is_tight: bool = False
+    job: PlanSpec
+    fullest: RankMemoryPlan | None = None
+    timed: Timing | None = None
+    token_s: float = math.inf
     reason: str | None = None
-    settings: tuple[str, ...]
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort key for jobs on the same GPUs."""
+        return self.token_s, self.fullest.needed_bytes if self.fullest else math.inf
+
+    def figures(self) -> dict[str, Any]:
+        """What rows of a search and of a comparison have in common."""
+        job, full, fits = self.job, self.fullest, self.reason is None
+        storage = format_of(job.target.quantization)
+        return {
+            "num_replicas": job.num_replicas,
+            "quantization": storage.name if storage.is_quantized else job.target.dtype.name,
+            "draft": job.draft.name if job.draft else job.free_draft,
+            "draft_kind": job.draft_kind.name if job.draft else None,
+            "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
+            "adapts": job.drafts and job.adapts,
+            "ms_per_token": 1e3 * self.token_s if fits else None,
+            "tokens_per_s": job.batch_size * job.num_replicas / self.token_s if fits else None,
+            "needed_bytes": full.needed_bytes if full else None,
+            "is_tight": full is not None and full.is_tight,
+            "reason": self.reason,
+        }
 
 
-def search(job: PlanSpec, hardware: HardwareConfig) -> list[Choice]:
-    """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last."""
-    choices = [_price_use(candidate, hardware) for candidate in _candidates(job, hardware)]
+def _price(
+    job: PlanSpec, machine: HardwareConfig, *, chooses_k: bool = True, below_s: float = math.inf
+) -> _Priced | None:
+    """Price a job, with the best K that fits if it is to be chosen; None if a token takes `below_s` or more."""
+    try:
+        full = fullest_rank(job, machine)
+    except PlacementError as error:
+        return _Priced(job=job, reason=str(error))
+    if full.fits:
+        timed = timing(job, machine)
+        asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
+        for token_s, way in [*(by_length(job, timed) if chooses_k else ())] or [(asked_s, job)]:
+            if token_s >= below_s:
+                return None
+            if (full := fullest_rank(way, machine)).fits:
+                return _Priced(job=way, fullest=full, timed=timed, token_s=token_s)
+    reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
+    return _Priced(job=job, fullest=full, reason=reason)
+
+
+def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
+    """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last.
+
+    docs/reference/plan-document.md describes the fields.
+    """
+    priced = [found for candidate in _candidates(job, hardware) if (found := _price(candidate, hardware))]
     asked = _unquantized(job.target.name)
     fastest: dict[str, float] = {}
-    for one in choices:
-        fastest[one.target] = min(one.ms_per_token or math.inf, fastest.get(one.target, math.inf))
-    return sorted(
-        choices,
-        key=lambda choice: (
-            choice.target != asked, fastest[choice.target], choice.target,
-            choice.ms_per_token is None, choice.ms_per_token or 0.0, choice.num_ranks,
-        ),
-    )  # fmt: skip
+    for one in priced:
+        name = one.job.target.name
+        fastest[name] = min(one.token_s, fastest.get(name, math.inf))
+
+    def order(one: _Priced) -> tuple[Any, ...]:
+        name = one.job.target.name
+        return name != asked, fastest[name], name, one.token_s, len(one.job.layout.ranks)
+
+    return [{"rank": rank} | _row(one, hardware) for rank, one in enumerate(sorted(priced, key=order), start=1)]
 
 
-def search_document(choices: list[Choice]) -> list[dict[str, Any]]:
-    """The choices for JSON, numbered by rank."""
-    return [{"rank": rank} | vars(choice) for rank, choice in enumerate(choices, start=1)]
+def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
+    job, storage, found = one.job, format_of(one.job.target.quantization), one.figures()
+    settings = [f"model={job.target.name}", f"draft={job.draft.name if job.draft else 'none'}"]
+    settings += [f"model.quantization={storage.name}"] if storage.is_quantized else []
+    settings += [*placement_settings(job), *([length_setting(job)] if job.draft else [])]
+    return {
+        "target": job.target.name,
+        **{name: found[name] for name in ("quantization", "draft", "draft_kind", "num_draft_tokens")},
+        "num_ranks": len(job.layout.ranks),
+        **{name: found[name] for name in ("num_replicas", "adapts")},
+        "overlaps": job.overlaps,
+        **{name: found[name] for name in ("ms_per_token", "tokens_per_s")},
+        "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
+        "speedup": one.timed.plain_s / one.token_s if one.timed else None,
+        "needed_bytes": found["needed_bytes"],
+        "capacity_bytes": hardware.rank_bytes,
+        **{name: found[name] for name in ("is_tight", "reason")},
+        "settings": tuple(settings),
+    }
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
@@ -100,41 +296,22 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
     known = catalogue.entries()
+    is_beyond = not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names())
     for model in _series(job.target, known):
         drafts = [planned_model(draft, device=hardware.device) for draft in _drafts_of(model, known)]
-        if job.draft and job.matching is None and _is_beyond_catalogue(job) and _is_asked(model, job):
+        is_asked = model.name == _unquantized(job.target.name)
+        if job.draft and job.matching is None and is_beyond and is_asked:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False)
             for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
                 yield base
-                if _has_room(base, hardware):
-                    yield from _drafted(base, drafts)
-
-
-def _is_beyond_catalogue(job: PlanSpec) -> bool:
-    return not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names())
-
-
-def _is_asked(model: ModelConfig, job: PlanSpec) -> bool:
-    return model.name == _unquantized(job.target.name)
-
-
-def _drafted(base: PlanSpec, drafts: list[PlannedModel]) -> Iterator[PlanSpec]:
-    num_ranks = len(base.target_ranks) * base.num_replicas
-    for draft in drafts:
-        for job in layouts(replace(base, draft=draft), num_ranks=num_ranks, divides=False, thorough=False):
-            yield job
-            if job.draft_kind is DraftLayout.own_gpu:
-                yield replace(job, overlap=True)
-
-
-def _has_room(job: PlanSpec, hardware: HardwareConfig) -> bool:
-    try:
-        return fits(job, hardware)
-    except PlacementError:
-        return False
+                for draft in drafts if fits(base, hardware) else ():
+                    for drafted in on_block(replace(base, draft=draft), len(base.target_ranks)):
+                        yield drafted
+                        if drafted.draft_kind is DraftLayout.own_gpu:
+                            yield replace(drafted, overlap=True)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:
@@ -172,58 +349,6 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
             sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
             found.setdefault(sizes, draft)
     return list(found.values())
-
-
-def _price_use(job: PlanSpec, hardware: HardwareConfig) -> Choice:
-    try:
-        timed = timing(job, hardware)
-        for token_s, way in [*by_length(job, timed)] or [(timed.plain_s, job)]:
-            full = fullest_rank(way, hardware)
-            if full.fits:
-                return _timed(way, hardware, full, timed, token_s=token_s)
-            if not (asked := fullest_rank(job, hardware)).fits:
-                full = asked
-                break
-    except PlacementError as error:
-        return _use(job, hardware, reason=str(error))
-    reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-    return _use(job, hardware, needed_bytes=full.needed_bytes, reason=reason)
-
-
-def _timed(job: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan, timed: Timing, *, token_s: float) -> Choice:
-    return _use(
-        job, hardware,
-        ms_per_token=1e3 * token_s,
-        tokens_per_s=job.batch_size * job.num_replicas / token_s,
-        first_token_ms=1e3 * timed.prefill_s,
-        speedup=timed.plain_s / token_s,
-        needed_bytes=full.needed_bytes,
-        is_tight=full.is_tight,
-    )  # fmt: skip
-
-
-def _use(job: PlanSpec, hardware: HardwareConfig, **figures: Any) -> Choice:  # noqa: ANN401 - fields of a choice
-    storage, draft = format_of(job.target.quantization), job.draft
-    settings = [f"model={job.target.name}", f"draft={draft.name if draft else 'none'}"]
-    if storage.is_quantized:
-        settings.append(f"model.quantization={storage.name}")
-    settings += placement_settings(job)
-    if draft:
-        settings.append(length_setting(job))
-    return Choice(
-        target=job.target.name,
-        quantization=storage.name if storage.is_quantized else job.target.dtype.name,
-        draft=draft.name if draft else None,
-        draft_kind=job.draft_kind.name if draft else None,
-        num_draft_tokens=job.num_draft_tokens if draft else 0,
-        adapts=bool(draft) and job.adapts,
-        overlaps=job.overlaps,
-        num_ranks=len(job.layout.ranks),
-        num_replicas=job.num_replicas,
-        capacity_bytes=hardware.rank_bytes,
-        settings=tuple(settings),
-        **figures,
-    )
 
 
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6
@@ -267,26 +392,18 @@ class MachineChoice:
     settings: tuple[str, ...] = ()
 
 
-def with_speed(choice: MachineChoice, token_s: float, *, batch_size: int, machine: HardwareConfig) -> MachineChoice:
-    """The choice with the time of a token of each row, and what follows from it."""
-    tokens_per_s = choice.num_replicas * batch_size / token_s
-    hourly = usd_per_hour(machine)
-    million = hourly and hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
-    return replace(
-        choice, ms_per_token=1e3 * token_s, tokens_per_s=tokens_per_s, usd_per_hour=hourly,
-        usd_per_million_tokens=million,
-    )  # fmt: skip
+def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[MachineChoice]:
+    """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last."""
+    ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
+    found = [
+        _within(choice, config)
+        for machine in machines
+        for choice in _of_machine(ways[machine.device], _with_prices(machine, config.prices), config)
+    ]
+    return sorted(found, key=lambda choice: _rank(choice, config.objective or Objective.latency))
 
 
-def usd_per_hour(machine: HardwareConfig) -> float | None:
-    """What all GPUs of a machine cost per hour; None without a known price."""
-    if machine.price is None:
-        return None
-    rented = machine.num_ranks if machine.price.per == PER_GPU else machine.num_nodes
-    return rented * machine.price.usd_per_hour
-
-
-def with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> HardwareConfig:
+def _with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> HardwareConfig:
     """The machine with the price that a setting gives it, per node unless its file says otherwise."""
     if machine.name not in prices:
         return machine
@@ -294,10 +411,9 @@ def with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> Hardwar
     return replace(machine, price=price)
 
 
-def within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
+def _within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
     """The choice, ruled out if it exceeds the limits."""
-    ms, usd = choice.ms_per_token, choice.usd_per_hour
-    reason = choice.reason
+    ms, usd, reason = choice.ms_per_token, choice.usd_per_hour, choice.reason
     if reason or ms is None:
         return choice
     if config.max_ms_per_token is not None and ms > config.max_ms_per_token:
@@ -309,7 +425,7 @@ def within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
     return replace(choice, reason=reason)
 
 
-def rank(choice: MachineChoice, objective: Objective) -> tuple[Any, ...]:
+def _rank(choice: MachineChoice, objective: Objective) -> tuple[Any, ...]:
     """Sort key; the price decides between equals, then the number of GPUs."""
     ms, rate = choice.ms_per_token or math.inf, choice.tokens_per_s or 0.0
     costs = choice.usd_per_million_tokens, choice.usd_per_hour
@@ -322,22 +438,22 @@ def nothing_left(choices: Sequence[MachineChoice]) -> str | None:
     """An error sentence if every choice is ruled out, with the one that comes closest; else None."""
     if any(choice.reason is None for choice in choices):
         return None
-    num_machines = len({choice.machine for choice in choices})
-    nearest = min(choices, key=lambda choice: (choice.ms_per_token is None, _lacking(choice)))
+
+    def lacking(choice: MachineChoice) -> tuple[bool, float]:
+        return choice.ms_per_token is None, (
+            choice.ms_per_token or (choice.needed_bytes or math.inf) / choice.capacity_bytes
+        )
+
+    num_machines, nearest = len({choice.machine for choice in choices}), min(choices, key=lacking)
     which = f"{num_machines} machines" if num_machines > 1 else nearest.machine
     return f"nothing is left of {which}; the closest is {nearest.num_gpus} x {nearest.gpu}: {nearest.reason}"
-
-
-def _lacking(choice: MachineChoice) -> float:
-    """How far a choice is from what is required."""
-    return choice.ms_per_token or (choice.needed_bytes or math.inf) / choice.capacity_bytes
 
 
 def comparison_document(
     choices: Sequence[MachineChoice], config: PlanConfig, machines: Sequence[HardwareConfig]
 ) -> dict[str, Any]:
     """The comparison for JSON: the choices numbered by rank, the prices with their dates, and notes."""
-    priced = [with_prices(machine, config.prices) for machine in machines]
+    priced = [_with_prices(machine, config.prices) for machine in machines]
     models = [config.model, *([config.draft.model] if config.draft.model else [])]
     return {
         "objective": (config.objective or Objective.latency).name,
@@ -356,68 +472,8 @@ def comparison_document(
     }
 
 
-MOST_NODES = 4
-"""Nodes that are tried if one has too little room."""
 MOST_DRAFTS = 3
 """Drafts that a search tries: the one asked for, and the smallest of the catalogue with this vocabulary."""
-_OF_MEMORY = ("device", "rank_bytes", "context_bytes", "collective_bytes")
-_OF_SPEED = (
-    "device", "bandwidth_bytes_per_s", "copy_bytes_per_s", "flops_per_s", "slowdown", "kernel_s", "launch_s", "link",
-)  # fmt: skip
-"""Figures that decide the bytes of a job, and its times on one node."""
-
-
-class Times:
-    """Bytes and times of the jobs of one comparison: machines with the same GPUs share them, whatever they are called.
-
-    Jobs differ in models, ranks, replicas, where the draft is, and K.
-    """
-
-    def __init__(self) -> None:
-        self._fullest: dict[tuple[object, ...], RankMemoryPlan] = {}
-        self._timings: dict[tuple[object, ...], Timing] = {}
-
-    def fullest(self, job: PlanSpec, machine: HardwareConfig) -> RankMemoryPlan:
-        """Return the bytes of the rank with the least room; raises as `memory`."""
-        has_others = job.num_replicas * len(job.layout.ranks) > 1
-        key = (*_figures(machine, _OF_MEMORY), has_others, *_key(job))
-        if key not in self._fullest:
-            self._fullest[key] = fullest_rank(job, machine)
-        return self._fullest[key]
-
-    def timing(self, job: PlanSpec, machine: HardwareConfig) -> Timing:
-        """Return the times; raises as `memory`."""
-        gpu = _figures(machine, _OF_SPEED)
-        if machine.profiles or machine.num_nodes > 1:
-            gpu += (machine.name, machine.num_gpus, machine.network, job.num_replicas)
-        key = (gpu, *_key(job))
-        if key not in self._timings:
-            self._timings[key] = timing(job, machine)
-        return self._timings[key]
-
-
-def _figures(machine: HardwareConfig, names: Sequence[str]) -> tuple[object, ...]:
-    values = (getattr(machine, name) for name in names)
-    return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in values)
-
-
-def _key(job: PlanSpec) -> tuple[object, ...]:
-    """All in which the jobs of one comparison differ, besides replicas."""
-    models = id(job.target), id(job.draft), job.free_draft
-    return *models, job.draft_kind.name, job.target_ranks, job.draft_ranks, job.num_draft_tokens, job.adapts
-
-
-def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[MachineChoice]:
-    """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last."""
-    ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
-    times = Times()
-    found = [
-        choice
-        for machine in machines
-        for choice in _of_machine(ways[machine.device], with_prices(machine, config.prices), config, times)
-    ]
-    limited = [within(choice, config) for choice in found]
-    return sorted(limited, key=lambda choice: rank(choice, config.objective or Objective.latency))
 
 
 def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
@@ -435,12 +491,9 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:
         drafting.append(asked)
-    targets = [_stored(config, asked, name) for name in formats()]
+    entries = [replace(config.model, quantization=name) for name in formats()]
+    targets = [planned_model(entry, device=asked.device) for entry in entries]
     return [replace(job, target=target) for target in targets for job in (plain, *drafting)]
-
-
-def _stored(config: PlanConfig, asked: PlanSpec, quantization: str) -> PlannedModel:
-    return planned_model(replace(config.model, quantization=quantization), device=asked.device)
 
 
 def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
@@ -451,32 +504,23 @@ def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
     return list(chosen.values())[:MOST_DRAFTS]
 
 
-def _of_machine(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, times: Times
-) -> list[MachineChoice]:
+def _of_machine(ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig) -> list[MachineChoice]:
     """The choices on one node, and on several if the job fits no node or the machine has several."""
-    node = replace(machine, num_nodes=1)
-    num_own = machine.num_gpus if has_its_own_number(machine) else None
-    on = partial(_on, ways, config=config, times=times, num_own=num_own)
-    found = [choice for number in _counts(machine.num_gpus) for choice in on(node, num_gpus=number)]
+    node, most = replace(machine, num_nodes=1), machine.num_gpus
+    num_own = most if has_its_own_number(machine) else None
+    counts = sorted({2**power for power in range(most.bit_length())} | {most})
+    found = [choice for count in counts for choice in _on(ways, node, config, num_gpus=count, num_own=num_own)]
     for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
-        fits = any(choice.reason is None for choice in found)
-        if num_nodes <= machine.num_nodes or (machine.network and not fits):
+        has_room = any(choice.reason is None for choice in found)
+        if num_nodes <= machine.num_nodes or (machine.network and not has_room):
             nodes = replace(machine, num_nodes=num_nodes)
-            found += on(nodes, num_gpus=nodes.num_ranks)
+            found += _on(ways, nodes, config, num_gpus=nodes.num_ranks, num_own=num_own)
     return found
 
 
-def _counts(num_gpus: int) -> list[int]:
-    """1, 2, 4, ... and all."""
-    return sorted({2**power for power in range(num_gpus.bit_length())} | {num_gpus})
-
-
 def _on(
-    ways: Sequence[PlanSpec], machine: HardwareConfig,
-    *,
-    num_gpus: int, config: PlanConfig, times: Times, num_own: int | None,
-) -> Iterator[MachineChoice]:  # fmt: skip
+    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, *, num_gpus: int, num_own: int | None
+) -> Iterator[MachineChoice]:
     """The fastest choice for each storage format with `num_gpus` GPUs per replica; if none fits, the nearest.
 
     `num_own` GPUs need no setting.
@@ -489,75 +533,26 @@ def _on(
     for way in ways:
         for job in on_block(replace(way, num_replicas=num_replicas), num_gpus):
             name = job.target.quantization
-            priced = _price(job, machine, times, chooses_k=config.search, below=best.get(name))
+            below_s = best[name].token_s if name in best else math.inf
+            priced = _price(job, machine, chooses_k=config.search, below_s=below_s)
             if priced and (name not in best or priced.order < best[name].order):
                 best[name] = priced
-    yield from (_choice(priced, machine, config.model, num_own=num_own) for priced in best.values())
+    for priced in best.values():
+        settings = _settings(priced.job, machine, config.model, num_own=num_own)
+        yield MachineChoice(
+            machine=machine.name, gpu=machine.gpu, num_gpus=len(priced.job.layout.ranks), num_nodes=machine.num_nodes,
+            capacity_bytes=machine.rank_bytes, settings=tuple(settings), **_costs(priced, machine), **priced.figures(),
+        )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Priced:
-    """A job with its seconds per token, or with the reason why it is ruled out."""
-
-    job: PlanSpec
-    token_s: float | None = None
-    needed_bytes: int | None = None
-    is_tight: bool = False
-    reason: str | None = None
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """Sort key for jobs on the same GPUs."""
-        return self.token_s or math.inf, self.needed_bytes or math.inf
-
-
-def _price(
-    job: PlanSpec, machine: HardwareConfig, times: Times, *, chooses_k: bool, below: _Priced | None
-) -> _Priced | None:
-    """Price a job, for the best K that fits if it is to be chosen; None if it is slower than `below`."""
-    try:
-        full = times.fullest(job, machine)
-    except PlacementError as error:
-        return _Priced(job=job, reason=str(error))
-    if not full.fits:
-        reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-        return _Priced(job=job, reason=reason, needed_bytes=full.needed_bytes)
-    timed = times.timing(job, machine)
-    if not (chooses_k and timed.by_num_draft_tokens):
-        token_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        return _Priced(job=job, token_s=token_s, needed_bytes=full.needed_bytes, is_tight=full.is_tight)
-    most_s = below.token_s or math.inf if below else math.inf
-    for token_s, drafting in by_length(job, timed):
-        if token_s >= most_s:
-            return None
-        if (full := times.fullest(drafting, machine)).fits:
-            return _Priced(job=drafting, token_s=token_s, needed_bytes=full.needed_bytes, is_tight=full.is_tight)
-    return None
-
-
-def _choice(priced: _Priced, machine: HardwareConfig, entry: ModelConfig, *, num_own: int | None) -> MachineChoice:
-    job = priced.job
-    storage = job.target.quantization
-    choice = MachineChoice(
-        machine=machine.name,
-        gpu=machine.gpu,
-        num_gpus=len(job.layout.ranks),
-        num_nodes=machine.num_nodes,
-        num_replicas=job.num_replicas,
-        quantization=job.target.dtype.name if storage == NO_QUANTIZATION else storage,
-        draft=job.draft.name if job.draft else job.free_draft,
-        draft_kind=job.draft_kind.name if job.draft else None,
-        num_draft_tokens=job.num_draft_tokens if job.drafts else 0,
-        adapts=job.drafts and job.adapts,
-        capacity_bytes=machine.rank_bytes,
-        needed_bytes=priced.needed_bytes,
-        is_tight=priced.is_tight,
-        reason=priced.reason,
-        settings=tuple(_settings(job, machine, entry, num_own=num_own)),
-    )
-    if priced.token_s is None:
-        return choice
-    return with_speed(choice, priced.token_s, batch_size=job.batch_size, machine=machine)
+def _costs(priced: _Priced, machine: HardwareConfig) -> dict[str, Any]:
+    """US dollars for all GPUs per hour, and per token; nothing without a known price."""
+    if machine.price is None or priced.reason:
+        return {}
+    hourly = (machine.num_ranks if machine.price.per == PER_GPU else machine.num_nodes) * machine.price.usd_per_hour
+    tokens_per_s = priced.job.num_replicas * priced.job.batch_size / priced.token_s
+    million = hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
+    return {"usd_per_hour": hourly, "usd_per_million_tokens": million}
 
 
 def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig, *, num_own: int | None) -> Iterator[str]:

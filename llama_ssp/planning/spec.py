@@ -24,7 +24,7 @@ from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.drafters import Matching, draft_name, matching_of
 from llama_ssp.settings.folders import read_path
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
@@ -63,7 +63,7 @@ class PlannedModel:
     by_library: bool = False
 
     def __hash__(self) -> int:
-        """Equal models have equal hashes."""
+        """Shapes have no hash; a search asks for this one thousands of times."""
         return self._hash
 
     @cached_property
@@ -95,12 +95,6 @@ class PlannedModel:
         dtype = self.dtype if stays or self.quantized_dtype is Dtype.auto else self.quantized_dtype
         return replace(self, quantization=quantization, dtype=dtype)
 
-    @cached_property
-    def unquantized(self) -> "PlannedModel":
-        """The same model with all layers in its number format, as its head is."""
-        is_quantized = self.quantization != NO_QUANTIZATION
-        return replace(self, quantization=NO_QUANTIZATION) if is_quantized else self
-
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
@@ -112,23 +106,20 @@ class PlanSpec:
     """Input of the forecasts of memory and time.
 
     Attributes:
+        target_ranks, draft_ranks: ranks of each replica, increasing.
+        spare_devices: GPUs without a rank that hold layers of a layer-wise target.
+        max_device_bytes: limit of the target's weights on each device; None without offload.
+        draft_whole: what each of several ranks that share the draft holds whole.
+        free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
+        matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
-        counts_tokens: penalties count the tokens of the vocabulary.
-        free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
-        target_ranks, draft_ranks: ranks of each replica, increasing.
-        draft_whole: what each of several ranks that share the draft holds whole.
-        matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
-        temperature, text: what that expectation depends on.
+        rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
+        counts_tokens: penalties count the tokens of the vocabulary.
         prompt_tokens, max_new_tokens: tokens of the longest row.
         mean_prompt_tokens: of all prompts, where they are known.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
-        device: cpu or cuda.
-        rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
-        spare_devices: GPUs without a rank that hold layers of a layer-wise target.
-        max_device_bytes: limit of the target's weights on each device; None without offload.
-        kernels: those of the engine that runs the job.
     """
 
     target: PlannedModel
@@ -211,7 +202,7 @@ def resolve_shapes(config: PlanConfig) -> None:
     Raises as `planned_model`.
     """
     for model in (config.model, config.draft.model):
-        if model is not None:
+        if model:
             resolved = planned_model(model, device="cpu", any_family=True)
             model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
@@ -230,18 +221,22 @@ def make_job(
     """
     if largest_cell := task_of(config).largest_cell:
         config, prompt_tokens = largest_cell(config)
-    if config.weights is WeightsKind.synthetic:
-        config = _synthesized(config, device=device)
     num_gpus = num_gpus or world_size
-    draft = planned_model(config.draft.model, device=device) if config.draft.model else None
     placement, speculation, temperature = config.placement, config.speculation, config.sampling.temperature
+    models, acceptance = [config.model, config.draft.model], speculation.acceptance
+    if config.weights is WeightsKind.synthetic:
+        models = [
+            model and replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
+            for model in models
+        ]
+        acceptance = config.synthetic.agreement if acceptance is None else acceptance
+    target, draft = (planned_model(model, device=device) if model else None for model in models)
+    assert target, "only a draft may be missing"
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
     return PlanSpec(
-        target=replace(
-            planned_model(config.model, device=device), by_library=placement.target.kind is not TargetKind.tensor
-        ),
+        target=replace(target, by_library=placement.target.kind is not TargetKind.tensor),
         target_kind=placement.target.kind,
         target_ranks=layout.target_ranks,
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
@@ -257,7 +252,7 @@ def make_job(
         num_draft_tokens=speculation.most_draft_tokens,
         adapts=speculation.adapts,
         overlap=speculation.overlap,
-        acceptance=speculation.acceptance,
+        acceptance=acceptance,
         temperature=temperature,
         text=speculation.text,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
@@ -268,20 +263,6 @@ def make_job(
         cuda_graphs=config.cuda_graphs and device == "cuda" and may_capture(placement.target),
         device=device,
     )
-
-
-def _synthesized(config: RunConfig, *, device: str) -> RunConfig:
-    """The config with models as `weights=synthetic` makes them, and the acceptance that it sets."""
-
-    def made(entry: ModelConfig) -> ModelConfig:
-        return replace(entry, dtype=number_format(entry, device=device), stored_dtype=Dtype.bf16)
-
-    draft, speculation = config.draft, config.speculation
-    acceptance = config.synthetic.agreement if speculation.acceptance is None else speculation.acceptance
-    return replace(
-        config, model=made(config.model), draft=replace(draft, model=draft.model and made(draft.model)),
-        speculation=replace(speculation, acceptance=acceptance),
-    )  # fmt: skip
 
 
 def job_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
@@ -325,20 +306,17 @@ def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) 
         model = replace(model, stored_dtype=stored)
     dtype = number_format(model, device=device)
     return PlannedModel(
-        name=model.name,
-        shape=shape,
-        dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
-        quantization=model.quantization,
-        stored=model.stored_dtype,
-        quantized_dtype=_quantized_number_format(model),
-    )
+        name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
+        quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
+    )  # fmt: skip
 
 
-_ALIASES = {
-    "num_hidden_layers": ("num_layers", "n_layer"),
-    "num_attention_heads": ("num_heads", "n_head"),
-    "hidden_size": ("n_embd",),
+_NAMES = {
+    "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "n_head"),
+    "hidden_size": ("hidden_size", "n_embd"),
 }
+"""Names of a size in the files of different families, where it has several."""
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 _OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
 """Sizes that must be in the file of a family that the engine runs, and in that of any other."""
@@ -365,7 +343,8 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     required = _OF_RUNS
     if model_type not in families():
         content, required = _of_text(model_type, content), _OF_PLANS
-    sizes = {key: size for key in _ALL_SIZES if (size := _size(content, key))}
+    found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
+    sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
         raise _incomplete(file, ", ".join(missing))
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
@@ -416,12 +395,6 @@ def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
         named = f" ({', '.join(classes)})" if classes else ""
         raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
     return part
-
-
-def _size(content: Mapping[str, Any], key: str) -> int | None:
-    """A size by its name, or by another one that some families have for it; None if the file lacks it."""
-    names = (key, *_ALIASES.get(key, ()))
-    return next((content[name] for name in names if type(content.get(name)) is int and content[name] > 0), None)
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

@@ -28,17 +28,15 @@ Shapes: B sequences, K drafted tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 from llama_ssp.architectures.sizes import OWN_SLOTS_PER_SLOT, PREFILL_CHUNK
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import SizePoint
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    Gain,
     expected_of_job,
     fastest,
     overlapped_corrections,
@@ -67,8 +65,7 @@ VERDICT_BYTES = 3 * ID_BYTES
 PROBABILITY_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """One kind of message of a round: each sender sends `payload_bytes` to every other rank."""
 
     payload_bytes: int
@@ -81,42 +78,24 @@ class Message:
         return self.payload_bytes * self.num_senders * (len(self.ranks) - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundMessages:
-    """All kinds of messages; None for those that the placement does not need."""
-
-    ids: Message | None
-    probabilities: Message | None
-    verdict: Message | None
-
-
-_NO_MESSAGES = RoundMessages(ids=None, probabilities=None, verdict=None)
-
-
-def round_messages(job: PlanSpec, num_draft_tokens: int) -> RoundMessages:
-    """The messages of a round with K = `num_draft_tokens`; plain decoding (K = 0) has only the verdict."""
+def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
+    """The messages of a round with K = `num_draft_tokens`, by kind, in order; a plain token has only the verdict."""
     layout, rows = job.layout, job.batch_size
-    everyone = layout.ranks
-    if len(everyone) == 1:
-        return _NO_MESSAGES
+    if len(layout.ranks) == 1:
+        return {}
     drafts = bool(job.draft) and num_draft_tokens > 0
-    splits_batch = drafts and layout.splits_batch
-    if splits_batch:
+    num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
+    if num_senders > 1:
         rows = -(-rows // len(layout.draft_ranks))
-    num_senders = len(everyone) if splits_batch else 1
+    found = {}
+    if drafts:
+        found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
     has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
-    apart = drafts and layout.draft_source_rank not in layout.target_ranks and has_probs
-    ids = Message(payload_bytes=ID_BYTES * rows * num_draft_tokens, ranks=everyone, num_senders=num_senders)
-    verdict = Message(payload_bytes=VERDICT_BYTES * rows, ranks=everyone, num_senders=num_senders)
-    probabilities = None
-    if apart:
+    if drafts and layout.draft_source_rank not in layout.target_ranks and has_probs:
         num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
-        probabilities = Message(payload_bytes=num_bytes, ranks=(layout.draft_source_rank, layout.verify_rank))
-    return RoundMessages(
-        ids=ids if drafts else None,
-        probabilities=probabilities,
-        verdict=verdict,
-    )
+        found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
+    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
+    return found
 
 
 WORTH_WAITING = 1.1
@@ -155,97 +134,50 @@ class OverlappedTime:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapForecast:
-    """What a plan expects of overlapped rounds.
+    """A round of K drafted tokens whose drafting overlaps verification, at one acceptance."""
 
-    Attributes:
-        waits: rows wait for a new block after a rejection; else its first token is verified early.
-        draft_s: K draft steps.
-        target_idle_share, draft_idle_share: of a round.
-        dropped_share: of the drafted tokens.
-    """
+    time: OverlappedTime
+    acceptance: float
+    num_draft_tokens: int
+    batch_size: int
 
-    waits: bool
-    draft_s: float
-    target_idle_share: float
-    draft_idle_share: float
-    dropped_share: float
+    @property
+    def alone_s(self) -> float:
+        """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
+        return (1 - self.acceptance ** (self.num_draft_tokens * self.batch_size)) * self.time.refill_s
+
+    @cached_property
+    def waits(self) -> bool:
+        """Whether tokens come clearly faster if rows wait for a block after a rejection, and verify no token early."""
+        waiting_s = self.time.round_s + self.alone_s
+        examined = tokens_per_round(self.acceptance, self.num_draft_tokens - 1)
+        early = overlapped_tokens(self.acceptance, self.num_draft_tokens)
+        return WORTH_WAITING * waiting_s / examined < self.time.round_s / early
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of the round, with the drafting alone before it."""
+        return self.time.round_s + (self.alone_s if self.waits else 0.0)
+
+    def gain(self, acceptance: float) -> float:
+        """Expected tokens of the round, at any acceptance."""
+        if self.waits:
+            return tokens_per_round(acceptance, self.num_draft_tokens - 1)
+        return overlapped_tokens(acceptance, self.num_draft_tokens)
 
     def document(self) -> dict[str, Any]:
-        """The fields, in milliseconds."""
-        fields = asdict(self)
-        return {"draft_ms": 1e3 * fields.pop("draft_s")} | fields
-
-
-def alone_s(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> float:
-    """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
-    return (1 - acceptance ** (num_draft_tokens * batch_size)) * time.refill_s
-
-
-def better_to_wait(time: OverlappedTime, *, acceptance: float, num_draft_tokens: int, batch_size: int) -> bool:
-    """Whether tokens come clearly faster if rows wait for a block after a rejection than with one token verified."""
-    waiting_s = time.round_s + alone_s(
-        time, acceptance=acceptance, num_draft_tokens=num_draft_tokens, batch_size=batch_size
-    )
-    examined = tokens_per_round(acceptance, num_draft_tokens - 1)
-    return WORTH_WAITING * waiting_s / examined < time.round_s / overlapped_tokens(acceptance, num_draft_tokens)
-
-
-class OverlappedRounds:
-    """The rounds of a job by K, at one acceptance.
-
-    Args:
-        time_of: the pieces of a round with K.
-
-    Attributes:
-        waits: whether rows wait in rounds of K; see `better_to_wait`.
-    """
-
-    def __init__(self, time_of: Callable[[int], OverlappedTime], *, acceptance: float, batch_size: int) -> None:
-        self._time_of = cache(time_of)
-        self._acceptance = acceptance
-        self._batch_size = batch_size
-        self.waits = cache(self._better_to_wait)
-
-    def _better_to_wait(self, num_draft_tokens: int) -> bool:
-        return better_to_wait(self._time_of(num_draft_tokens), **self._job(num_draft_tokens))
-
-    def round_s(self, num_draft_tokens: int) -> float:
-        """Seconds of a round, with the drafting alone before it."""
-        return self._time_of(num_draft_tokens).round_s + self._alone_s(num_draft_tokens)
-
-    def gain(self, acceptance: float, num_draft_tokens: int) -> float:
-        """Expected tokens of a round, at any acceptance."""
-        if self.waits(num_draft_tokens):
-            return tokens_per_round(acceptance, num_draft_tokens - 1)
-        return overlapped_tokens(acceptance, num_draft_tokens)
-
-    def forecast(self, num_draft_tokens: int) -> OverlapForecast:
-        """What a plan says of them."""
-        time, waits = self._time_of(num_draft_tokens), self.waits(num_draft_tokens)
-        round_s, whole = self.round_s(num_draft_tokens), self._acceptance**num_draft_tokens
-        alone = self._alone_s(num_draft_tokens)
-        drafted, corrections = float(num_draft_tokens), overlapped_corrections(self._acceptance, num_draft_tokens)
-        if waits:
-            drafted, corrections = num_draft_tokens + (1 - whole) * (num_draft_tokens - 1), 1 - whole
-        kept = self.gain(self._acceptance, num_draft_tokens) - corrections
-        return OverlapForecast(
-            waits=waits,
-            draft_s=time.draft_s,
-            target_idle_share=(time.arrived_s - time.forward_s + alone) / round_s,
-            draft_idle_share=(time.arrived_s - time.draft_s + time.settle_s) / round_s,
-            dropped_share=1 - kept / drafted,
-        )
-
-    def _alone_s(self, num_draft_tokens: int) -> float:
-        if not self.waits(num_draft_tokens):
-            return 0.0
-        return alone_s(self._time_of(num_draft_tokens), **self._job(num_draft_tokens))
-
-    def _job(self, num_draft_tokens: int) -> dict[str, Any]:
+        """A plan's figures: K draft steps, whether rows wait, shares of the round, and of the drafted tokens."""
+        time, number, alone = self.time, self.num_draft_tokens, self.alone_s if self.waits else 0.0
+        drafted, corrections = float(number), overlapped_corrections(self.acceptance, number)
+        if self.waits:
+            corrections = 1 - self.acceptance**number
+            drafted = number + corrections * (number - 1)
         return {
-            "acceptance": self._acceptance,
-            "num_draft_tokens": num_draft_tokens,
-            "batch_size": self._batch_size,
+            "draft_ms": 1e3 * time.draft_s,
+            "waits": self.waits,
+            "target_idle_share": (time.arrived_s - time.forward_s + alone) / self.round_s,
+            "draft_idle_share": (time.arrived_s - time.draft_s + time.settle_s) / self.round_s,
+            "dropped_share": 1 - (self.gain(self.acceptance) - corrections) / drafted,
         }
 
 
@@ -322,7 +254,7 @@ class CostModel:
         return self._sampled_s(points, self.job.kernels.verify, numbers) + more_s
 
     def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
-        """What a draw or the rule takes as measured, or as kernels that make `RULE_PASSES` over its numbers."""
+        """A draw or the rule, as measured or as kernels that make `RULE_PASSES` over its numbers."""
         return by_size(points, numbers) if points else self._kernels_s(num_kernels, RULE_PASSES, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
@@ -330,9 +262,11 @@ class CostModel:
         launch_s = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
         return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
 
-    def agree_s(self, *messages: Message | None) -> float:
-        """Messages between the ranks of a replica, one after the other."""
-        return sum(message_s(self.hardware, m.ranks, m.payload_bytes * m.num_senders) for m in messages if m)
+    def agree_s(self, num_draft_tokens: int, *kinds: str) -> float:
+        """Messages of these kinds between the ranks of a replica, one after the other."""
+        found = round_messages(self.job, num_draft_tokens)
+        sent = [found[kind] for kind in kinds if kind in found]
+        return sum(message_s(self.hardware, each.ranks, each.payload_bytes * each.num_senders) for each in sent)
 
     @property
     def host_s(self) -> float:
@@ -341,27 +275,17 @@ class CostModel:
 
     def plain_s(self) -> float:
         """One plain token."""
-        verdict_s = self.agree_s(round_messages(self.job, 0).verdict)
-        return self.forward(self.target, 1).total_s + self.draw_s(self.target) + verdict_s + self.host_s
+        drawn_s = self.forward(self.target, 1).total_s + self.draw_s(self.target)
+        return drawn_s + self.agree_s(0, "verdict") + self.host_s
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw."""
         assert self.draft, "priced only where there is a draft"
         return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
 
-    def exchange_s(self, num_draft_tokens: int) -> float:
-        """The messages of a round before the rule."""
-        messages = round_messages(self.job, num_draft_tokens)
-        return self.agree_s(messages.ids, messages.probabilities)
-
-    @cached_property
-    def _agreement_s(self) -> float:
-        """The message of a round after the rule, which is as long for every K."""
-        return self.agree_s(round_messages(self.job, 1).verdict)
-
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        return self.exchange_s(num_draft_tokens) + self._agreement_s + self.rule_s(num_draft_tokens + 1)
+        return self.agree_s(num_draft_tokens, "ids", "probabilities", "verdict") + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them."""
@@ -378,11 +302,11 @@ class CostModel:
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
-        exchange_s = self.exchange_s(num_draft_tokens)
+        exchange_s = self.agree_s(num_draft_tokens, "ids", "probabilities")
+        settle_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=self._agreement_s + self.rule_s(num_draft_tokens + 3),
-            host_s=self.host_s, is_beside=self.job.device == "cuda",
+            exchange_s=exchange_s, settle_s=settle_s, host_s=self.host_s, is_beside=self.job.device == "cuda",
             refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
         )  # fmt: skip
 
@@ -392,21 +316,6 @@ class CostModel:
 
 
 MOST_DRAFT_TOKENS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranges:
-    """The figures that follow from the low and from the high acceptance, the smaller one first.
-
-    Attributes:
-        tokens_per_round: at the K that is priced.
-        speculative_s: per token, at the same K.
-        best_num_draft_tokens: the fastest K.
-    """
-
-    tokens_per_round: tuple[float, float]
-    speculative_s: tuple[float, float]
-    best_num_draft_tokens: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,8 +335,9 @@ class Timing:
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K.
-        overlap: of a job whose drafting overlaps verification.
-        ranges: by the acceptance; None for a single figure of it.
+        tokens_per_round_range, speculative_s_range, best_num_draft_tokens_range: what follows from the low and from the
+            high acceptance, the smaller figure first; None for a single figure of it. The first two are at the same K.
+        overlap: of a job whose drafting overlaps verification; see `OverlapForecast.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -453,8 +363,10 @@ class Timing:
     cost_ratio: float | None = None
     by_num_draft_tokens: tuple[float, ...] = ()
     best_num_draft_tokens: int | None = None
-    overlap: OverlapForecast | None = None
-    ranges: Ranges | None = None
+    tokens_per_round_range: tuple[float, float] | None = None
+    speculative_s_range: tuple[float, float] | None = None
+    best_num_draft_tokens_range: tuple[int, int] | None = None
+    overlap: dict[str, Any] | None = None
 
     @property
     def knows_best_k(self) -> bool:
@@ -486,31 +398,34 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
 
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
-    job = costs.job
+    job, chosen = costs.job, costs.job.num_draft_tokens
     acceptance = expected_of_job(job)
-    step_s = costs.draft_step_s(1) if costs.draft else 0.0
-    rounds = OverlappedRounds(costs.overlapped, acceptance=acceptance.probability, batch_size=job.batch_size)
+    probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
+    overlapped = [
+        OverlapForecast(
+            time=costs.overlapped(number), acceptance=probability, num_draft_tokens=number, batch_size=job.batch_size
+        )
+        for number in lengths
+        if job.overlaps
+    ]
+    rounds_s = [one.round_s for one in overlapped] or [
+        costs.drafting_s(number) + costs.verify_s(number) + costs.host_s for number in lengths
+    ]
 
-    def round_s(num_draft_tokens: int) -> float:
-        if job.overlaps:
-            return rounds.round_s(num_draft_tokens)
-        return costs.drafting_s(num_draft_tokens) + costs.verify_s(num_draft_tokens) + costs.host_s
+    def gain(acceptance: float, number: int) -> float:
+        return overlapped[number - 1].gain(acceptance) if overlapped else tokens_per_round(acceptance, number)
 
-    chosen = job.num_draft_tokens
-    all_rounds_s = [round_s(number) for number in range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)]
-    gain = rounds.gain if job.overlaps else tokens_per_round
-    by_number = token_times(all_rounds_s, acceptance.probability, gain)
+    by_number = token_times(rounds_s, probability, gain)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
-    expected = gain(acceptance.probability, chosen)
-    speculative_s, rounds_of = by_number[chosen - 1], all_rounds_s[chosen - 1]
+    expected, speculative_s = gain(probability, chosen), by_number[chosen - 1]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
-    num_rounds = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected
-    rounds_s = num_rounds * rounds_of
+    decoding_s = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[chosen - 1]
     if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
-        speculative_s, rounds_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
-    return replace(
+        speculative_s, decoding_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
+    step_s = costs.draft_step_s(1) if costs.draft else 0.0
+    timed = replace(
         plain,
         verify_forward=costs.forward(costs.target, chosen + 1),
         draft_forward_s=step_s,
@@ -518,30 +433,25 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         acceptance=acceptance,
         num_draft_tokens=chosen,
         tokens_per_round=expected,
-        round_s=rounds_of,
+        round_s=rounds_s[chosen - 1],
         verify_s=costs.verify_s(chosen),
         other_s=costs.host_s,
         speculative_s=speculative_s,
-        speculative_run_s=(prefill_s + rounds_s) / job.max_new_tokens,
+        speculative_run_s=(prefill_s + decoding_s) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=fastest(by_number),
-        overlap=rounds.forecast(chosen) if job.overlaps else None,
-        ranges=_ranges(acceptance, all_rounds_s, chosen, gain, most_s=plain.plain_s if job.adapts else math.inf),
+        overlap=overlapped[chosen - 1].document() if overlapped else None,
     )
-
-
-def _ranges(
-    acceptance: Acceptance, rounds_s: Sequence[float], chosen: int, gain: Gain, *, most_s: float
-) -> Ranges | None:
-    """The ranges at K = `chosen`, where rounds take `rounds_s` for K = 1, 2, ... and no token more than `most_s`."""
     if acceptance.ends is None:
-        return None
+        return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
-    return Ranges(
-        tokens_per_round=(gain(low, chosen), gain(high, chosen)),
-        speculative_s=(min(fast[chosen - 1], most_s), min(slow[chosen - 1], most_s)),
-        best_num_draft_tokens=(fastest(slow), fastest(fast)),
+    most_s = plain.plain_s if job.adapts else math.inf
+    return replace(
+        timed,
+        tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
+        speculative_s_range=(min(fast[chosen - 1], most_s), min(slow[chosen - 1], most_s)),
+        best_num_draft_tokens_range=(fastest(slow), fastest(fast)),
     )

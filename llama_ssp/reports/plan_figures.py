@@ -11,9 +11,9 @@ from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.charts import COLOURS, GREY, MOST_LINES, Chart, Point, look
-from llama_ssp.reports.plan_tables import GIB, ITEMS, headline
-from llama_ssp.settings.formats import formats
+from llama_ssp.reports.plan_tables import GIB, ITEMS, headline, short_name
 
+Rows = Sequence[Mapping[str, Any]]
 ITEM_COLOURS = (
     "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
 )  # fmt: skip
@@ -21,18 +21,37 @@ RED, GREEN = COLOURS[4], COLOURS[2]
 HALF_BAR = 0.375
 
 
-def draw_plan(plan: Mapping[str, Any], file: Path) -> None:
-    """Draw a plan into a file; raises ConfigError without matplotlib, or if the file or its suffix is unusable."""
+def draw(content: Mapping[str, Any], file: Path, *, machine: str = "", unit: str = "") -> None:
+    """Draw the document of a plan, a search or a comparison into a file; a search needs `machine` and `unit`.
+
+    Raises ConfigError without matplotlib, if the file or its suffix is unusable, and if no choice of a comparison that
+    is left has a price.
+    """
     from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
 
+    if "search" in content:
+        choices = content["search"]
+        title, charts = f"{choices[0]['target']} on {machine}", [time_by_ranks(choices, unit=unit)]
+    elif "machines" in content:
+        priced = [row for row in content["machines"] if row["reason"] is None and row["usd_per_hour"] is not None]
+        if not priced:
+            raise ConfigError(
+                f"figure={file} draws ms/token against the price, and nothing that is left has one: "
+                "prices={NAME:USD_PER_HOUR} gives prices"
+            )
+        rows = "one row" if content["batch_size"] == 1 else f"{content['batch_size']} rows"
+        title = f"{content['model']}, {rows}: what a faster token costs"
+        charts = [time_by_price(priced), machines_worth_it(priced)]
+    else:
+        title, charts = headline(content), [_memory_by_rank(content), _time_by_k(content)]
     try:
-        save([memory_by_rank(plan), time_by_k(plan)], file, headline=headline(plan))
+        save(charts, file, headline=title)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"figure={file} cannot be written: {reason}") from error
 
 
-def memory_by_rank(plan: Mapping[str, Any]) -> Chart:
+def _memory_by_rank(plan: Mapping[str, Any]) -> Chart:
     """Stack the memory items of each rank, under its capacity."""
     ranks = plan["memory"]
     capacity = ranks[0]["capacity_bytes"] / GIB
@@ -54,7 +73,7 @@ def memory_by_rank(plan: Mapping[str, Any]) -> Chart:
     return chart
 
 
-def time_by_k(plan: Mapping[str, Any]) -> Chart:
+def _time_by_k(plan: Mapping[str, Any]) -> Chart:
     """Show ms/token by K, marking the best, and plain decoding."""
     time = plan["time"]
     plain, by_k = time["plain_ms_per_token"], time["speculative_ms_per_token_by_k"]
@@ -73,52 +92,38 @@ def time_by_k(plan: Mapping[str, Any]) -> Chart:
     return chart
 
 
-Choices = Sequence[Mapping[str, Any]]
-
-
-def draw_search(choices: Choices, file: Path, *, machine: str, unit: str) -> None:
-    """Draw a search into a file; raises ConfigError without matplotlib, or if the file or its suffix is unusable."""
-    from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
-
-    try:
-        save([time_by_ranks(choices, unit=unit)], file, headline=f"{choices[0]['target']} on {machine}")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"figure={file} cannot be written: {reason}") from error
-
-
-def time_by_ranks(choices: Choices, *, unit: str) -> Chart:
+def time_by_ranks(choices: Rows, *, unit: str) -> Chart:
     """The fastest choice for every size of a replica: a line by number format, dashed without a draft."""
     asked = [one for one in choices if one["target"] == choices[0]["target"] and one["ms_per_token"] is not None]
     sizes = sorted({one["num_ranks"] for one in asked})
-    lines = {
-        (name, drafts): _fastest([one for one in asked if (one["quantization"], bool(one["draft"])) == (name, drafts)])
-        for name in dict.fromkeys(one["quantization"] for one in asked)
-        for drafts in (True, False)
-    }
+    names = list(dict.fromkeys(one["quantization"] for one in asked))
+    asked.sort(key=lambda one: (names.index(one["quantization"]), not one["draft"]))
+    lines = {kind: _fastest(found) for kind, found in _by_kind(asked).items()}
     chart = Chart(
         title="Time per token", x_label=f"{unit}s of a replica", y_label="ms/token of a completion",
         highest_x=max(sizes, default=1) + 0.5,
         highest_y=max((ms for points in lines.values() for _, ms in points), default=1.0),
         x_names={float(size): str(size) for size in sizes},
     )  # fmt: skip
-    colours = dict(zip(dict.fromkeys(name for name, _ in lines), COLOURS, strict=False))
-    for (name, drafts), points in lines.items():
-        colour = colours.get(name, COLOURS[-1])
-        shown = f"{_short(name)}{', with a draft' if drafts else ''}"
-        if points:
-            chart.line(points, colour, name=shown, dashed=not drafts)
+    for (label, colour, drafts), points in lines.items():
+        chart.line(points, colour, name=label, dashed=not drafts)
         for size, ms in points:
-            chart.dot(size, ms, colour, says=f"{size:.0f} {unit}{'' if size == 1 else 's'}, {shown}: {ms:.2f} ms/token")
+            chart.dot(size, ms, colour, says=f"{size:.0f} {unit}{'' if size == 1 else 's'}, {label}: {ms:.2f} ms/token")
     return chart
 
 
-def _short(name: str) -> str:
-    storage = formats().get(name)
-    return (storage and storage.short_name) or name
+def _by_kind(rows: Rows) -> dict[tuple[str, str, bool], list[Mapping[str, Any]]]:
+    """The rows of each line, under its label, its colour, by the number format, and whether they have a draft."""
+    colours = dict(zip(dict.fromkeys(row["quantization"] for row in rows), COLOURS, strict=False))
+    lines: dict[tuple[str, str, bool], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        name, drafts = row["quantization"], row["draft"] is not None
+        label = f"{short_name(name)}{', with a draft' if drafts else ''}"
+        lines.setdefault((label, colours.get(name, COLOURS[-1]), drafts), []).append(row)
+    return lines
 
 
-def _fastest(choices: Choices) -> list[Point]:
+def _fastest(choices: Rows) -> list[Point]:
     """The least ms/token by ranks of a replica."""
     least: dict[int, float] = {}
     for one in choices:
@@ -129,40 +134,13 @@ def _fastest(choices: Choices) -> list[Point]:
 
 MOST_TIMES = 1.5
 """Choices that take more times the slowest one that is worth its price are not drawn: they would squeeze the others."""
-Rows = Sequence[Mapping[str, Any]]
-
-
-def draw_machines(comparison: Mapping[str, Any], file: Path) -> None:
-    """Draw a comparison into a file.
-
-    Raises ConfigError without matplotlib, if no choice that is left has a price, or if the file or its suffix is
-    unusable.
-    """
-    priced = [row for row in comparison["machines"] if row["reason"] is None and row["usd_per_hour"] is not None]
-    if not priced:
-        raise ConfigError(
-            f"figure={file} draws ms/token against the price, and nothing that is left has one: "
-            "prices={NAME:USD_PER_HOUR} gives prices"
-        )
-    from llama_ssp.reports.plots import save  # noqa: PLC0415 - slow to import
-
-    rows = "one row" if comparison["batch_size"] == 1 else f"{comparison['batch_size']} rows"
-    try:
-        charts = [time_by_price(priced), machines_worth_it(priced)]
-        save(charts, file, headline=f"{comparison['model']}, {rows}: what a faster token costs")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"figure={file} cannot be written: {reason}") from error
 
 
 def time_by_price(rows: Rows) -> Chart:
     """A line by number format, with a draft or without one, through its choices that no cheaper one of it beats."""
     chart = _chart(rows, "By number format and draft")
-    kinds = dict.fromkeys((row["quantization"], row["draft"] is not None) for row in rows)
-    colours = dict(zip(dict.fromkeys(name for name, _ in kinds), COLOURS, strict=False))
-    for name, drafts in kinds:
-        found = worth_it([row for row in rows if (row["quantization"], row["draft"] is not None) == (name, drafts)])
-        colour, label = colours.get(name, COLOURS[-1]), f"{_short(name)}{', with a draft' if drafts else ''}"
+    for (label, colour, drafts), kind in _by_kind(rows).items():
+        found = worth_it(kind)
         chart.line([_place(row) for row in found], colour, name=label, dashed=not drafts)
         for row in found:
             chart.dot(*_place(row), colour, says=f"{_named(row)}, {label}: {_figures(row)}")
@@ -208,7 +186,7 @@ def _named(row: Mapping[str, Any]) -> str:
     """The machine, the replicas and their GPUs, and the weights."""
     nodes = f"{row['num_nodes']} nodes, " if row["num_nodes"] > 1 else ""
     replicas = f"{row['num_replicas']} x " if row["num_replicas"] > 1 else ""
-    return f"{row['machine']} ({nodes}{replicas}{row['num_gpus']} {row['gpu']}, {_short(row['quantization'])})"
+    return f"{row['machine']} ({nodes}{replicas}{row['num_gpus']} {row['gpu']}, {short_name(row['quantization'])})"
 
 
 def _figures(row: Mapping[str, Any]) -> str:

@@ -1,23 +1,23 @@
 """Prints plans, searches and comparisons of machines with rich, from their documents (docs/reference/plan-document.md).
 
-JSON needs no rich. Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in
-ms. A search has the settings that plan or run each of its choices.
+Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms. A search has the
+settings that plan or run each of its choices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from llama_ssp.errors import ConfigError
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, DraftPlacement
 from llama_ssp.visible import visible
 from llama_ssp.words import rounded
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 GIB, MIB = 2**30, 2**20
 SMALL_BYTES = 4 * GIB
@@ -38,19 +38,56 @@ SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes"
 LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
 
 
-def print_plan(plan: Mapping[str, Any], console: "Console | None" = None) -> None:
-    """Print one plan document on a console, or on standard output; raises ConfigError if rich is not installed."""
-    console = console or standard_output()
-    console.print(f"\n[bold]{literal(headline(plan))}[/bold]")
+class _Output(Console):
+    """Standard output; raises BrokenPipeError when nobody reads any more, where rich would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, soft_wrap=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def _print_notes(console: Console, notes: Sequence[str], **how: Any) -> None:  # noqa: ANN401 - as `Console.print` has
+    for note in notes:
+        console.print(f"[cyan]note:[/cyan] {_literal(note)}", **how)
+
+
+def _literal(text: str) -> str:
+    """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
+    return escape(visible(text))
+
+
+def short_name(quantization: str) -> str:
+    """A storage format in tables and figures; a number format is its own name."""
+    storage = formats().get(quantization)
+    return (storage and storage.short_name) or quantization
+
+
+def print_document(content: Mapping[str, Any], console: Console | None = None, **machine: str) -> None:
+    """Print the document of a plan, a search or a comparison on a console, or on standard output.
+
+    A search also needs the name of its `machine`, and `unit`, what a rank runs on.
+    """
+    console = console or _Output()
+    if "search" in content:
+        _print_search(content, console, **machine)
+    elif "machines" in content:
+        _print_machines(content, console)
+    else:
+        _print_plan(content, console)
+
+
+def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
+    console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
     for line in (*_times_of_parts(plan["time"]), *_basis(plan)):
-        console.print(literal(line))
+        console.print(_literal(line))
     for warning in plan["warnings"]:
-        console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
-    for note in plan["notes"]:
-        console.print(f"[cyan]note:[/cyan] {literal(note)}")
+        console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
+    _print_notes(console, plan["notes"])
 
 
 def headline(plan: Mapping[str, Any]) -> str:
@@ -78,13 +115,11 @@ def _placed(draft: Mapping[str, Any]) -> str:
     return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
 
 
-def _memory_table(plan: Mapping[str, Any]) -> "Table":
-    from rich.table import Table  # noqa: PLC0415 - see the module
-
+def _memory_table(plan: Mapping[str, Any]) -> Table:
     num_replicas = plan["job"]["num_replicas"]
     groups = _groups(plan["memory"][: len(plan["memory"]) // num_replicas])
-    small = max(rank["needed_bytes"] for _, rank in groups) < SMALL_BYTES
-    unit, name = (MIB, "MiB") if small else (GIB, "GiB")
+    ranks = [rank for _, rank in groups]
+    unit, name = (MIB, "MiB") if max(rank["needed_bytes"] for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
     table = Table(title=f"Memory per rank, {name}{replicas}", title_justify="left", title_style="")
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
@@ -92,24 +127,24 @@ def _memory_table(plan: Mapping[str, Any]) -> "Table":
         heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
         table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
     for label, item in ITEMS.items():
-        if any(rank[item] for _, rank in groups):
-            table.add_row(label, *(amount(rank[item], unit) for _, rank in groups))
+        if any(rank[item] for rank in ranks):
+            table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
     table.add_section()
-    table.add_row("total", *(f"[bold]{amount(rank['total_bytes'], unit)}[/bold]" for _, rank in groups))
+    table.add_row("total", *(f"[bold]{_amount(rank['total_bytes'], unit)}[/bold]" for rank in ranks))
     for label, item in SUMS.items():
-        table.add_row(label, *(amount(rank[item], unit) for _, rank in groups))
-    table.add_row("verdict", *(_verdict(rank) for _, rank in groups))
+        table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
+    table.add_row("verdict", *(_VERDICTS[rank["fits"], rank["is_tight"]] for rank in ranks))
     return table
 
 
-def _verdict(rank: Mapping[str, Any]) -> str:
-    if not rank["fits"]:
-        return "[red]too full[/red]"
-    return "[yellow]fits, tight[/yellow]" if rank["is_tight"] else "[green]fits[/green]"
+_VERDICTS = {
+    (False, False): "[red]too full[/red]",
+    (True, True): "[yellow]fits, tight[/yellow]",
+    (True, False): "[green]fits[/green]",
+}
 
 
-def amount(num_bytes: int, unit: int) -> str:
-    """Bytes in GiB or MiB."""
+def _amount(num_bytes: int, unit: int) -> str:
     if not num_bytes:
         return "[dim]-[/dim]"
     return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
@@ -117,12 +152,8 @@ def amount(num_bytes: int, unit: int) -> str:
 
 def _groups(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     """Group neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
-
-    def figures(rank: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        return [(key, value) for key, value in rank.items() if key != "rank"]
-
     groups = []
-    for _, members in groupby(ranks, key=figures):
+    for _, members in groupby(ranks, key=lambda rank: {**rank, "rank": None}):
         run = list(members)
         first, last = run[0]["rank"], run[-1]["rank"]
         groups.append((f"rank {first}" if first == last else f"ranks {first}-{last}", run[0]))
@@ -139,34 +170,20 @@ def _room(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _time_table(plan: Mapping[str, Any]) -> "Table":
-    from rich.table import Table  # noqa: PLC0415 - see the module
-
-    time = plan["time"]
-    table = Table(title=f"Time: {_meaning(plan['job'])}", title_justify="left", title_style="")
+def _time_table(plan: Mapping[str, Any]) -> Table:
+    time, rows, num_replicas = plan["time"], plan["job"]["batch_size"], plan["job"]["num_replicas"]
+    over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
+    title = f"Time: ms/token of a completion after its first token, tokens/s over {over}"
+    table = Table(title=title, title_justify="left", title_style="")
     for name in ("", "ms/token", "first token", "tokens/s", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
-    plain = [f"{time['plain_ms_per_token']:.2f}", f"{time['plain_first_token_ms']:.0f} ms"]
-    table.add_row("plain", *plain, f"{time['plain_tokens_per_s']:.1f}", "")
-    if time["speculative_ms_per_token"] is not None:
-        speculative, speedup = time["speculative_ms_per_token"], time["speedup"]
-        colour = "green" if speedup > 1 else "red"
-        table.add_row(
-            "speculative",
-            f"{speculative:.2f}",
-            f"{time['first_token_ms']:.0f} ms",
-            f"{time['speculative_tokens_per_s']:.1f}",
-            f"[{colour}]{speedup:.2f}x[/{colour}]",
-        )
+    for mode, first in (("plain", "plain_first_token_ms"), ("speculative", "first_token_ms")):
+        if (ms := time[f"{mode}_ms_per_token"]) is not None:
+            gain = time["speedup"] if mode == "speculative" else None
+            colour = "green" if gain and gain > 1 else "red"
+            shown = "" if gain is None else f"[{colour}]{gain:.2f}x[/{colour}]"
+            table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", f"{time[f'{mode}_tokens_per_s']:.1f}", shown)
     return table
-
-
-def _meaning(job: Mapping[str, Any]) -> str:
-    """What ms/token and tokens/s of a plan mean."""
-    rows, num_replicas = job["batch_size"], job["num_replicas"]
-    over = ["one row"] if rows == 1 else [f"{rows} rows"]
-    over += [f"each of {num_replicas} replicas"] if num_replicas > 1 else []
-    return f"ms/token of a completion after its first token, tokens/s over {' of '.join(over)}"
 
 
 def _times_of_parts(time: Mapping[str, Any]) -> list[str]:
@@ -235,11 +252,8 @@ class JobRow:
         return self.hours * self.num_gpus if self.hours is not None and self.num_gpus else None
 
 
-def print_jobs(jobs: Sequence[JobRow], console: "Console | None" = None) -> None:
-    """Print one table of all jobs of a sweep; raises ConfigError if rich is not installed."""
-    console = console or standard_output()
-    from rich.table import Table  # noqa: PLC0415 - see the module
-
+def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
+    """Print one table of all jobs of a sweep."""
     title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
     table = Table(title=title, title_justify="left", title_style="", show_footer=True)
     hours, gpu_hours = ([getattr(job, name) for job in jobs] for name in ("hours", "gpu_hours"))
@@ -251,8 +265,8 @@ def print_jobs(jobs: Sequence[JobRow], console: "Console | None" = None) -> None
     for job in jobs:
         verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
         spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
-        table.add_row(literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
-    console.print(table)
+        table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
+    (console or _Output()).print(table)
 
 
 def _sum_of_hours(hours: Sequence[float | None]) -> str:
@@ -267,32 +281,6 @@ def _shown_hours(hours: float | None) -> str:
     return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
 
 
-def literal(text: str) -> str:
-    """Escape text of settings and of catalogue entries: it must be neither markup nor control characters."""
-    from rich.markup import escape  # noqa: PLC0415 - see the module
-
-    return escape(visible(text))
-
-
-def standard_output() -> "Console":
-    """A console on standard output; raises ConfigError if rich is not installed."""
-    try:
-        from rich.console import Console  # noqa: PLC0415 - see the module
-    except ImportError as error:
-        raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
-
-    class Output(Console):
-        """Raises BrokenPipeError when nobody reads any more; rich would end the process."""
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    return Output(highlight=False, soft_wrap=False, emoji=False)
-
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 MOST_CHOICES = 8
 """Choices per target that are printed; JSON has all of them."""
 OTHERS_WIDTH = 100
@@ -300,21 +288,11 @@ OTHERS_WIDTH = 100
 SETTINGS = "add to the command"
 
 
-def print_search(
-    choices: Sequence[Mapping[str, Any]],
-    *,
-    machine: str, unit: str, basis: str, notes: Sequence[str] = (), console: "Console | None" = None,
-) -> None:  # fmt: skip
-    """Print the ranking by target, with what does not fit struck out; raises ConfigError if rich is not installed.
-
-    `unit` is what a rank runs on, `basis` a sentence about the times, and `notes` are others.
-    """
-    console = console or standard_output()
-    from rich import box  # noqa: PLC0415 - see `plans.table`
-    from rich.table import Table  # noqa: PLC0415 - see `plans.table`
-
+def _print_search(content: Mapping[str, Any], console: Console, *, machine: str, unit: str) -> None:
+    """The ranking by target, with what does not fit struck out."""
+    choices = content["search"]
     title = (
-        f"Choices on {literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
+        f"Choices on {_literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
         "ms/token of a completion after its first token, tokens/s over all rows and replicas, replicas x "
         f"{unit}s of each, GiB of the fullest rank"
     )
@@ -332,9 +310,8 @@ def print_search(
         table.add_section()
         shown += rows
     console.print(table)
-    console.print(literal(basis))
-    for note in notes:
-        console.print(f"[cyan]note:[/cyan] {literal(note)}", soft_wrap=True)
+    console.print(_literal(content["basis"]))
+    _print_notes(console, content["notes"], soft_wrap=True)
     if not is_wide:
         console.print(f"\nTo plan or run a choice, {SETTINGS}:")
         for choice in shown:
@@ -357,66 +334,63 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _settings(choice: Mapping[str, Any]) -> str:
-    return literal(" ".join(choice["settings"]))
+    return _literal(" ".join(choice["settings"]))
 
 
-def shown_length(choice: Mapping[str, Any]) -> str:
-    """K of a choice in a table; empty without a draft."""
+def _shown_length(choice: Mapping[str, Any]) -> str:
     return ADAPTIVE if choice["adapts"] else str(choice["num_draft_tokens"] or "")
 
 
 def _row(choice: Mapping[str, Any]) -> list[str]:
-    storage = formats().get(choice["quantization"])
-    target = f"{literal(choice['target'])} {(storage and storage.short_name) or choice['quantization']}"
+    target = f"{_literal(choice['target'])} {short_name(choice['quantization'])}"
     kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = f"{literal(choice['draft'])} {kind}" if choice["draft"] else "none"
+    draft = f"{_literal(choice['draft'])} {kind}" if choice["draft"] else "none"
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
         needed, capacity = choice["needed_bytes"], choice["capacity_bytes"]
         shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
         return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
-    k, room = shown_length(choice), amount(choice["needed_bytes"], GIB)
+    k, room = _shown_length(choice), _amount(choice["needed_bytes"], GIB)
     room = f"[yellow]{room} tight[/yellow]" if choice["is_tight"] else room
     times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
     return [str(choice["rank"]), target, draft, k, ranks, *times, room]
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-MISSING = "-"
+_MISSING = "-"
 _ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
 _LEFT = ("machine", "weights", "draft")
 _COLUMNS = (*_LEFT[:1], "GPUs", "replicas", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
 
 
-def print_machines(comparison: Mapping[str, Any], console: "Console | None" = None) -> None:
-    """Print the best choice of each machine, and what is left out; raises ConfigError if rich is not installed."""
-    console = console or standard_output()
-    from rich import box  # noqa: PLC0415 - JSON needs no rich
-    from rich.table import Table  # noqa: PLC0415 - JSON needs no rich
-
+def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
+    """The best choice of each machine, and what is left out."""
     rows = comparison["machines"]
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
-    console.print(f"\n[bold]{_title_of_machines(comparison)}[/bold]\n")
+    models, order = _literal(comparison["model"]), _ORDER[comparison["objective"]]
+    title = f"{models}, batch {comparison['batch_size']}: {order}; ms/token of a completion, tokens/s of all replicas"
+    console.print(f"\n[bold]{title}[/bold]\n")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in _COLUMNS:
-        justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "draft", vertical="bottom", overflow="fold")
+        side: Literal["left", "right"] = "left" if name in _LEFT else "right"
+        table.add_column(name, justify=side, no_wrap=name != "draft", vertical="bottom", overflow="fold")
     for row in shown:
         table.add_row(*_cells(row))
     if shown:
         console.print(table)
-    for line in _lines(comparison, shown):
-        console.print(line, soft_wrap=True)
-
-
-def _title_of_machines(comparison: Mapping[str, Any]) -> str:
-    models, rows = literal(comparison["model"]), comparison["batch_size"]
-    order = _ORDER[comparison["objective"]]
-    return f"{models}, batch {rows}: {order}; ms/token of a completion, tokens/s of all replicas"
+        console.print(f"the first row: {_literal(' '.join(shown[0]['settings']))}", soft_wrap=True)
+    dates = sorted({price["date"] for price in comparison["prices"].values() if price["date"]})
+    if dates:
+        months = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        said = f"USD: on-demand list prices of {months}; prices={{NAME:USD_PER_HOUR}} replaces them"
+        console.print(said, soft_wrap=True)
+    for line in comparison["basis"]:
+        console.print(_literal(line), soft_wrap=True)
+    _print_notes(console, comparison["notes"], soft_wrap=True)
+    for name, row in sorted(_nearest(rows, {row["machine"] for row in shown}).items()):
+        which = f"{name} ({row['num_gpus']} x {row['gpu']}): {row['reason']}"
+        console.print(f"[dim]left out:[/dim] {_literal(which)}", soft_wrap=True)
 
 
 def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -431,44 +405,22 @@ def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    storage = formats().get(row["quantization"])
-    weights = ((storage and storage.short_name) or row["quantization"]) + (" tight" if row["is_tight"] else "")
+    weights = short_name(row["quantization"]) + (" tight" if row["is_tight"] else "")
     nodes = row["num_nodes"]
     gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
     price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
     return [
-        literal(row["machine"]), gpus, str(row["num_replicas"]), weights, literal(row["draft"] or "none"),
-        shown_length(row),
+        _literal(row["machine"]), gpus, str(row["num_replicas"]), weights, _literal(row["draft"] or "none"),
+        _shown_length(row),
         f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
-        MISSING if price is None else f"{price:.2f}", MISSING if million is None else f"{million:.2f}",
+        _MISSING if price is None else f"{price:.2f}", _MISSING if million is None else f"{million:.2f}",
     ]  # fmt: skip
 
 
-def _lines(comparison: Mapping[str, Any], shown: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What stands below the table: settings of the first row, prices, notes, and the machines left out."""
-    if shown:
-        yield f"the first row: {literal(' '.join(shown[0]['settings']))}"
-    dates = sorted({price["date"] for price in comparison["prices"].values() if price["date"]})
-    if dates:
-        months = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        yield f"USD: on-demand list prices of {months}; prices={{NAME:USD_PER_HOUR}} replaces them"
-    yield from map(literal, comparison["basis"])
-    for note in comparison["notes"]:
-        yield f"[cyan]note:[/cyan] {literal(note)}"
-    named = {row["machine"] for row in shown}
+def _nearest(rows: Sequence[Mapping[str, Any]], named: set[str]) -> dict[str, Mapping[str, Any]]:
+    """Of each machine that is not named, the choice that comes closest: with a time, else with less to hold."""
     nearest: dict[str, Mapping[str, Any]] = {}
-    for row in comparison["machines"]:
-        if row["machine"] not in named and _is_nearer(row, nearest.get(row["machine"])):
-            nearest[row["machine"]] = row
-    for name, row in sorted(nearest.items()):
-        which = f"{name} ({row['num_gpus']} x {row['gpu']}): {row['reason']}"
-        yield f"[dim]left out:[/dim] {literal(which)}"
-
-
-def _is_nearer(row: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
-    """Whether a choice comes closer to what is required than the known one: with a time, else with less to hold."""
-    if known is None or (row["ms_per_token"] is None) != (known["ms_per_token"] is None):
-        return known is None or row["ms_per_token"] is not None
-    if row["ms_per_token"] is not None:
-        return False  # those with a time are in order
-    return (row["needed_bytes"] or 0) < (known["needed_bytes"] or 0)
+    for row in sorted(rows, key=lambda row: -1 if row["ms_per_token"] is not None else row["needed_bytes"] or 0):
+        if row["machine"] not in named:  # those with a time are in order
+            nearest.setdefault(row["machine"], row)
+    return nearest

@@ -14,7 +14,7 @@ from typing import TypeVar
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
-from llama_ssp.planning.timing import OverlappedTime, better_to_wait
+from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.reports.folder import COSTS_FILE, OVERLAP_FILE, RunFolder
@@ -163,10 +163,10 @@ def _choose_waits(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots:
     """Choose how rounds go on after a rejection by what both models take."""
     pieces = measure_pieces(decoder, comm=comm, num_slots=num_slots)
     with raise_on_all_ranks(comm):
-        waits = better_to_wait(
-            pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=decoder.round.num_ahead + 1,
+        waits = OverlapForecast(
+            time=pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=decoder.round.num_ahead + 1,
             batch_size=decoder.batch_size,
-        )  # fmt: skip
+        ).waits  # fmt: skip
         measured = {name: getattr(pieces, name) for name in ("draft_s", "forward_s", "exchange_s", "refill_s")}
         return json.dumps({"waits": waits} | measured, indent=1) + "\n"
 

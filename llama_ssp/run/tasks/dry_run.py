@@ -8,15 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from llama_ssp.architectures.family import family_of
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.layouts import AutoPlacement, choose_placement, notes_on_guesses
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
-from llama_ssp.planning.search import compare, comparison_document, nothing_left, search, search_document
+from llama_ssp.planning.search import (
+    choose_placement,
+    compare,
+    comparison_document,
+    notes_on_guesses,
+    nothing_left,
+    search,
+)
 from llama_ssp.planning.spec import (
     PlanSpec,
     check_family,
@@ -44,8 +51,8 @@ def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, 
     """
     if auto_ranks is None:
         return make_plan(job, machine)
-    chosen = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
-    return make_plan(chosen.job, machine, remark=chosen.sentence)
+    chosen, sentence = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
+    return make_plan(chosen, machine, remark=sentence)
 
 
 def show_plan(
@@ -53,39 +60,18 @@ def show_plan(
 ) -> None:
     """Print a plan, and draw it into a file if `figure` is given; raises CapacityError afterwards if it does not fit.
 
-    Raises ConfigError if a package for table or figure is not installed, or the figure's folder does not exist.
+    Raises ConfigError if the figure cannot be drawn.
     """
-    check_figure(figure)
-    content = document(plan)
-    if form is PlanFormat.json:
-        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
-    else:
-        from llama_ssp.reports.plan_tables import print_plan  # noqa: PLC0415 - JSON needs no rich
-
-        print_plan(content)
-    if figure:
-        from llama_ssp.reports.plan_figures import draw_plan  # noqa: PLC0415 - only figures need matplotlib
-
-        draw_plan(content, Path(figure))
+    _show(document(plan), form, figure)
     require_room(plan, words=words)
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
     """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
-    check_figure(figure)
-    choices = search_document(search(job, machine))
+    choices = search(job, machine)
     notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
-    if form is PlanFormat.json:
-        content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
-        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
-    else:
-        from llama_ssp.reports.plan_tables import print_search  # noqa: PLC0415 - JSON needs no rich
-
-        print_search(choices, machine=machine.name, unit=machine.unit, basis=basis(machine), notes=notes)
-    if figure:
-        from llama_ssp.reports.plan_figures import draw_search  # noqa: PLC0415 - only figures need matplotlib
-
-        draw_search(choices, Path(figure), machine=machine.name, unit=machine.unit)
+    content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
+    _show(content, form, figure, machine=machine.name, unit=machine.unit)
 
 
 def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
@@ -93,33 +79,33 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
 
     Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
     """
-    check_figure(config.figure)
     choices = compare(config, machines)
     left = {choice.machine for choice in choices if choice.reason is None}
     used = [machine for machine in machines if machine.name in left] or machines
-    content = comparison_document(choices, config, machines) | {"basis": sorted(set(map(basis, used)))}
-    if config.format is PlanFormat.json:
-        print(json.dumps({"plan_version": PLAN_VERSION} | content, indent=2))  # noqa: T201 - the requested output
-    else:
-        from llama_ssp.reports.plan_tables import print_machines  # noqa: PLC0415 - JSON needs no rich
-
-        print_machines(content)
-    if config.figure:
-        from llama_ssp.reports.plan_figures import draw_machines  # noqa: PLC0415 - as above
-
-        draw_machines(content, Path(config.figure))
+    content = {"plan_version": PLAN_VERSION} | comparison_document(choices, config, machines)
+    _show(content | {"basis": sorted(set(map(basis, used)))}, config.format, config.figure)
     if problem := nothing_left(choices):
         raise CapacityError(problem)
 
 
-def check_figure(figure: str | None) -> None:
-    """Raise ConfigError if the folder of a figure does not exist."""
+def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, **machine: str) -> None:
+    """Print a document as JSON or as a table, and draw its figure."""
     if figure and not Path(figure).parent.is_dir():
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+    if form is PlanFormat.json:
+        print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
+    else:
+        from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
+
+        plan_tables.print_document(content, **machine)
+    if figure:
+        from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
+
+        plan_figures.draw(content, Path(figure), **machine)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """How messages express settings that a run does not have; see `require_room`."""
+    """How messages express settings that a run does not have; see `shortage`."""
     words = {
         "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
         "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
@@ -175,7 +161,17 @@ def settle_synthetic(config: RunConfig) -> None:
 
 def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
     """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
-    machine = machine_of_run(hardware_of(config, on_cpu=config.device is DeviceKind.cpu), world_size)
+    return _job_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
+
+
+def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:
+    """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
+    job, machine = _job_ahead(config, world_size=world_size, on_cpu=on_cpu)
+    return choose_placement(job, machine, num_ranks=world_size)
+
+
+def _job_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, HardwareConfig]:
+    machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     config, lengths = _foreseen(config)
     return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
 
@@ -189,14 +185,6 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, leng
     )
     has_own = task_of(config).largest_cell is not None
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
-
-
-def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> AutoPlacement:
-    """Choose the placement of a run with `placement=auto`; raises ConfigError or PlacementError as `dry_run`."""
-    machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, lengths = _foreseen(config)
-    job = _job_on(machine, config, world_size=world_size, lengths=lengths)
-    return choose_placement(job, machine, num_ranks=world_size)
 
 
 def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:

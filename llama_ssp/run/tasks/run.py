@@ -223,9 +223,9 @@ def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     choice = ""
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
-            chosen = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
-            terminal.say(chosen.sentence)
-            job = chosen.job
+            on_cpu = world.device.type == "cpu"
+            job, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=on_cpu)
+            terminal.say(sentence)
             choice = json.dumps([job.target_ranks, job.draft_ranks, job.draft_kind.name, job.draft_whole.name])
     target_ranks, draft_ranks, kind, whole = json.loads(world.comm.broadcast_text(choice, src=0))
     config.placement = PlacementConfig(

@@ -108,7 +108,7 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
     if not drafting:
         return None
     slowest = max(drafting, key=lambda each: each.worked_s)
-    expected_ms, took_ms = 1e3 * timed.overlap.draft_s, 1e3 * slowest.worked_s / slowest.num_rounds
+    expected_ms, took_ms = timed.overlap["draft_ms"], 1e3 * slowest.worked_s / slowest.num_rounds
     if took_ms <= MUCH_SLOWER * expected_ms:
         return None
     share = slowest.draft_cpu_s / slowest.worked_s
