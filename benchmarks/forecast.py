@@ -27,11 +27,9 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.measured import ROOT, markdown
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -57,13 +55,12 @@ from llama_ssp.run.calibration.model_pairs import (
 from llama_ssp.run.calibration.profiles import composed
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, Dtype, TargetKind
-from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
 
 NEW_TOKENS = 64
 MODES = PLAIN, NUM_DRAFT_TOKENS
-SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
+SHIPPED = ROOT / "llama_ssp" / "shipped"
 MIB = 2**20
 WIDTH_AND_LAYERS = {"random 50 M": (512, 11), "random 300 M": (1024, 17)}
 HEAD_DIM = 64
@@ -143,15 +140,6 @@ class Times(NamedTuple):
     speculative: float
 
 
-def _num_tokens(completion: RowCompletion) -> int:
-    return len(completion.token_ids)
-
-
-def _busy_s(completion: RowCompletion) -> float:
-    """The prompt included."""
-    return completion.busy_s
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """A case in memory, and by how much loading it let resident memory grow; ranks but the first have no draft."""
@@ -164,7 +152,9 @@ class Pair:
 
     def times(self) -> Times:
         """Without the slowest turns."""
-        return Times(*(1e3 * seconds_per(_num_tokens, _busy_s, self.decoding.turns[number]) for number in MODES))
+        taken = (self.decoding.turns[number] for number in MODES)
+        return Times(*(1e3 * seconds_per(lambda each: len(each.token_ids), lambda each: each.busy_s, turns)
+                       for turns in taken))  # fmt: skip
 
     def acceptance(self) -> float:
         """The probability that explains how many tokens the rounds gave."""
@@ -228,10 +218,7 @@ def main(shipped: Path, num_turns: int) -> None:
 
 def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, now: HardwareConfig) -> None:
     """Forecasts over what a run takes."""
-    title = f"milliseconds per token, {counted(world.comm.size, 'rank')}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
-    for column in ("", "", "plan", "plan\nnow", "run", "plan\n/ run", "now\n/ run"):
-        table.add_column(column, justify="right" if column else "left", vertical="bottom", no_wrap=not column)
+    lines = []
     near, near_now, num_rows = 0, 0, 0
     for pair in pairs:
         then, today = (planned(pair, world, each) for each in (machine, now))
@@ -240,10 +227,11 @@ def print_times(pairs: Sequence[Pair], world: World, machine: HardwareConfig, no
             run_ms = getattr(took, mode)
             plan_ms, now_ms = (getattr(each, f"{mode}_ms_per_token") for each in (then, today))
             figures = plan_ms, now_ms, run_ms, plan_ms / run_ms, now_ms / run_ms
-            table.add_row(pair.case.name, mode, *(f"{figure:.2f}" for figure in figures))
+            lines.append([pair.case.name, mode, *(f"{figure:.2f}" for figure in figures)])
             num_rows, near = num_rows + 1, near + is_near(plan_ms / run_ms)
             near_now += is_near(now_ms / run_ms)
-    Console().print(table)
+    ranks = counted(world.comm.size, "rank")
+    print(markdown([f"ms/token, {ranks}", "", "plan", "plan now", "run", "plan / run", "now / run"], lines))
     print(f"within 10 %: {near_now} of {num_rows} with the pairs of these turns, {near} by the calibration alone")
 
 
@@ -254,13 +242,13 @@ def is_near(ratio: float) -> bool:
 
 def print_memory(names: Sequence[str], held: Sequence[Sequence[Mapping[str, tuple[float, float]]]]) -> None:
     """Of all ranks."""
-    for rank, cases_of_rank in enumerate(held):
-        for name, figures in zip(names, cases_of_rank, strict=True):
-            for part, (planned_mib, held_mib) in figures.items():
-                ratio = planned_mib / held_mib
-                print(
-                    f"{name:13} rank {rank}  {part:12} plan {planned_mib:8.2f}  measured {held_mib:8.2f}  {ratio:.3f}"
-                )
+    lines = [
+        (name, rank, part, f"{planned:.2f}", f"{measured:.2f}", f"{planned / measured:.3f}")
+        for rank, cases_of_rank in enumerate(held)
+        for name, figures in zip(names, cases_of_rank, strict=True)
+        for part, (planned, measured) in figures.items()
+    ]
+    print(markdown(["", "rank", "", "plan", "measured", "plan / measured"], lines))
 
 
 if __name__ == "__main__":
