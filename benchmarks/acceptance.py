@@ -12,7 +12,6 @@ import argparse
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from benchmarks.measured import markdown, show
 from llama_ssp import Pair, load
 from llama_ssp.run.session.loading import build_decoder
 from llama_ssp.run.session.prompts import encode
@@ -29,14 +29,17 @@ from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, Verific
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.processors import processor
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "acceptance.md"
-TEMPERATURES, RULES, LENGTHS, DRAFTS = (
-    (0.0, 0.4, 0.8, 1.0),
-    ("speculative", "block", "coupled"),
-    (2, 4, 8),
-    ("model", "ngram"),
-)
+TEMPERATURES, LENGTHS = (0.0, 0.4, 0.8, 1.0), (2, 4, 8)
+RULES, DRAFTS = ("speculative", "block", "coupled"), ("model", "ngram")
 NUM_NEW_TOKENS, NUM_SAMPLES = 48, 2
+_HEAD = """\
+# Acceptance of the shipped pair
+
+`python -m benchmarks.acceptance --write` makes this page: tokens per round of `tiny` by kind of draft, rule,
+temperature T and K. A round adds between 1 and K + 1 tokens. At temperature 0 all rules coincide. More of a model's
+draft is accepted at low temperatures; prompt look-up is accepted where a text repeats itself.
+
+"""
 EDITS = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
     "def read(path):\n    with open(path) as file:\n        return file.read()\n\n",
@@ -118,7 +121,7 @@ def tables(pair: Pair) -> str:
     parts = []
     for kind, prompts in kinds_of_text().items():
         head = ["draft", "rule", *(f"T = {t:g}, K = {k}" for t, k in product(TEMPERATURES, LENGTHS))]
-        lines = [f"## {kind.capitalize()}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        lines = []
         alphas: dict[float, float] = {}
         for draft, rule in product(DRAFTS, RULES):
             cells = []
@@ -128,10 +131,10 @@ def tables(pair: Pair) -> str:
                 if temperature and temperature not in alphas:
                     alphas[temperature] = alpha(pair, texts, temperature)
             name = "tiny-draft" if draft == "model" else draft
-            lines.append(f"| {name} | {rule} | {' | '.join(cells)} |")
+            lines.append([name, rule, *cells])
             sys.stderr.write(f"{kind}, {name}, {rule}\n")
         shown = ", ".join(f"{value:.3f} at temperature {temperature:g}" for temperature, value in alphas.items())
-        parts.append("\n".join([*lines, "", f"Alpha of `tiny-draft`: {shown}."]))
+        parts += [f"## {kind.capitalize()}", markdown(head, lines), f"Alpha of `tiny-draft`: {shown}."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -140,18 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/acceptance.md")
     given = parser.parse_args()
-    made = tables(load("tiny", "tiny-draft"))
-    if given.write:
-        PAGE.write_text(
-            "# Acceptance of the shipped pair\n\n"
-            "`python -m benchmarks.acceptance --write` makes this page: tokens per round of `tiny` by kind of draft, "
-            "rule,\ntemperature T and K. A round adds between 1 and K + 1 tokens. At temperature 0 all rules coincide. "
-            "More of a model's\ndraft is accepted at low temperatures; prompt look-up is accepted where a text repeats "
-            f"itself.\n\n{made}",
-            encoding="utf-8",
-        )
-    else:
-        sys.stdout.write(made)
+    show(_HEAD + tables(load("tiny", "tiny-draft")), page="acceptance.md", is_written=given.write)
 
 
 if __name__ == "__main__":

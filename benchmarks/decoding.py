@@ -2,12 +2,12 @@
 
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from llama_ssp import Pair
-from llama_ssp.planning.acceptance import implied_acceptance
 from llama_ssp.ranks.world import start
 from llama_ssp.run.session.checkpoints import find_sources
 from llama_ssp.run.session.loading import build_decoder, load_models
@@ -59,26 +59,26 @@ def main(argv):
 '''
 
 
+def run_config(model: ModelConfig, draft: ModelConfig | None, **more: Any) -> RunConfig:  # noqa: ANN401 - fields
+    """A run of a target and its draft, which ends no text early; nothing is written into its folder."""
+    fields: dict[str, Any] = {
+        "task": GenerateConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig(temperature=0.8),
+        "verification": VerificationConfig(), "device": DeviceKind.cpu, "ignore_eos": True, "run_dir": "outputs",
+    }  # fmt: skip
+    drafter = DrafterConfig(kind=MODEL_DRAFT, model=draft) if draft else DrafterConfig(kind=NO_DRAFT)
+    return RunConfig(model=model, draft=drafter, **fields | more)
+
+
 def config_of(
     target: str, draft: str | None, *, dtype: Dtype, device: torch.device, quantization: str = "none"
 ) -> RunConfig:
     """The run of a synthetic target, and of its draft, on a device; `quantization` is the target's."""
-
-    def entry(name: str) -> ModelConfig:
-        return replace(catalogue.load(name), dtype=dtype, quantization="none")
-
-    return RunConfig(
-        task=GenerateConfig(),
-        model=replace(entry(target), quantization=quantization),
-        draft=DrafterConfig(kind=MODEL_DRAFT, model=entry(draft)) if draft else DrafterConfig(kind=NO_DRAFT),
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(),
-        verification=VerificationConfig(),
-        weights=WeightsKind.synthetic,
-        synthetic=SyntheticConfig(agreement=AGREEMENT),
+    return run_config(
+        replace(catalogue.load(target), dtype=dtype, quantization=quantization),
+        replace(catalogue.load(draft), dtype=dtype, quantization="none") if draft else None,
+        sampling=SamplingConfig(), weights=WeightsKind.synthetic, synthetic=SyntheticConfig(agreement=AGREEMENT),
         device=DeviceKind[device.type],
-        ignore_eos=True,
-    )
+    )  # fmt: skip
 
 
 def load_pair(config: RunConfig) -> Pair:
@@ -88,19 +88,13 @@ def load_pair(config: RunConfig) -> Pair:
 
 
 def make_decoder(
-    pair: Pair,
-    *,
-    speculative: bool,
-    num_draft_tokens: int = 4,
-    temperature: float = 0.8,
-    batch_size: int = 1,
-    cuda_graphs: bool = True,
+    pair: Pair, *, speculative: bool, temperature: float = 0.8, batch_size: int = 1, cuda_graphs: bool = True
 ) -> Decoder:
     """A decoder over a pair that is in memory."""
     config = replace(
         pair.config,
         sampling=SamplingConfig(temperature=temperature),
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        speculation=SpeculationConfig(num_draft_tokens=4),
         batch_size=batch_size,
         cuda_graphs=cuda_graphs,
     )
@@ -117,53 +111,6 @@ def requests(pair: Pair, *, number: int, prompt_tokens: int, new_tokens: int) ->
     """Samples of one prompt, all of the same lengths."""
     ids = prompt(pair, prompt_tokens)
     return [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=new_tokens) for sample in range(number)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """What the rounds of a full batch took, prefill left out.
-
-    Attributes:
-        round_ms: a round, or a plain step.
-        ms_per_token: time over the new tokens of all rows.
-        tokens_per_round: of one row, its own token included.
-        acceptance: how probable it is that a drafted token is accepted, as those tokens imply; None for plain steps.
-        part_ms: a round's time in draft, verify and other.
-    """
-
-    round_ms: float
-    ms_per_token: float
-    tokens_per_round: float
-    acceptance: float | None
-    part_ms: dict[str, float]
-
-
-@torch.inference_mode()
-def pace(decoder: Decoder, wanted: list[Request], *, num_repetitions: int = 3) -> Pace:
-    """Decode one batch several times and take the median; a first time warms up and records what is to be replayed.
-
-    Args:
-        decoder: of as many rows as there are requests.
-        wanted: see `requests`.
-        num_repetitions: counted repetitions.
-    """
-    runs = [decode_once(decoder, wanted, seed=seed) for seed in range(num_repetitions + 1)][1:]
-    seconds = statistics.median(run_s / num_rounds for run_s, num_rounds, _ in runs)
-    completions = [completion for _, _, found in runs for completion in found]
-    tokens = statistics.mean(tokens_per_round(completion) for completion in completions)
-    num_draft_tokens = max(completions[0].draft_lengths, default=0)
-    num_rounds = sum(completion.num_target_forwards - 1 for completion in completions) / len(wanted)
-    part_ms = {
-        part: 1e3 * sum(completion.part_s[part] for completion in completions) / num_rounds
-        for part in completions[0].part_s
-    }
-    return Pace(
-        round_ms=1e3 * seconds,
-        ms_per_token=1e3 * seconds / (tokens * len(wanted)),
-        tokens_per_round=tokens,
-        acceptance=implied_acceptance(tokens, num_draft_tokens) if num_draft_tokens else None,
-        part_ms=part_ms,
-    )
 
 
 @torch.inference_mode()

@@ -11,15 +11,13 @@ import argparse
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean, geometric_mean, median
 
 import torch
 import transformers
-from rich.console import Console
 
 from benchmarks.acceptance import kinds_of_text
-from benchmarks.timing import Goal, print_goals
+from benchmarks.measured import Goal, markdown, show, table_of_goals
 from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
@@ -33,7 +31,6 @@ from llama_ssp.settings.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "drafts.md"
 NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
 NUM_BUILDS, NUM_PEER_BUILDS, NUM_LOSING_BUILDS, LOSING_TURNS = 6, 2, 4, 8
 FIXED = range(1, 9)
@@ -113,15 +110,10 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
 
 
 def measure(
-    pair: Pair,
-    texts: list[str],
-    *,
-    names: set[str],
-    peers: dict[str, Peers],
-    repetitions: int,
+    pair: Pair, texts: list[str], *, names: set[str], peers: dict[str, Peers], repetitions: int,
     num_builds: int = NUM_BUILDS,
-) -> Result:
-    """Run the candidates in turns on one kind of text, and make them anew some times.
+) -> Result:  # fmt: skip
+    """Run the candidates in turns on one kind of text, with several builds of each.
 
     Where a candidate's tensors happen to lie changes its times by some percent, and an adaptive one measures its costs
     once. No two turns share a seed: how many tokens the rounds of 64 tokens accept differs by a tenth between seeds.
@@ -160,34 +152,33 @@ def goals(results: dict[str, Result]) -> list[Goal]:
     found = []
     for kind, result in results.items():
         if kind == LOSING:
-            found.append(Goal(name=f"{kind}: K=auto / plain", measured=result.ratio(AUTO, PLAIN), at_most=1.03))
-            continue
-        found.append(Goal(name=f"{kind}: K=auto / the best K", measured=result.over_best_fixed(AUTO), at_most=1.05))
+            found.append(Goal(f"{kind}: K=auto / plain", result.ratio(AUTO, PLAIN), 1.03))
+        else:
+            found.append(Goal(f"{kind}: K=auto / the best K", result.over_best_fixed(AUTO), 1.05))
     copied = results["repeated code"]
     name = "repeated code: prompt look-up / transformers' prompt look-up"
-    return [*found, Goal(name=name, measured=copied.ratio(NGRAM, PEER_NGRAM), at_most=0.5)]
+    return [*found, Goal(name, copied.ratio(NGRAM, PEER_NGRAM), 0.5)]
 
 
 def page(results: dict[str, Result], *, repetitions: int) -> str:
     """The page of the docs."""
     made_by = versions()
-    lines = _HEAD.format(
+    head = _HEAD.format(
         threads=torch.get_num_threads(), processor=processor(), tokens=NUM_NEW_TOKENS, torch=made_by["torch"],
         transformers=made_by["transformers"], repetitions=repetitions * NUM_BUILDS, builds=NUM_BUILDS,
         peer_builds=NUM_PEER_BUILDS, losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS,
         losing_builds=NUM_LOSING_BUILDS,
-    ).splitlines()  # fmt: skip
+    )  # fmt: skip
+    parts = [head.rstrip()]
     for kind, result in results.items():
-        columns = ("candidate", "ms/token", "of plain", "tokens per round")
-        lines += ["", f"## {kind.capitalize()}", "", f"| {' | '.join(columns)} |", "|---|---|---|---|"]
+        lines = []
         for name, values in result.ms.items():
             rounds = result.tokens_per_round.get(name)
-            cell = f"{rounds:.2f}" if rounds else ""
             shown = f"**{name}**" if name in {AUTO, result.best_fixed} else name
-            lines.append(f"| {shown} | {median(values):.2f} | {result.ratio(name, PLAIN):.2f} | {cell} |")
-    lines += ["", "## Goals", "", "| figure | measured | at most |", "|---|---|---|"]
-    lines += [f"| {goal.name} | {goal.measured:.2f} | {goal.at_most:g} |" for goal in goals(results)]
-    return "\n".join(lines) + "\n"
+            ratio = f"{result.ratio(name, PLAIN):.2f}"
+            lines.append((shown, f"{median(values):.2f}", ratio, f"{rounds:.2f}" if rounds else ""))
+        parts += [f"## {kind.capitalize()}", markdown(["candidate", "ms/token", "of plain", "tokens per round"], lines)]
+    return "\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]) + "\n"
 
 
 def main() -> None:
@@ -196,7 +187,6 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=12, help=f"of one prompt, with each of {NUM_BUILDS} builds")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/drafts.md")
     arguments = parser.parse_args()
-    console = Console()
     transformers.utils.logging.set_verbosity_error()
     pair = load("tiny", "tiny-draft", dtype=Dtype.fp32)
     folders = [hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft")]
@@ -207,23 +197,14 @@ def main() -> None:
     }
     results = {}
     for kind, texts in kinds_of_text().items():
-        console.print(f"timing {kind}")
-        results[kind] = measure(
-            pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions
-        )  # fmt: skip
-    console.print(f"timing {LOSING}")
-    reversed_pair = load("tiny-draft", "tiny", dtype=Dtype.fp32)
-    few = {PLAIN, "K=1", "K=4", AUTO}
-    prompts = kinds_of_text()["code"]
+        print(f"timing {kind}")
+        results[kind] = measure(pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions)
+    print(f"timing {LOSING}")
     results[LOSING] = measure(
-        reversed_pair, prompts, names=few, peers={}, num_builds=NUM_LOSING_BUILDS,
-        repetitions=LOSING_TURNS * arguments.repetitions,
+        load("tiny-draft", "tiny", dtype=Dtype.fp32), kinds_of_text()["code"], names={PLAIN, "K=1", "K=4", AUTO},
+        peers={}, num_builds=NUM_LOSING_BUILDS, repetitions=LOSING_TURNS * arguments.repetitions,
     )  # fmt: skip
-    text = page(results, repetitions=arguments.repetitions)
-    console.print(text, markup=False)
-    print_goals(console, goals(results))
-    if arguments.write:
-        PAGE.write_text(text, encoding="utf-8")
+    show(page(results, repetitions=arguments.repetitions), page="drafts.md", is_written=arguments.write)
 
 
 if __name__ == "__main__":

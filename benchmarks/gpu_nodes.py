@@ -26,31 +26,27 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.decoding import run_config
+from benchmarks.measured import PAGES, markdown, show
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.run.session.loading import Models, build_decoder
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import ModelDraftConfig
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    NO_DRAFT,
     DeviceKind,
-    DrafterConfig,
     DraftLayout,
     DraftPlacement,
     ModelShape,
     PlacementConfig,
-    RunConfig,
     SamplingConfig,
     SpeculationConfig,
     VerificationConfig,
     WholeParts,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -61,7 +57,7 @@ from tests.stub_gpu import device
 from tests.stub_gpu.device import Record
 from tests.stub_gpu.process import Stub, find_stub
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "gpu_nodes.md"
+PAGE = PAGES / "gpu_nodes.md"
 CUDA = torch.device("cuda", 0)
 DTYPE = torch.float16
 PROMPT_TOKENS, NEW_TOKENS = 300, 16
@@ -305,14 +301,10 @@ def round_nodes(case: Case) -> list[Record]:
         target=target, draft=draft, drafts=draft is not None, mesh=mesh, tokenizer=tokenizer, eos_ids=(),
         context=CONTEXT,
     )  # fmt: skip
-    entry = catalogue.load(case.target)
-    drafter = DrafterConfig(kind=NO_DRAFT)
-    if case.draft:
-        drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=catalogue.load(case.draft))
-    config = RunConfig(
-        task=GenerateConfig(), model=entry, draft=drafter, placement=placement, sampling=case.sampling,
-        verification=VerificationConfig(), speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFT_TOKENS),
-        batch_size=case.batch_size, device=DeviceKind.cuda, ignore_eos=True,
+    config = run_config(
+        catalogue.load(case.target), catalogue.load(case.draft) if case.draft else None, placement=placement,
+        sampling=case.sampling, speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFT_TOKENS),
+        batch_size=case.batch_size, device=DeviceKind.cuda,
     )  # fmt: skip
     decoder = build_decoder(models, config, speculative=draft is not None)
     prompt_ids = tuple(range(5, 5 + PROMPT_TOKENS))
@@ -362,14 +354,13 @@ def document(counts: Mapping[str, Any]) -> str:
     made = "`python -m benchmarks.gpu_nodes --write` makes this page; `just gpu-stub` holds the engine to the budgets."
     parts = ["# Kernels of a round on a GPU", made, _NODES, _STUB.format(counts["torch"])]
     for kind, title in _TITLES.items():
-        rows = [[case.name, counts[kind][case.name], case.limit] for case in CASES if case.kind == kind]
-        lines = [f"| {kind} | nodes | budget | of which |", "|---|---|---|---|"]
-        if kind == BLOCKS:
-            lines = [f"| {kind} | blocks | at least |", "|---|---|---|"]
-        for name, counted, limit in rows:
-            of_which = ", ".join(f"{number} {sort}" for sort, number in counted.items())
-            lines.append(f"| {name} | {sum(counted.values())} | {limit} |" + f" {of_which} |" * (kind != BLOCKS))
-        parts += [title, "\n".join(lines)]
+        lines = []
+        for case in (case for case in CASES if case.kind == kind):
+            counted = counts[kind][case.name]
+            of_which = [", ".join(f"{number} {sort}" for sort, number in counted.items())] * (kind != BLOCKS)
+            lines.append([case.name, sum(counted.values()), case.limit, *of_which])
+        heads = ["blocks", "at least"] if kind == BLOCKS else ["nodes", "budget", "of which"]
+        parts += [title, markdown([kind, *heads], lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -405,10 +396,7 @@ def main() -> None:
     if isinstance(stub, str):
         parser.error(stub)
     counts = count_all(stub)
-    if arguments.write:
-        PAGE.write_text(document(counts), encoding="utf-8")
-    else:
-        sys.stdout.write(document(counts))
+    show(document(counts), page=PAGE.name, is_written=arguments.write)
     wrong = [case.name for case in CASES if not case.keeps(counts[case.kind][case.name])]
     sys.exit(f"over budget: {'; '.join(wrong)}" if wrong else 0)
 

@@ -10,11 +10,7 @@ round one after the other what drafting and verification took.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +18,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.decoding import TEXT, decode_once
-from benchmarks.timing import ROOT, Row, markdown, store
+from benchmarks.decoding import TEXT, decode_once, run_config
+from benchmarks.measured import Row, group_of_ranks, markdown, store
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.world import World, start
@@ -34,22 +30,17 @@ from llama_ssp.run.session.prompts import encode
 from llama_ssp.run.session.tuning import tune
 from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
     DeviceKind,
-    DrafterConfig,
     DraftLayout,
     DraftPlacement,
     ModelConfig,
     ModelShape,
     PlacementConfig,
     RunConfig,
-    SamplingConfig,
     SpeculationConfig,
     SyntheticConfig,
-    VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 
@@ -120,17 +111,14 @@ def shape(num_layers: int) -> ModelShape:
 
 
 def config_of(arguments: argparse.Namespace, kind: DraftLayout) -> RunConfig:
-    """The run of both models; nothing is written into its folder."""
+    """The run of both models."""
     entries = {
         name: ModelConfig(name=name, shape=shape(layers), quantization=arguments.quantization)
         for name, layers in (("target", TARGET_LAYERS), ("draft", arguments.draft_layers))
     }
-    return RunConfig(
-        task=GenerateConfig(), model=entries["target"], draft=DrafterConfig(kind=MODEL_DRAFT, model=entries["draft"]),
-        placement=PlacementConfig(draft=DraftPlacement(kind=kind)), sampling=SamplingConfig(temperature=0.8),
-        verification=VerificationConfig(), weights=WeightsKind.synthetic,
-        synthetic=SyntheticConfig(agreement=arguments.agreement), device=DeviceKind.cpu, ignore_eos=True,
-        run_dir="outputs",
+    return run_config(
+        entries["target"], entries["draft"], placement=PlacementConfig(draft=DraftPlacement(kind=kind)),
+        weights=WeightsKind.synthetic, synthetic=SyntheticConfig(agreement=arguments.agreement),
     )  # fmt: skip
 
 
@@ -172,18 +160,11 @@ def measure_group(file: Path, arguments: argparse.Namespace) -> None:
 
 
 def launch(num_ranks: int, arguments: argparse.Namespace) -> list[Row]:
-    """Start a group of ranks, two threads in all, and read what its first one has measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        own = ["-m", "benchmarks.overlap", "--group", str(file), "--repetitions", str(arguments.repetitions)]
-        own += ["--agreement", str(arguments.agreement), "--draft-layers", str(arguments.draft_layers)]
-        own += ["--quantization", arguments.quantization, "--lengths", *map(str, arguments.lengths)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(2 // num_ranks)}
-        command = [sys.executable, *(ranks if num_ranks > 1 else []), *own]
-        subprocess.run(command, cwd=ROOT, check=True, env=environment)
-        figures: list[Row] = json.loads(file.read_text())
-        return figures
+    """What a group of ranks measures, with two threads in all."""
+    words = ["--agreement", str(arguments.agreement), "--draft-layers", str(arguments.draft_layers)]
+    words += ["--quantization", arguments.quantization, "--repetitions", str(arguments.repetitions)]
+    words += ["--lengths", *map(str, arguments.lengths)]
+    return group_of_ranks("benchmarks.overlap", num_ranks, words, OMP_NUM_THREADS=str(2 // num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +181,8 @@ class Comparison:
 
     def at(self, num_draft_tokens: int, *, overlaps: bool) -> Row:
         """The candidate of a K."""
-        (found,) = [
-            each
-            for each in self.row["apart"]
-            if (each["num_draft_tokens"], each["overlaps"]) == (num_draft_tokens, overlaps)
-        ]
-        return dict(found)
+        wanted = num_draft_tokens, overlaps
+        return next(each for each in self.row["apart"] if (each["num_draft_tokens"], each["overlaps"]) == wanted)
 
     def best_of(self, overlaps: bool, /) -> Row:
         """The fastest K of one way."""
@@ -245,18 +222,11 @@ def text(rows: Sequence[Row]) -> str:
     lengths = sorted({each["num_draft_tokens"] for pair in found for each in pair.row["apart"]})
     heads = ["acceptance", "draft + verify, ms", "one by one", "overlapped", "target idle", "draft idle"]
     heads += ["best one by one", "best overlapped", "gain", "one process"]
-    by_length = [
-        [
-            f"{each.acceptance:.2f}",
-            *(
-                f"{each.gain(k):.2f}x ({each.modelled_gain(k):.2f}x)"
-                if k in {known["num_draft_tokens"] for known in each.row["apart"]}
-                else "-"
-                for k in lengths
-            ),
-        ]
-        for each in found
-    ]
+    by_length = []
+    for each in found:
+        known = {candidate["num_draft_tokens"] for candidate in each.row["apart"]}
+        gains = (f"{each.gain(k):.2f}x ({each.modelled_gain(k):.2f}x)" if k in known else "-" for k in lengths)
+        by_length.append([f"{each.acceptance:.2f}", *gains])
     return (
         f"Synthetic pairs of {row['target_layers']} and {row['draft_layers']} layers of width {row['width']} in "
         f"{row['quantization']}, on two processes with a thread each of an {row['processor']}. All ways took turns on "
@@ -304,7 +274,7 @@ def main() -> None:
     }  # fmt: skip
     print(text([row | {"processor": "this machine"}]))
     if arguments.store:
-        print(f"stored in {store('overlap', row)}")
+        store("overlap", row)
 
 
 if __name__ == "__main__":

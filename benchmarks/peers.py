@@ -1,4 +1,4 @@
-"""Ours against transformers, plain and speculative, on the shipped pair: `python benchmarks/peers.py`.
+"""Ours against transformers, plain and speculative, on the shipped pair: `python -m benchmarks.peers`.
 
 One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
 constant schedule, and no end-of-sequence token. A round has two bounds. The first is the time of its forwards when
@@ -8,22 +8,16 @@ knows no operators: the target's matrices once and the draft's K times, at the f
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.timing import Goal, print_goals, store
+from benchmarks.measured import Goal, Row, markdown, store, table_of_goals
 from llama_ssp import load
 from llama_ssp.architectures.family import inventory
 from llama_ssp.planning.memory import step_bytes
@@ -148,7 +142,7 @@ def ratio_of_medians(numerators: Sequence[float], denominators: Sequence[float])
     return statistics.median(numerators) / statistics.median(denominators)
 
 
-def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object]:
+def measure(arguments: argparse.Namespace) -> Row:
     """Run everything once and return the figures."""
     num_draft_tokens, temperature = arguments.num_draft_tokens, arguments.temperature
     pair = load(arguments.target, arguments.draft, dtype=Dtype.fp32)
@@ -188,27 +182,26 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     def weights_ms(_repetition: int) -> float:
         return 1e3 * float(target_bytes + num_draft_tokens * draft_bytes) / passes.bytes_per_s()
 
-    with console.status("timing"):
-        ms = interleave(
-            {
-                "cold": cold_forwards_ms,
-                "weights": weights_ms,
-                "forwards": forwards_ms,
-                "ours, speculative": ours.ms_per_token,
-                "transformers, assisted": lambda _: peers(num_draft_tokens=num_draft_tokens),
-                "ours, plain": ours_plain.ms_per_token,
-                "transformers, generate": lambda _: peers(num_draft_tokens=None),
-            },
-            num_repetitions=arguments.repetitions,
-        )
-        at_context = interleave(
-            {
-                f"{mode}, {length}": partial(ms_at_context, decoder, length)
-                for mode, decoder in (("plain", plain), ("speculative", fast))
-                for length in (100, 1500)
-            },
-            num_repetitions=arguments.repetitions,
-        )
+    ms = interleave(
+        {
+            "cold": cold_forwards_ms,
+            "weights": weights_ms,
+            "forwards": forwards_ms,
+            "ours, speculative": ours.ms_per_token,
+            "transformers, assisted": lambda _: peers(num_draft_tokens=num_draft_tokens),
+            "ours, plain": ours_plain.ms_per_token,
+            "transformers, generate": lambda _: peers(num_draft_tokens=None),
+        },
+        num_repetitions=arguments.repetitions,
+    )
+    at_context = interleave(
+        {
+            f"{mode}, {length}": partial(ms_at_context, decoder, length)
+            for mode, decoder in (("plain", plain), ("speculative", fast))
+            for length in (100, 1500)
+        },
+        num_repetitions=arguments.repetitions,
+    )
     forwards, cold, weights = (ms.pop(name) for name in ("forwards", "cold", "weights"))
     assert ours.tokens_per_round
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
@@ -240,36 +233,35 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, object
     }
 
 
-def show(row: dict[str, object], console: Console) -> None:
+GOALS = {
+    "ours, speculative / transformers, assisted": ("speculative_to_assisted", 0.35),
+    "ours, plain / transformers, generate": ("plain_to_generate", 0.45),
+    "bound / its weights read once from memory": ("forwards_to_weights", 1.5),
+    "rounds / bound (without prefill)": ("rounds_to_bound", 1.08),
+    "other_s / round": ("other_share", 0.05),
+    "plain, 1500 / 100 tokens of context": ("plain_1500_to_100", 1.6),
+    "speculative, 1500 / 100 tokens of context": ("speculative_1500_to_100", 1.6),
+}
+
+
+def show(row: Row) -> None:
     """Print the table and the goals."""
-    table = Table(title=f"{row['target']} with {row['draft']}", title_justify="left", show_edge=False)
-    table.add_column("")
-    table.add_column("ms/token", justify="right")
-    for group in ("ms_per_token", "at_context_ms"):
-        figures = row[group]
-        assert isinstance(figures, dict)
-        for name, value in figures.items():
-            table.add_row(name if group == "ms_per_token" else f"behind a prompt, {name} tokens", f"{value:.2f}")
-    table.add_row(f"bound: verification {row['verify_ms']:.2f} + K x {row['draft_step_ms']:.2f} ms over "
-                  f"{row['tokens_per_round']:.2f} tokens per round", f"{row['bound_ms_per_token']:.2f}")  # fmt: skip
-    read = f"weights of a round read once at {float(str(row['memory_bytes_per_s'])) / 1e9:.1f} GB/s"
-    table.add_row(f"the bound's forwards over the {read}", f"{row['forwards_to_weights']:.2f}")
-    table.add_row("the same forwards out of cold caches", f"{row['cold_forwards_to_weights']:.2f}")
-    table.add_row("ours, speculative, over that bound, prefill included", f"{row['speculative_to_bound']:.2f}")
-    console.print(table)
-    goals = {
-        "ours, speculative / transformers, assisted": ("speculative_to_assisted", 0.35),
-        "ours, plain / transformers, generate": ("plain_to_generate", 0.45),
-        "bound / its weights read once from memory": ("forwards_to_weights", 1.5),
-        "rounds / bound (without prefill)": ("rounds_to_bound", 1.08),
-        "other_s / round": ("other_share", 0.05),
-        "plain, 1500 / 100 tokens of context": ("plain_1500_to_100", 1.6),
-        "speculative, 1500 / 100 tokens of context": ("speculative_1500_to_100", 1.6),
+    figures = row["ms_per_token"] | {
+        f"behind a prompt, {name} tokens": value for name, value in row["at_context_ms"].items()
     }
-    print_goals(
-        console,
-        [Goal(name=name, measured=float(str(row[key])), at_most=limit) for name, (key, limit) in goals.items()],
-    )
+    figures[
+        f"bound: verification {row['verify_ms']:.2f} + K x {row['draft_step_ms']:.2f} ms over "
+        f"{row['tokens_per_round']:.2f} tokens per round"
+    ] = row["bound_ms_per_token"]
+    lines = [(name, f"{value:.2f}") for name, value in figures.items()]
+    lines += [
+        (f"the bound's forwards over one read of their weights at {row['memory_bytes_per_s'] / 1e9:.1f} GB/s",
+         f"{row['forwards_to_weights']:.2f}"),
+        ("the same forwards out of cold caches", f"{row['cold_forwards_to_weights']:.2f}"),
+        ("ours, speculative, over that bound, prefill included", f"{row['speculative_to_bound']:.2f}"),
+    ]  # fmt: skip
+    print(markdown([f"{row['target']} with {row['draft']}", "ms/token"], lines))
+    print(table_of_goals(Goal(name, row[key], at_most) for name, (key, at_most) in GOALS.items()))
 
 
 def main() -> None:
@@ -282,12 +274,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--store", action="store_true", help="append the figures to benchmarks/results/peers.jsonl")
     arguments = parser.parse_args()
-    console = Console()
     transformers.utils.logging.set_verbosity_error()
-    row = measure(arguments, console)
-    show(row, console)
+    row = measure(arguments)
+    show(row)
     if arguments.store:
-        console.print(f"stored in {store('peers', row)}")
+        store("peers", row)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ and take turns on the same prompt; a time is that of a round, or of a plain step
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.decoding import TEXT, decode_once, tokens_per_round
-from benchmarks.timing import ROOT, Row, markdown, store
+from benchmarks.decoding import TEXT, decode_once, run_config, tokens_per_round
+from benchmarks.measured import Row, group_of_ranks, markdown, store
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import SspError
 from llama_ssp.planning.memory import model_bytes
@@ -33,23 +30,17 @@ from llama_ssp.run.session.prompts import encode
 from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.settings import catalogue, checks
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    NO_DRAFT,
     DeviceKind,
-    DrafterConfig,
     DraftLayout,
     DraftPlacement,
     Dtype,
     ModelConfig,
     PlacementConfig,
     RunConfig,
-    SamplingConfig,
     SpeculationConfig,
     TargetKind,
     TargetPlacement,
-    VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 
@@ -129,13 +120,10 @@ FORMS = {
 
 
 def config_of(place: Place, form: Form) -> RunConfig:
-    """The run of a cell; nothing is written into its folder."""
-    draft = DrafterConfig(kind=MODEL_DRAFT, model=form.entry(DRAFT)) if place.drafts else DrafterConfig(kind=NO_DRAFT)
-    return RunConfig(
-        task=GenerateConfig(), model=form.entry(TARGET), draft=draft, placement=place.placement,
-        sampling=SamplingConfig(temperature=0.8), verification=VerificationConfig(),
+    """The run of a cell."""
+    return run_config(
+        form.entry(TARGET), form.entry(DRAFT) if place.drafts else None, placement=place.placement,
         speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFT_TOKENS), batch_size=place.batch_size,
-        device=DeviceKind.cpu, ignore_eos=True, run_dir="outputs",
     )  # fmt: skip
 
 
@@ -198,18 +186,6 @@ def measure_group(file: Path, forms: Sequence[str], *, num_repetitions: int) -> 
                 rows.append(figures | {"refused": cell})
         if world.comm.rank == 0:
             file.write_text(json.dumps(rows))
-
-
-def launch(num_ranks: int, arguments: argparse.Namespace) -> list[Row]:
-    """Start a group of ranks and read what its first one has measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        own = ["-m", "benchmarks.placements", "--group", str(file), "--repetitions", str(arguments.repetitions)]
-        command = [sys.executable, *(ranks if num_ranks > 1 else []), *own, "--forms", *arguments.forms]
-        subprocess.run(command, cwd=ROOT, check=True)
-        found: list[Row] = json.loads(file.read_text())
-        return found
 
 
 def target_bytes() -> dict[str, int]:
@@ -312,15 +288,16 @@ def main() -> None:
     if arguments.group:
         measure(arguments.group)
         return
+    words = ["--repetitions", str(arguments.repetitions), "--forms", *arguments.forms]
     row: dict[str, Any] = {
         "target": TARGET, "draft": DRAFT, "num_draft_tokens": NUM_DRAFT_TOKENS,
         "num_threads": torch.get_num_threads(), "target_bytes": target_bytes(),
-        "cells": [each for num_ranks in (1, 2) for each in launch(num_ranks, arguments)],
+        "cells": [each for number in (1, 2) for each in group_of_ranks("benchmarks.placements", number, words)],
     }  # fmt: skip
     for key, form in (("round_ms", "{:.2f}"), ("speedup", "{:.2f}x")):
         print(_table(with_ratios(row["cells"]), key, form))
     if arguments.store:
-        print(f"stored in {store('placements', row)}")
+        store("placements", row)
 
 
 if __name__ == "__main__":

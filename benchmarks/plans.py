@@ -12,12 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.measured import ROOT, markdown
 from llama_ssp.errors import CapacityError
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = (
     "model=30B draft=7B",
     "model=65B draft=7B hardware=g5_12xlarge",
@@ -56,24 +53,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--against", type=Path, help="a checkout whose plans take part in the turns")
-    parser.add_argument(
-        "--settings", default="", help="settings that every command gets, such as hardware=this_machine"
-    )
+    parser.add_argument("--settings", default="", help="of every command, such as hardware=this_machine")
     arguments = parser.parse_args()
     other = arguments.against
     commands = [f"{command} {arguments.settings}".strip() for command in COMMANDS]
     taken = measure([ROOT, *([other] if other else [])], commands, num_repetitions=arguments.repetitions)
-    table = Table(title="seconds of plan commands", title_justify="left", show_edge=False)
-    table.add_column("plan", overflow="fold")
-    for heading in ("fastest", "median", *(["before", "ratio"] if other else [])):
-        table.add_column(heading, justify="right")
+    lines = []
     for command, times in taken.items():
         figures = [min(times[ROOT]), statistics.median(times[ROOT])]
         if other:
             before_s = statistics.median(times[other])
             figures += [before_s, figures[1] / before_s]
-        table.add_row(command, *(f"{figure:.2f}" for figure in figures))
-    Console().print(table)
+        lines.append([command, *(f"{figure:.2f}" for figure in figures)])
+    print(markdown(["plan, seconds", "fastest", "median", *(["before", "ratio"] if other else [])], lines))
 
 
 if __name__ == "__main__":

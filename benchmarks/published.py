@@ -7,10 +7,9 @@ all-reduce from gpt-fast's four Llama-2-7B bf16 rows, the time of an operator la
 transformers. Everything else is of data sheets. All other rows are forecasts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from benchmarks.measured import markdown, show
 from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -22,14 +21,9 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 
-ROOT = Path(__file__).resolve().parents[1]
 COST_RATIOS = (
-    (2, "sharded", 0.126),
-    (4, "sharded", 0.150),
-    (8, "sharded", 0.190),
-    (4, "one_rank", 0.36),
-    (8, "one_rank", 0.60),
-)
+    (2, "sharded", 0.126), (4, "sharded", 0.150), (8, "sharded", 0.190), (4, "one_rank", 0.36), (8, "one_rank", 0.60)
+)  # fmt: skip
 OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
 A100 = "8xa100_80gb"
 TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
@@ -178,24 +172,24 @@ def plain_tokens_per_s(row: PlainRow, machine: HardwareConfig) -> float:
     return 1 / timing(planned, machine).plain_s
 
 
-def plain_rows(machine: HardwareConfig) -> Iterator[str]:
+def plain_table(machine: HardwareConfig) -> str:
     """The plain table."""
-    yield "| model | GPUs | published tokens/s | forecast | forecast / published | |"
-    yield "|---|---|---|---|---|---|"
+    lines = []
     for row in PLAIN:
         forecast, rate = plain_tokens_per_s(row, machine), row.tokens_per_s
-        how, ratio = "fitted" if row.is_fitted else "forecast", forecast / rate
-        yield f"| {row.name} | {row.num_gpus} | {rate:.4g} | {forecast:.4g} | {ratio:.2f} | {how} |"
+        how = "fitted" if row.is_fitted else "forecast"
+        lines.append((row.name, row.num_gpus, f"{rate:.4g}", f"{forecast:.4g}", f"{forecast / rate:.2f}", how))
+    return markdown(["model", "GPUs", "published tokens/s", "forecast", "forecast / published", ""], lines)
 
 
-def cost_rows(machine: HardwareConfig) -> Iterator[str]:
+def cost_table(machine: HardwareConfig) -> str:
     """The cost ratio of a 7B draft to a 70B target."""
-    yield "| GPUs of the target | draft | published c | forecast | forecast / published |"
-    yield "|---|---|---|---|---|"
+    lines = []
     for num_gpus, kind, published in COST_RATIOS:
         ratio = timing(job("llama2_70B", num_gpus, draft="llama2_7B", kind=kind), machine).cost_ratio
         assert ratio, "there is a draft"
-        yield f"| {num_gpus} | {kind} | {published} | {ratio:.3f} | {ratio / published:.2f} |"
+        lines.append((num_gpus, kind, published, f"{ratio:.3f}", f"{ratio / published:.2f}"))
+    return markdown(["GPUs of the target", "draft", "published c", "forecast", "forecast / published"], lines)
 
 
 def draft_cost(pair: Pair, machine: HardwareConfig) -> tuple[float, str]:
@@ -217,25 +211,23 @@ def speculative_ms(pair: Pair, cost_ratio: float, acceptance: float) -> float:
     return pair.plain_ms * (1 + number * cost_ratio) / tokens_per_round(acceptance, number)
 
 
-def pair_rows(machine: HardwareConfig) -> Iterator[str]:
+def pair_table(machine: HardwareConfig) -> str:
     """The speculative table."""
-    yield (
-        "| pair | K | ms/token | c | implied tokens per round | of at most K + 1 | implied acceptance | "
-        "forecast ms/token | forecast / published |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    lines = []
     for pair in PAIRS:
         number = pair.num_draft_tokens
         ratio, source = draft_cost(pair, machine)
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
-        verdict = str(number + 1) if implied <= number + 1 else f"**{number + 1}: does not add up**"
-        acceptance = f"{implied_acceptance(implied, number):.2f}" if implied <= number + 1 else "none"
-        expects = expected(points_by_row()[pair.row].pair).probability
-        forecast = speculative_ms(pair, ratio, expects)
-        yield (
-            f"| {pair.name} | {number} | {pair.plain_ms:.4g} -> {pair.speculative_ms:.4g} | {ratio:.3f} ({source}) | "
-            f"{implied:.2f} | {verdict} | {acceptance} | {forecast:.1f} | {forecast / pair.speculative_ms:.2f} |"
-        )
+        adds_up = implied <= number + 1
+        forecast = speculative_ms(pair, ratio, expected(points_by_row()[pair.row].pair).probability)
+        lines.append((
+            pair.name, number, f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}", f"{ratio:.3f} ({source})",
+            f"{implied:.2f}", number + 1 if adds_up else f"**{number + 1}: does not add up**",
+            f"{implied_acceptance(implied, number):.2f}" if adds_up else "none", f"{forecast:.1f}",
+            f"{forecast / pair.speculative_ms:.2f}",
+        ))  # fmt: skip
+    heads = ["pair", "K", "ms/token", "c", "implied tokens per round", "of at most K + 1", "implied acceptance"]
+    return markdown([*heads, "forecast ms/token", "forecast / published"], lines)
 
 
 def page() -> str:
@@ -250,14 +242,14 @@ def page() -> str:
         "time of an operator launched from Python",
     )
     constants = [
-        f"| {name} | {1e6 * new:.2f} us | {1e6 * old:.2f} us |"
+        (name, f"{1e6 * new:.2f} us", f"{1e6 * old:.2f} us")
         for name, new, old in zip(names, found, stored, strict=True)
     ]
     return TEXT.format(
-        constants="\n".join(constants),
-        plain="\n".join(plain_rows(machine)),
-        costs="\n".join(cost_rows(machine)),
-        pairs="\n".join(pair_rows(machine)),
+        constants=markdown(["constant", "fitted", "in the catalogue"], constants),
+        plain=plain_table(machine),
+        costs=cost_table(machine),
+        pairs=pair_table(machine),
     )
 
 
@@ -273,8 +265,6 @@ a plain copy. Three constants are on no data sheet. The first two are fitted to 
 the third to the plain 13B row of transformers. A layer counts as 12 kernels, as 25 operators when they are launched
 one by one, and as 50 operators in transformers.
 
-| constant | fitted | in the catalogue |
-|---|---|---|
 {constants}
 
 ## Plain decoding, batch 1
@@ -313,7 +303,4 @@ them.
 """
 
 if __name__ == "__main__":
-    file = ROOT / "docs" / "benchmarks" / "published.md"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(page(), encoding="utf-8")
-    print(file.read_text(encoding="utf-8"))
+    show(page(), page="published.md", is_written=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import overlap, placements
-from benchmarks.timing import ROOT, Row, stored
+from benchmarks.measured import ROOT, Row, stored
 
 _SETTING = (
     "The shipped pair, `{target}` with `{draft}`, and transformers' `generate` and assisted generation: fp32, one rank "
@@ -38,11 +38,6 @@ _WEIGHTS = (
     " Reading the weights once, at the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The "
     "forward passes take {forwards_to_weights:.2f} times that, {cold_forwards_to_weights:.2f} times with cold caches."
 )
-
-
-def newest(make: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
-    """What the last of some rows says."""
-    return lambda rows: make(rows[-1])
 
 
 def _figures(row: Row) -> Row:
@@ -81,16 +76,12 @@ def round_text(row: Row) -> str:
 
 
 TEXTS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "peers": ("peers", newest(peers_text)),
-    "round": ("peers", newest(round_text)),
-    "placements": ("placements", newest(placements.precision)),
+    "peers": ("peers", lambda rows: peers_text(rows[-1])),
+    "round": ("peers", lambda rows: round_text(rows[-1])),
+    "placements": ("placements", lambda rows: placements.precision(rows[-1])),
     "overlap": ("overlap", overlap.text),
 }
 """The text of each region, and the rows that it is made of."""
-FILES: dict[str, tuple[str, Callable[[Row], str]]] = {
-    "docs/benchmarks/placements.md": ("placements", placements.document),
-}
-"""Files of their own, and the rows that they are made of."""
 
 
 def pages() -> list[Path]:
@@ -117,8 +108,9 @@ def _wrapped(text: str) -> str:
 
 
 def made_files() -> dict[str, str]:
-    """The content of each of FILES that can be made."""
-    return {name: make(found[-1]) for name, (rows, make) in FILES.items() if (found := stored(rows))}
+    """The content of each file of its own that can be made."""
+    rows = stored("placements")
+    return {"docs/benchmarks/placements.md": placements.document(rows[-1])} if rows else {}
 
 
 def main() -> None:

@@ -13,10 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.timing import ROOT
+from benchmarks.measured import ROOT, markdown
 
 SETTINGS = ("task=generate", "prompt=def factorial(n):", "max_new_tokens=8")
 PARTS = {
@@ -58,13 +55,11 @@ def main() -> None:
     for _ in range(arguments.repetitions):
         for num_ranks, starts in taken.items():
             starts.append(start_s(num_ranks))
-    table = Table(title="from the command to the first token, seconds", title_justify="left", show_edge=False)
-    for heading in ("", *(f"ranks: {num_ranks}" for num_ranks in taken)):
-        table.add_column(heading, justify="right" if heading else "left")
-    for part in (*PARTS, "all"):
-        medians = [statistics.median(start[part] for start in starts) for starts in taken.values()]
-        table.add_row(part, *(f"{seconds:.2f}" for seconds in medians))
-    Console().print(table)
+    lines = [
+        [part, *(f"{statistics.median(start[part] for start in starts):.2f}" for starts in taken.values())]
+        for part in (*PARTS, "all")
+    ]
+    print(markdown(["seconds to the first token", *(f"ranks: {num_ranks}" for num_ranks in taken)], lines))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
-from benchmarks.timing import Goal, print_goals
+from benchmarks.measured import Goal, markdown, table_of_goals
 from llama_ssp import load
 from llama_ssp.run.calibration.random_llama import RandomLlama
 from llama_ssp.settings import catalogue
@@ -103,11 +101,8 @@ def main() -> None:
         target, draft, num_tokens = arguments.decode
         decode(target, draft, int(num_tokens))
         return
-    console, goals = Console(), []
+    goals, lines = [], []
     settings = [str(os.cpu_count()), "1", CHOSEN]
-    table = Table(title="milliseconds per token, medians of turns", title_justify="left", show_edge=False)
-    for column in ("target", "mode", "other processes", "all cores", "1 thread", CHOSEN, "chosen / best"):
-        table.add_column(column, justify="right")
     for name in [arguments.only] if arguments.only else ["tiny", RANDOM]:
         pair = "tiny", "tiny-draft"
         if name == RANDOM:
@@ -122,11 +117,12 @@ def main() -> None:
                             taken[setting].append(measure(models, setting, NEW_TOKENS[name]))
                 medians = [statistics.median(taken[setting]) for setting in settings]
                 ratio = medians[2] / min(medians[:2])
-                goals.append(Goal(name=f"{name}, {mode}, {number} busy", measured=ratio, at_most=AT_MOST))
-                table.add_row(name, mode, str(number), *(f"{ms:.2f}" for ms in medians), f"{ratio:.2f}")
-                console.print(f"{name}, {mode}, {number} busy: {taken}", highlight=False)
-    console.print(table)
-    print_goals(console, goals)
+                goals.append(Goal(f"{name}, {mode}, {number} busy", ratio, AT_MOST))
+                lines.append([name, mode, number, *(f"{ms:.2f}" for ms in medians), f"{ratio:.2f}"])
+                print(f"{name}, {mode}, {number} busy: {taken}")
+    heads = ["target", "mode", "other processes", "all cores, ms/token", "1 thread", CHOSEN, "chosen / best"]
+    print(markdown(heads, lines))
+    print(table_of_goals(goals))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Shapes: M tokens, B rows, T tokens of a row, H query heads, N key-value heads, G
 rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
@@ -25,29 +25,21 @@ from llama_ssp.kernels.emit import (
     I64,
     LANES,
     POINTER,
-    VOID,
     Code,
-    Torch,
+    Operator,
     Value,
-    exponential,
     f32,
     floats,
     function,
     i64,
-    lane_numbers,
-    larger,
-    loaded,
-    smaller,
-    stored,
-)  # fmt: skip
+)
 
 _SERIAL = 2**17
 """Multiplications that a thread of its own does not pay for."""
 
-# What the threads share, by its place in an array of words.
-CONTEXT = ("qkv", "turns", "positions", "slots", "parts", "out", "num_heads", "num_kv", "row_tokens", "num_slots",
-           "window", "scale")  # fmt: skip
-_NUMBERS = {"num_heads", "num_kv", "row_tokens", "num_slots", "window", "scale"}
+CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "out"), POINTER)
+CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "window", "scale"), I64)
+"""What the threads share, in an array of words."""
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
 _AHEAD = 256
@@ -73,34 +65,27 @@ def emit(head_dim: int) -> ir.Module:
 
 def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None:
     """(qkv, turns, positions, slots, parts, num_heads, scale, window) -> attended."""
-    code, (stack, _, _) = function(module, "attend", [POINTER, I64, I64])
-    code.function.linkage = "external"
-    torch = Torch(code)
-    tensors = [code.load(code.at(stack, i64(number), I64), typ=POINTER) for number in range(5)]
-    given = dict(zip(CONTEXT, map(torch.pointer, tensors), strict=False))
-    num_heads = code.read(stack, I64, i64(5))
-    num_tokens = torch.size(tensors[0], 0)
-    num_kv = code.sdiv(torch.size(tensors[4], 0), i64(2))
-    out = torch.empty(num_tokens, code.mul(num_heads, i64(head_dim)))
-    given |= {
-        "out": torch.pointer(out), "num_heads": num_heads, "num_kv": num_kv,
-        "row_tokens": torch.size(tensors[2], 1), "num_slots": torch.size(tensors[4], 1),
-        "scale": code.read(stack, I64, i64(6)), "window": code.read(stack, I64, i64(7)),
+    operator = Operator(module, "attend", num_tensors=5)
+    code = operator.code
+    qkv, _, positions, _, cache = operator.tensors
+    num_heads = operator.argument(5)
+    num_tokens = operator.size(qkv, 0)
+    num_kv = code.sdiv(operator.size(cache, 0), i64(2))
+    out = operator.empty(num_tokens, code.mul(num_heads, i64(head_dim)))
+    given = dict(zip(CONTEXT, map(operator.pointer, (*operator.tensors, out)), strict=False)) | {
+        "num_heads": num_heads, "num_kv": num_kv, "row_tokens": operator.size(positions, 1),
+        "num_slots": operator.size(cache, 1), "scale": operator.argument(6), "window": operator.argument(7),
     }  # fmt: skip
-    words = stored(code, CONTEXT, given)
+    words = code.stored(CONTEXT, given)
     heads = code.add(num_heads, code.mul(num_kv, i64(2)))
-    code.intrinsic("torch_parallel_for", I32, i64(0), num_tokens, _grain(code, heads, i64(head_dim)), place, words)
+    operator.share(num_tokens, _grain(code, heads, i64(head_dim)), place, words)
     with code.loop(i64(0), num_tokens, 1, [i64(0)]) as values:
-        values[1] = larger(code, values[1], code.read(given["positions"], I64, values[0]))
-    queries = _queries_of_row(code, given)
-    in_pass = smaller(code, queries, i64(QUERIES))
+        values[1] = code.larger(values[1], code.read(given["positions"], I64, values[0]))
+    in_pass = code.smaller(_queries_of_row(code, given), i64(QUERIES))
     cost = code.mul(i64(head_dim), code.add(code.mul(in_pass, i64(2)), i64(8)))
     grain = _grain(code, cost, code.add(values[1], i64(1)))
-    code.intrinsic("torch_parallel_for", I32, i64(0), num_units(code, given, num_tokens), grain, units, words)
-    for tensor in tensors:
-        torch.free(tensor)
-    code.store(out, stack)
-    code.ret_void()
+    operator.share(num_units(code, given, num_tokens), grain, units, words)
+    operator.give(out)
 
 
 def num_units(code: Code, given: dict[str, Value], num_tokens: Value) -> Value:
@@ -125,7 +110,7 @@ def _passes(code: Code, queries: Value) -> Value:
 
 def _given(code: Code, words: Value) -> dict[str, Value]:
     """Read the context."""
-    given = loaded(code, CONTEXT, words, _NUMBERS)
+    given = code.loaded(CONTEXT, words)
     return given | {"scale": code.fptrunc(code.bitcast(given["scale"], ir.DoubleType()), F32)}
 
 
@@ -155,8 +140,7 @@ def _place(module: ir.Module, head_dim: int) -> Value:
             )
             code.write(_turned(code, key, code.read(turns, F32S, index)), given["parts"], keys)
             code.write(value, given["parts"], values)
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _units(module: ir.Module, head_dim: int) -> Value:
@@ -171,7 +155,7 @@ def _units(module: ir.Module, head_dim: int) -> Value:
     with code.loop(begin, end, 1) as (number,):
         head_of_row, first = code.sdiv(number, passes), code.mul(code.srem(number, passes), i64(QUERIES))
         row, head = code.sdiv(head_of_row, num_kv), code.srem(head_of_row, num_kv)
-        count = smaller(code, code.sub(queries, first), i64(QUERIES))
+        count = code.smaller(code.sub(queries, first), i64(QUERIES))
         first_token = code.mul(row, row_tokens)
         with code.loop(i64(0), count, 1) as (query,):
             place = code.add(first, query)
@@ -187,15 +171,13 @@ def _units(module: ir.Module, head_dim: int) -> Value:
             for part in (head, code.add(head, num_kv))
         )
         code.call(unit, [keys, values, pointers, positions, count, given["window"]])
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _turned(code: Code, x: Value, turns: Value) -> Value:
     """Multiply pairs of numbers by pairs (cosine, sine), as complex numbers."""
-    cosines, sines = (code.shuffle_vector(turns, turns, lane_numbers(lane // 2 * 2 + part for lane in range(LANES)))
-                      for part in (0, 1))  # fmt: skip
-    others = code.shuffle_vector(x, x, lane_numbers(lane ^ 1 for lane in range(LANES)))
+    cosines, sines = (code.shuffled(turns, turns, [lane // 2 * 2 + part for lane in range(LANES)]) for part in (0, 1))
+    others = code.shuffled(x, x, [lane ^ 1 for lane in range(LANES)])
     signs = ir.Constant(F32S, [f32(-1.0), f32(1.0)] * (LANES // 2))
     return code.fused(x, cosines, code.fmul(others, code.fmul(sines, signs)))
 
@@ -222,7 +204,7 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
             code.write(floats(0.0), sums, code.add(code.mul(query, i64(head_dim)), index))
     start, stop = _range(code, positions, count, window)
     with code.loop(start, stop, CHUNK) as (chunk,):
-        length = smaller(code, code.sub(stop, chunk), i64(CHUNK))
+        length = code.smaller(code.sub(stop, chunk), i64(CHUNK))
         with code.loop(i64(0), length, LANES) as (block,):
             place = code.mul(code.add(chunk, block), i64(head_dim))
             for line, slots in ((keys, _AHEAD), (values, 0)):
@@ -241,15 +223,14 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
             call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
                                   for room, size in ((scores, CHUNK), (states, _STATE), (sums, head_dim))))  # fmt: skip
     code.call(finish, [queries, count, states, sums])
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _fetch(code: Code, place: Value, count: int) -> None:
     """Ask for numbers that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
     with code.loop(i64(0), i64(count * 4), _LINE) as (index,):
         hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, near, data
-        code.intrinsic("llvm.prefetch.p0", VOID, code.at(place, index), *hints)
+        code.intrinsic("llvm.prefetch.p0", ir.VoidType(), code.at(place, index), *hints)
 
 
 def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tuple[Value, Callable[..., Value]]]:
@@ -267,9 +248,9 @@ def _range(code: Code, positions: Value, count: Value, window: Value) -> tuple[V
     some = code.read(positions, I64)
     with code.loop(i64(0), count, 1, [some, some]) as values:
         position = code.read(positions, I64, values[0])
-        values[1:] = [smaller(code, values[1], position), larger(code, values[2], position)]
+        values[1:] = [code.smaller(values[1], position), code.larger(values[2], position)]
     _, least, last = values
-    behind = larger(code, code.sub(code.add(least, i64(1)), window), i64(0))
+    behind = code.larger(code.sub(code.add(least, i64(1)), window), i64(0))
     start = code.sub(behind, code.srem(behind, i64(CHUNK)))
     return code.select(code.icmp_signed(">", window, i64(0)), start, i64(0)), code.add(last, i64(1))
 
@@ -278,50 +259,26 @@ def _lay(module: ir.Module, head_dim: int) -> Value:
     """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room)."""
     code, (keys, number, room) = function(module, "lay", [POINTER, I64, POINTER])
     last = code.sub(number, i64(1))
-    places = [code.mul(smaller(code, i64(lane), last), i64(head_dim)) for lane in range(LANES)]
+    places = [code.mul(code.smaller(i64(lane), last), i64(head_dim)) for lane in range(LANES)]
     with code.loop(i64(0), i64(head_dim), LANES) as (index,):
         rows = [code.read(keys, F32S, code.add(place, index)) for place in places]
         for number, column in enumerate(_transposed(code, rows)):
             code.write(column, room, code.mul(code.add(index, i64(number)), i64(LANES)))
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _transposed(code: Code, rows: list[Value]) -> list[Value]:
-    """The columns of 16 vectors, by the shuffles of two vectors that processors have."""
-
-    def mixed(one: Value, other: Value, lanes: Sequence[int]) -> Value:
-        return code.shuffle_vector(one, other, lane_numbers(lanes))
-
-    def zipped(one: Value, other: Value, size: int) -> list[Value]:
-        """Take turns, by `size` lanes, between the lower and between the upper halves of each four lanes."""
-        return [
-            mixed(one, other, [
-                source + four + half + part + lane for four in range(0, LANES, 4) for part in range(0, 2, size)
-                for source in (0, LANES) for lane in range(size)
-            ])
-            for half in (0, 2)
-        ]  # fmt: skip
-
-    def halved(one: Value, other: Value) -> list[Value]:
-        """Collect the even and the odd fours of two vectors."""
-        return [
-            mixed(one, other, [source + four + lane for source in (0, LANES) for four in (odd, odd + 8)
-                               for lane in range(4)])
-            for odd in (0, 4)
-        ]  # fmt: skip
-
-    fours = []  # of each four rows: vectors whose fours are columns i, 4 + i, 8 + i, 12 + i
-    for first in range(0, LANES, 4):
-        (a, b), (c, d) = (zipped(rows[row], rows[row + 1], 1) for row in (first, first + 2))
-        fours.append([*zipped(a, c, 2), *zipped(b, d, 2)])
-    columns = [None] * LANES
-    for number in range(4):
-        low, high = (halved(fours[part][number], fours[part + 1][number]) for part in (0, 2))
-        for odd in (0, 1):
-            for upper, column in enumerate(halved(low[odd], high[odd])):
-                columns[number + 4 * odd + 8 * upper] = column
-    return columns
+    """The columns of 16 vectors, by those shuffles of two vectors that processors have as one instruction."""
+    fours = range(0, LANES, 4)
+    ones, twos = ([four + lane for four in fours for lane in lanes] for lanes in ((0, 16, 1, 17), (0, 1, 16, 17)))
+    halves = [source + four + lane for source in (0, LANES) for four in (0, 8) for lane in range(4)]
+    for size, low, beyond in ((1, ones, 2), (2, twos, 2), (4, halves, 4), (8, halves, 4)):
+        high = [lane + beyond for lane in low]
+        for row in (row for row in range(LANES) if not row & size):
+            pair = rows[row], rows[row + size]
+            rows[row], rows[row + size] = code.shuffled(*pair, low), code.shuffled(*pair, high)
+    # The first shuffles have left the columns of each four in the order 0, 2, 1, 3.
+    return [rows[four + place] for four in fours for place in (0, 2, 1, 3)]
 
 
 def _scores(module: ir.Module, head_dim: int, num_queries: int) -> Value:
@@ -338,8 +295,7 @@ def _scores(module: ir.Module, head_dim: int, num_queries: int) -> Value:
     for number in range(num_queries):
         even, odd = values[1 + 2 * number : 3 + 2 * number]
         code.write(code.fadd(even, odd), scores, i64(number * CHUNK))
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _soften(module: ir.Module) -> Value:
@@ -349,26 +305,25 @@ def _soften(module: ir.Module) -> Value:
     last, first = (code.splat(code.trunc(place, I32)) for place in (last, first))
 
     def is_seen(index: Value) -> Value:
-        lanes = code.add(code.splat(code.trunc(index, I32)), lane_numbers(range(LANES)))
+        lanes = code.add(code.splat(code.trunc(index, I32)), ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)]))
         return code.and_(code.icmp_signed("<=", lanes, last), code.icmp_signed(">", lanes, first))
 
     with code.loop(i64(0), length, LANES, [floats(_LOWEST)]) as values:
         seen = code.select(is_seen(values[0]), code.read(scores, F32S, values[0]), floats(_LOWEST))
-        values[1] = code.intrinsic("llvm.maximum.v16f32", F32S, values[1], seen)  # NaN if one of them is
+        values[1] = code.maximum(values[1], seen)
     before = code.read(state, F32, i64(_MOST))
-    most = code.intrinsic("llvm.maximum.f32", F32, before, code.largest(values[1]))
-    factor = exponential(code, code.splat(code.fsub(before, most)))
+    most = code.maximum(before, code.halves(values[1], code.maximum))
+    factor = code.exponential(code.splat(code.fsub(before, most)))
     sums = code.fmul(code.read(state, F32S), factor)
     with code.loop(i64(0), length, LANES, [sums]) as values:
         score = code.fsub(code.read(scores, F32S, values[0]), code.splat(most))
-        weight = code.select(is_seen(values[0]), exponential(code, score), floats(0.0))
+        weight = code.select(is_seen(values[0]), code.exponential(score), floats(0.0))
         code.write(weight, scores, values[0])
         values[1] = code.fadd(values[1], weight)
     code.write(values[1], state)
     code.write(most, state, i64(_MOST))
     code.write(code.extract_element(factor, ir.Constant(I32, 0)), state, i64(_FACTOR))
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _values(module: ir.Module, head_dim: int, num_queries: int) -> Value:
@@ -392,8 +347,7 @@ def _values(module: ir.Module, head_dim: int, num_queries: int) -> Value:
                 carried[at] = code.fused(weight, read[part], carried[at])
     for (query, part), value in zip(places, carried[1:], strict=True):
         code.write(value, sums, i64(query * head_dim + part * LANES))
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _finish(module: ir.Module, head_dim: int) -> Value:
@@ -408,5 +362,4 @@ def _finish(module: ir.Module, head_dim: int) -> Value:
         with code.loop(i64(0), i64(head_dim), LANES) as (index,):
             part = code.read(sums, F32S, code.add(code.mul(query, i64(head_dim)), index))
             code.write(code.fdiv(part, code.splat(total)), into, index)
-    code.ret_void()
-    return code.function
+    return code.end()

@@ -67,11 +67,8 @@ def _decides_code() -> str:
     """What a kernel's code depends on: this CPU, LLVM, the sources of this package, and those of formats of weights."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     sources += [inspect.getsource(module) for module in (formats, int4_rows)]
-    return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), *_features(), *sources])
-
-
-def _features() -> list[str]:
-    return [name for name, is_there in sorted(binding.get_host_cpu_features().items()) if is_there]
+    features = binding.get_host_cpu_features().flatten()
+    return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), features, *sources])
 
 
 def optimized(module: ir.Module) -> binding.ModuleRef:

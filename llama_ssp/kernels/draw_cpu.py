@@ -11,7 +11,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from llama_ssp.kernels.emit import F32, F32S, I64, INT64, LANES, POINTER, Code, Torch, Value, function, i64, smaller
+from llama_ssp.kernels.emit import F32, F32S, I64, INT64, LANES, Code, Operator, Value, i64
 
 _F64 = ir.DoubleType()
 _I64S = ir.VectorType(I64, LANES)
@@ -20,38 +20,34 @@ _I64S = ir.VectorType(I64, LANES)
 def emit() -> ir.Module:
     """The operator (weights, uniforms, units, tokens of a block) -> ids; its entry is `draw`."""
     module = ir.Module(name="draw")
-    code, (stack, _, _) = function(module, "draw", [POINTER, I64, I64])
-    code.function.linkage = "external"
-    torch = Torch(code)
-    weights, uniforms = (code.load(code.at(stack, i64(place), I64), typ=POINTER) for place in range(2))
-    units, block = code.fptrunc(code.read(stack, _F64, i64(2)), F32), code.read(stack, I64, i64(3))
-    num_rows, vocabulary = torch.size(weights, 0), torch.size(weights, 1)
+    operator = Operator(module, "draw", num_tensors=2)
+    code = operator.code
+    weights, uniforms = operator.tensors
+    units, block = code.fptrunc(operator.argument(2, _F64), F32), operator.argument(3)
+    num_rows, vocabulary = operator.size(weights, 0), operator.size(weights, 1)
     num_blocks = code.sdiv(code.add(vocabulary, code.sub(block, i64(1))), block)
-    ids, scratch = torch.empty(num_rows, i64(1), kind=INT64), torch.empty(num_blocks, kind=INT64)
-    sums = torch.pointer(scratch)
-    first_weight, first_uniform, first_id = (torch.pointer(tensor) for tensor in (weights, uniforms, ids))
+    ids = operator.empty(num_rows, i64(1), kind=INT64)
+    sums = operator.pointer(operator.empty(num_blocks, kind=INT64))
+    first_weight, first_uniform, first_id = map(operator.pointer, (weights, uniforms, ids))
     with code.loop(i64(0), num_rows, 1) as (row,):
         line = code.at(first_weight, code.mul(row, vocabulary), F32)
         pair = code.at(first_uniform, code.mul(row, i64(2)), _F64)
         of_block, of_token = (code.read(pair, _F64, i64(part)) for part in (0, 1))
         with code.loop(i64(0), num_blocks, 1, [i64(0)]) as values:
             start = code.mul(values[0], block)
-            total = _total(code, line, start, smaller(code, code.add(start, block), vocabulary), units)
+            total = _total(code, line, start, code.smaller(code.add(start, block), vocabulary), units)
             code.write(total, sums, values[0])
             values[1] = code.add(values[1], total)
         chosen = _picked(code, num_blocks, partial(code.read, sums, I64), of_block, values[1])
         start = code.mul(chosen, block)
-        end = smaller(code, code.add(start, block), vocabulary)
+        end = code.smaller(code.add(start, block), vocabulary)
 
         def weight_at(place: Value, start: Value = start) -> Value:
             return _whole(code, line, code.add(start, place), units, F32)
 
         token = _picked(code, code.sub(end, start), weight_at, of_token, code.read(sums, I64, chosen))
         code.write(code.add(start, token), first_id, row)
-    for tensor in (weights, uniforms, scratch):
-        torch.free(tensor)
-    code.store(ids, stack)
-    code.ret_void()
+    operator.give(ids)
     return module
 
 
@@ -80,4 +76,4 @@ def _picked(code: Code, count: Value, weight_at: Callable[[Value], Value], unifo
         place, passed, so_far = values
         values[2] = code.add(so_far, weight_at(place))
         values[1] = code.add(passed, code.zext(code.icmp_signed("<=", values[2], point), I64))
-    return smaller(code, values[1], code.sub(count, i64(1)))
+    return code.smaller(values[1], code.sub(count, i64(1)))

@@ -4,7 +4,7 @@ A vector has 16 lanes whatever the CPU: LLVM cuts it where registers are shorter
 so a kernel computes the same bits on every CPU with the same instructions.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,12 +41,22 @@ def floats(number: float) -> Value:
     return ir.Constant(F32S, [f32(number)] * LANES)
 
 
+def wholes(number: int) -> Value:
+    """A vector of equal constants."""
+    return ir.Constant(I32S, [number] * LANES)
+
+
 class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
     """The body of one function."""
 
     def __init__(self, function: Value) -> None:
         super().__init__(function.append_basic_block())
         self._entry = self.block
+
+    def end(self) -> Value:
+        """End the function; returns it."""
+        self.ret_void()
+        return self.function
 
     def slot(self, kind: Value, count: int = 1) -> Value:
         """Memory on the stack, taken once however often the code around it runs."""
@@ -66,9 +76,8 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         number = kind.element if isinstance(kind, ir.VectorType) else kind
         place = pointer if index is None else self.at(pointer, index, number)
         loaded = self.load(place, typ=kind)
-        loaded.align = max(number.width // 8 if isinstance(number, ir.IntType) else 4, 1)
-        if isinstance(number, ir.HalfType):
-            loaded.align = 2
+        whole = number.width // 8 if isinstance(number, ir.IntType) else 0
+        loaded.align = whole or (2 if isinstance(number, ir.HalfType) else 4)
         return loaded
 
     def write(self, value: Value, pointer: Value, index: Value | None = None) -> None:
@@ -79,9 +88,12 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
 
     def splat(self, number: Value) -> Value:
         """A vector of one number."""
-        kind = ir.VectorType(number.type, LANES)
-        one = self.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(I32, 0))
-        return self.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(I32S, [0] * LANES))
+        nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+        return self.shuffled(self.insert_element(nothing, number, ir.Constant(I32, 0)), nothing, [0] * LANES)
+
+    def shuffled(self, one: Value, other: Value, lanes: Sequence[int]) -> Value:
+        """Lanes of two vectors; those of the second follow those of the first."""
+        return self.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def intrinsic(self, name: str, result: Value, *arguments: Value) -> Value:
         """Call a function of LLVM or of torch."""
@@ -100,25 +112,53 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         width = LANES
         while width > 1:
             width //= 2
-            kind = vector.type
-            parts = [
-                self.shuffle_vector(
-                    vector, ir.Constant(kind, ir.Undefined),
-                    ir.Constant(ir.VectorType(I32, width), list(range(first, first + width))),
-                )
-                for first in (0, width)
-            ]  # fmt: skip
-            vector = join(*parts)
+            nothing = ir.Constant(vector.type, ir.Undefined)
+            vector = join(*(self.shuffled(vector, nothing, range(first, first + width)) for first in (0, width)))
         return self.extract_element(vector, ir.Constant(I32, 0))
 
-    def largest(self, vector: Value) -> Value:
-        """The largest lane; NaN if one of them is."""
+    def maximum(self, one: Value, other: Value) -> Value:
+        """The larger one of two floats, or of each lane; NaN if one of them is."""
+        lanes = f"v{one.type.count}f32" if isinstance(one.type, ir.VectorType) else "f32"
+        return self.intrinsic(f"llvm.maximum.{lanes}", one.type, one, other)
 
-        def larger(one: Value, other: Value) -> Value:
-            lanes = f"v{one.type.count}f32" if isinstance(one.type, ir.VectorType) else "f32"
-            return self.intrinsic(f"llvm.maximum.{lanes}", one.type, one, other)
+    def larger(self, one: Value, other: Value) -> Value:
+        """The larger one of two whole numbers."""
+        return self.select(self.icmp_signed(">", one, other), one, other)
 
-        return self.halves(vector, larger)
+    def smaller(self, one: Value, other: Value) -> Value:
+        """The smaller one of two whole numbers."""
+        return self.select(self.icmp_signed("<", one, other), one, other)
+
+    def stored(self, names: Mapping[str, Value], given: Mapping[str, Value]) -> Value:
+        """Write numbers and addresses, whose kinds are given by name, into words on the stack."""
+        words = self.slot(I64, len(names))
+        for place, name in enumerate(names):
+            self.store(given[name], self.at(words, i64(place), I64))
+        return words
+
+    def loaded(self, names: Mapping[str, Value], words: Value) -> dict[str, Value]:
+        """Read words that `stored` wrote."""
+        return {
+            name: self.load(self.at(words, i64(place), I64), typ=kind)
+            for place, (name, kind) in enumerate(names.items())
+        }
+
+    def exponential(self, x: Value) -> Value:
+        """e^x of a vector to the last bit or two; the ends of its range stand for what is beyond.
+
+        Source: the polynomial of expf in Cephes.
+        """
+        x = self.intrinsic("llvm.maxnum.v16f32", F32S, x, floats(_LEAST_LOG))
+        x = self.intrinsic("llvm.minnum.v16f32", F32S, x, floats(_MOST_LOG))
+        whole = self.intrinsic("llvm.nearbyint.v16f32", F32S, self.fmul(x, floats(1.44269504)))
+        rest = self.fused(whole, floats(-0.693359375), x)
+        rest = self.fused(whole, floats(2.12194440e-4), rest)
+        value = floats(1.9875691500e-4)
+        for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            value = self.fused(value, rest, floats(factor))
+        value = self.fadd(self.fused(value, self.fmul(rest, rest), rest), floats(1.0))
+        exponent = self.add(self.fptosi(whole, I32S), wholes(127))
+        return self.fmul(value, self.bitcast(self.shl(exponent, wholes(23)), F32S))
 
     @contextmanager
     def loop(self, start: Value, stop: Value, step: int, carried: list[Value] | None = None) -> Iterator[list[Value]]:
@@ -153,90 +193,59 @@ def function(module: ir.Module, name: str, kinds: Sequence[Value]) -> tuple[Code
     return Code(function), function.args
 
 
-def larger(code: Code, one: Value, other: Value) -> Value:
-    """The larger one of two whole numbers."""
-    return code.select(code.icmp_signed(">", one, other), one, other)
+class Operator:
+    """A function that torch calls as an operator, by its stable C interface.
 
-
-def smaller(code: Code, one: Value, other: Value) -> Value:
-    """The smaller one of two whole numbers."""
-    return code.select(code.icmp_signed("<", one, other), one, other)
-
-
-def lane_numbers(numbers: Iterable[int]) -> Value:
-    """A vector of constants, a whole number a lane."""
-    return ir.Constant(ir.VectorType(I32, LANES), list(numbers))
-
-
-def exponential(code: Code, x: Value) -> Value:
-    """e^x to the last bit or two; the ends of its range stand for what is beyond.
-
-    Source: the polynomial of expf in Cephes.
+    Arguments come as words on a stack, `tensors` first, and are the operator's to free.
     """
-    x = code.intrinsic("llvm.maxnum.v16f32", F32S, x, floats(_LEAST_LOG))
-    x = code.intrinsic("llvm.minnum.v16f32", F32S, x, floats(_MOST_LOG))
-    whole = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(x, floats(1.44269504)))
-    rest = code.fused(whole, floats(-0.693359375), x)
-    rest = code.fused(whole, floats(2.12194440e-4), rest)
-    value = floats(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        value = code.fused(value, rest, floats(factor))
-    value = code.fadd(code.fused(value, code.fmul(rest, rest), rest), floats(1.0))
-    exponent = code.add(code.fptosi(whole, I32S), ir.Constant(I32S, [127] * LANES))
-    return code.fmul(value, code.bitcast(code.shl(exponent, ir.Constant(I32S, [23] * LANES)), F32S))
 
+    def __init__(self, module: ir.Module, name: str, num_tensors: int) -> None:
+        self.code, (self._stack, _, _) = function(module, name, [POINTER, I64, I64])
+        self.code.function.linkage = "external"
+        self._answer = self.code.slot(I64)
+        self.tensors = [self.argument(place, POINTER) for place in range(num_tensors)]
+        self._owned = [*self.tensors]
 
-def stored(code: Code, names: Sequence[str], given: dict[str, Value]) -> Value:
-    """Write numbers and addresses into words on the stack."""
-    words = code.slot(I64, len(names))
-    for place, name in enumerate(names):
-        code.store(given[name], code.at(words, i64(place), I64))
-    return words
+    def argument(self, place: int, kind: Value = I64) -> Value:
+        """A tensor, or a number behind the tensors."""
+        return self.code.load(self.code.at(self._stack, i64(place), I64), typ=kind)
 
-
-def loaded(code: Code, names: Sequence[str], words: Value, numbers: Collection[str]) -> dict[str, Value]:
-    """Read words that `stored` wrote: numbers, and addresses."""
-    places = {name: code.at(words, i64(place), I64) for place, name in enumerate(names)}
-    return {name: code.load(place, typ=I64 if name in numbers else POINTER) for name, place in places.items()}
-
-
-class Torch:
-    """Calls of torch's stable C interface from the code of an operator."""
-
-    def __init__(self, code: Code) -> None:
-        self.code = code
-        self._answer = code.slot(I64, 1)
-
-    def _ask(self, name: str, *arguments: Value) -> Value:
+    def _ask(self, name: str, *arguments: Value, kind: Value = POINTER) -> Value:
         self.code.intrinsic(name, I32, *arguments, self._answer)
-        return self._answer
+        return self.code.load(self._answer, typ=kind)
 
     def pointer(self, tensor: Value) -> Value:
         """The address of a tensor's numbers."""
-        return self.code.load(self._ask("aoti_torch_get_data_ptr", tensor), typ=POINTER)
+        return self._ask("aoti_torch_get_data_ptr", tensor)
 
     def pointer_or_none(self, tensor: Value) -> Value:
         """The address of a tensor's numbers, or none if it has none."""
-        number = self.code.load(self._ask("aoti_torch_get_numel", tensor), typ=I64)
-        is_empty = self.code.icmp_unsigned("==", number, i64(0))
+        is_empty = self.code.icmp_unsigned("==", self._ask("aoti_torch_get_numel", tensor, kind=I64), i64(0))
         return self.code.select(is_empty, NO_POINTER, self.pointer(tensor))
 
     def size(self, tensor: Value, dim: int) -> Value:
         """Its size in a dimension."""
-        sizes = self.code.load(self._ask("aoti_torch_get_sizes", tensor), typ=POINTER)
-        return self.code.read(sizes, I64, i64(dim))
+        return self.code.read(self._ask("aoti_torch_get_sizes", tensor), I64, i64(dim))
 
     def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
-        """A new tensor of one or two dimensions."""
+        """A new tensor of one or two dimensions, freed at the end unless it is the result."""
         code, number = self.code, len(sizes)
         shape, strides = code.slot(I64, number), code.slot(I64, number)
         for dim, size in enumerate(sizes):
             code.write(size, shape, i64(dim))
             code.write(sizes[1] if dim == 0 and number > 1 else i64(1), strides, i64(dim))
         zero = ir.Constant(I32, 0)
-        made = self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero)
-        return code.load(made, typ=POINTER)
+        self._owned.append(self._ask("aoti_torch_empty_strided", i64(number), shape, strides, kind, zero, zero))
+        return self._owned[-1]
 
-    def free(self, tensor: Value) -> None:
-        """Give up a tensor."""
-        self.code.intrinsic("aoti_torch_delete_tensor_object", I32, tensor)
+    def share(self, count: Value, grain: Value, part: Value, words: Value) -> None:
+        """Let torch's threads run a function (begin, end, words) for parts of `count` units, at least `grain` each."""
+        self.code.intrinsic("torch_parallel_for", I32, i64(0), count, grain, part, words)
+
+    def give(self, result: Value) -> None:
+        """Leave a result, free all other tensors, and end the function."""
+        for tensor in self._owned:
+            if tensor is not result:
+                self.code.intrinsic("aoti_torch_delete_tensor_object", I32, tensor)
+        self.code.store(result, self._stack)
+        self.code.ret_void()

@@ -20,9 +20,10 @@ from llama_ssp.kernels.linear import FLOATS, NIBBLES, NativeLinear
 from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights import int4_rows
 
-_TENSORS = ("x", "turns", "positions", "slots", "cache", *(
-    f"{name}_{part}" for name in ("qkv", "output", "gated", "down") for part in ("weights", "scales", "bias", "norm")
-))  # fmt: skip
+PRODUCTS = ("qkv", "output", "gated", "down")
+PARTS = ("weights", "scales", "bias", "norm")
+TENSORS = ("x", "turns", "positions", "slots", "cache", *(f"{name}_{part}" for name in PRODUCTS for part in PARTS))
+"""The operator's arguments, before its numbers."""
 
 
 class TokenPlaces(NamedTuple):
@@ -58,9 +59,10 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLay
     found = [part for part in parts if part]
     if len(found) < len(parts) or len({part.kind for part in found}) > 1:
         return None
-    if not (found[0].has_norm and found[2].has_norm and all(part.operands[1].dtype is torch.float32 for part in found)):
+    _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
+    if not (len(norms[0]) and len(norms[2]) and all(each.dtype is torch.float32 for each in scales)):
         return None
-    attention = find_attention(found[0].device, torch.float32, head_dim)
+    attention = find_attention(scales[0].device, torch.float32, head_dim)
     operator = _operator_of(found[0].kind, head_dim, attention) if attention else None
     return WholeLayer(found, operator) if operator else None
 
@@ -68,7 +70,7 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLay
 @cache
 def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
-    tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in _TENSORS)
+    tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in TENSORS)
     return find_operator(
         f"layer_{kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, float scale, "
         "int window) -> Tensor",

@@ -26,43 +26,23 @@ from contextlib import contextmanager
 from llvmlite import ir
 
 from llama_ssp.kernels import attention_cpu, linear_cpu
-from llama_ssp.kernels.emit import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    NO_POINTER,
-    POINTER,
-    VOID,
-    Code,
-    Torch,
-    Value,
-    function,
-    i64,
-    larger,
-    loaded,
-    smaller,
-    stored,
-)  # fmt: skip
+from llama_ssp.kernels.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
+from llama_ssp.kernels.layer import PARTS, PRODUCTS, TENSORS
 
-PRODUCTS = ("qkv", "output", "gated", "down")
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
-_TENSORS = ("x", "turns", "positions", "slots", "cache", *(
-    f"{name}_{part}" for name in PRODUCTS for part in ("weights", "scales", "bias", "norm")
-))  # fmt: skip
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _AT_ONCE = 8
 """Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
 _MOST_THREADS = 2**10
 
-# What the threads share, by its place in an array of words.
-_CONTEXT = ("counters", "attention", "rooms", "room_bytes", "num_rows", "x", "qkv", "attended", "middle", "gated", "y",
-            "num_threads", "num_places", "num_units", "least_qkv", "least_gated",
-            *(f"{name}_{part}" for name in PRODUCTS
-              for part in ("weights", "scales", "bias", "norm", "num_inputs", "num_outputs")))  # fmt: skip
-_NUMBERS = {"room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated",
-            *(f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs"))}  # fmt: skip
+_CONTEXT = dict.fromkeys(("counters", "attention", "rooms", "x", "qkv", "attended", "middle", "gated", "y"), POINTER)
+_CONTEXT |= dict.fromkeys(
+    ("room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated"), I64
+)
+_CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in PARTS), POINTER)
+_CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs")), I64)
+"""What the threads share, in an array of words."""
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
 _LINE = 8
@@ -90,59 +70,52 @@ def emit(kind: str, head_dim: int) -> ir.Module:
 
 def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     """(tensors, least squares of both norms, heads, scale, window) -> y."""
-    code, (stack, _, _) = function(module, "layer", [POINTER, I64, I64])
-    code.function.linkage = "external"
-    torch = Torch(code)
-    tensors = {name: code.load(code.at(stack, i64(place), I64), typ=POINTER) for place, name in enumerate(_TENSORS)}
-    first = len(_TENSORS)
-    least_qkv, least_gated, num_heads, scale, window = (code.read(stack, I64, i64(first + place)) for place in range(5))
-    given = {name: torch.pointer(tensors[name]) for name in ("x", "turns", "positions", "slots", "cache")}
-    num_rows, width = torch.size(tensors["x"], 0), torch.size(tensors["x"], 1)
-    num_kv = code.sdiv(torch.size(tensors["cache"], 0), i64(2))
+    operator = Operator(module, "layer", num_tensors=len(TENSORS))
+    code, tensors = operator.code, dict(zip(TENSORS, operator.tensors, strict=True))
+    first = len(TENSORS)
+    least_qkv, least_gated, num_heads, scale, window = (operator.argument(first + place) for place in range(5))
+    given = {
+        name: (operator.pointer_or_none if name.endswith(PARTS) else operator.pointer)(tensor)
+        for name, tensor in tensors.items()
+    }
+    num_rows, width = operator.size(tensors["x"], 0), operator.size(tensors["x"], 1)
+    num_kv = code.sdiv(operator.size(tensors["cache"], 0), i64(2))
     attended_width = code.mul(num_heads, i64(head_dim))
     for name in PRODUCTS:
-        for part in ("weights", "scales", "bias", "norm"):
-            given[f"{name}_{part}"] = torch.pointer_or_none(tensors[f"{name}_{part}"])
-        given[f"{name}_num_outputs"] = code.mul(torch.size(tensors[f"{name}_weights"], 0), i64(LANES))
+        given[f"{name}_num_outputs"] = code.mul(operator.size(tensors[f"{name}_weights"], 0), i64(LANES))
     gated_width = code.sdiv(given["gated_num_outputs"], i64(2))
     given |= {"qkv_num_inputs": width, "output_num_inputs": attended_width, "gated_num_inputs": width,
               "down_num_inputs": gated_width}  # fmt: skip
     num_threads = _num_threads(code, given, num_rows)
-    widest = larger(code, larger(code, width, attended_width), gated_width)
+    widest = code.larger(code.larger(width, attended_width), gated_width)
     room = code.mul(num_rows, code.add(code.mul(widest, i64(2)), i64(2)))
-    y = torch.empty(num_rows, width)
+    y = operator.empty(num_rows, width)
     sizes = {"qkv": given["qkv_num_outputs"], "attended": attended_width, "middle": width, "gated": gated_width}
-    total = code.mul(num_threads, room)
+    total = start = code.mul(num_threads, room)
     for size in sizes.values():
         total = code.add(total, code.mul(num_rows, size))
-    scratch = torch.empty(total)
-    given["rooms"] = torch.pointer(scratch)
-    start = code.mul(num_threads, room)
+    given["rooms"] = operator.pointer(operator.empty(total))
     for name, size in sizes.items():
         given[name] = code.at(given["rooms"], start, F32)
         start = code.add(start, code.mul(num_rows, size))
-    row_tokens = torch.size(tensors["positions"], 1)
     attention = given | {
         "parts": given["cache"], "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
-        "row_tokens": row_tokens, "num_slots": torch.size(tensors["cache"], 1), "window": window, "scale": scale,
+        "row_tokens": operator.size(tensors["positions"], 1), "num_slots": operator.size(tensors["cache"], 1),
+        "window": window, "scale": scale,
     }  # fmt: skip
     num_words = len(STEPS) * COUNTERS + COUNTERS
     counters = code.slot(I64, num_words)
     counters.align = 64
     with code.loop(i64(0), i64(num_words), 1) as (place,):
         code.write(i64(0), counters, place)
-    given |= {
-        "counters": counters, "attention": stored(code, attention_cpu.CONTEXT, attention),
-        "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": torch.pointer(y), "num_threads": num_threads,
-        "num_places": num_rows, "num_units": attention_cpu.num_units(code, attention, num_rows),
-        "least_qkv": least_qkv, "least_gated": least_gated,
-    }  # fmt: skip
-    words = stored(code, _CONTEXT, given)
-    code.intrinsic("torch_parallel_for", I32, i64(0), num_threads, i64(1), steps, words)
-    for tensor in (*tensors.values(), scratch):
-        torch.free(tensor)
-    code.store(y, stack)
-    code.ret_void()
+    words = code.stored(_CONTEXT, given | {
+        "counters": counters, "attention": code.stored(attention_cpu.CONTEXT, attention),
+        "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": operator.pointer(y),
+        "num_threads": num_threads, "num_places": num_rows, "least_qkv": least_qkv, "least_gated": least_gated,
+        "num_units": attention_cpu.num_units(code, attention, num_rows),
+    })  # fmt: skip
+    operator.share(num_threads, i64(1), steps, words)
+    operator.give(y)
 
 
 def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
@@ -153,13 +126,13 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
     useful = code.add(code.sdiv(code.mul(cost, code.add(num_rows, i64(1))), i64(_SERIAL)), i64(1))
     there = code.slot(I32, 1)
     code.intrinsic("torch_get_num_threads", I32, there)
-    return smaller(code, useful, smaller(code, code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
+    return code.smaller(useful, code.smaller(code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
 
 
 def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
     """What each thread does: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
-    given = loaded(code, _CONTEXT, words, _NUMBERS)
+    given = code.loaded(_CONTEXT, words)
     threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)
     own = code.atomic_rmw("add", threads, i64(1), "monotonic")
     room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
@@ -180,8 +153,7 @@ def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
     finish(code, threads, code.sub(last, first), given["num_threads"])
     with code.if_then(code.icmp_signed("==", first, i64(0))):
         wait(code, threads, given["num_threads"])
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _product(
@@ -189,25 +161,19 @@ def _product(
 ) -> None:
     """One product, of rows that this thread prepares for itself."""
     gates = i64(1 if name == "gated" else 0)
-    num_rows, num_inputs, num_outputs = (given[each] for each in ("num_rows", f"{name}_num_inputs",
-                                                                  f"{name}_num_outputs"))  # fmt: skip
-    sizes = num_rows, num_inputs
-    rows = given["rows"]
+    num_outputs, norm = given[f"{name}_num_outputs"], None
     if f"least_{name}" in given:
         least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
-        rows = linear_cpu.normed(code, rows, room, (given[f"{name}_norm"], least_square), sizes)
-    row_scales = row_sums = NO_POINTER
-    if kind == "dots":
-        rows, row_scales, row_sums = linear_cpu.rounded(code, rows, room, sizes)
-    words = stored(code, linear_cpu.CONTEXT, {
-        "weights": given[f"{name}_weights"], "rows": rows, "y": given["into"], "scales": given[f"{name}_scales"],
-        "bias": given[f"{name}_bias"], "residual": given["residual"], "row_scales": row_scales, "row_sums": row_sums,
-        "num_rows": num_rows, "num_inputs": num_inputs, "num_outputs": num_outputs, "gates": gates,
-    })  # fmt: skip
+        norm = given[f"{name}_norm"], least_square
+    sizes = given["num_rows"], given[f"{name}_num_inputs"]
+    own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias")}
+    own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
+    rows = linear_cpu.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
+    words = code.stored(linear_cpu.CONTEXT, own | rows)
     of_unit = code.add(gates, i64(1))
     count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
     fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])
-    grain = smaller(code, fair, code.sdiv(i64(_AT_ONCE), of_unit))
+    grain = code.smaller(fair, code.sdiv(i64(_AT_ONCE), of_unit))
     with units(code, counters, count, grain) as (begin, end):
         code.call(part, [begin, end, words])
 
@@ -221,7 +187,7 @@ def units(code: Code, counters: Value, count: Value, grain: Value) -> Iterator[t
     begin = code.atomic_rmw("add", counters, grain, "monotonic")
     code.cbranch(code.icmp_signed("<", begin, count), body, after)
     code.position_at_end(body)
-    end = smaller(code, code.add(begin, grain), count)
+    end = code.smaller(code.add(begin, grain), count)
     yield begin, end
     finish(code, counters, code.sub(end, begin), count)
     code.branch(head)

@@ -57,11 +57,7 @@ class Linear(Protocol):
 
 
 class PlainLinear(Linear):
-    """torch's product, on the weight as it is.
-
-    Attributes:
-        weight_OI, bias_O: of the layer.
-    """
+    """torch's product, on the weight as it is."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.weight_OI = weight_OI
@@ -151,22 +147,18 @@ def product_of(kind: str) -> Operator | None:
 
 def _check(kind: str, product: Operator) -> None:
     """RuntimeError if a small product is wrong."""
-    none = torch.empty(0)
     if kind == NIBBLES:
         codes_OI = torch.arange(BLOCK * GROUP).view(BLOCK, GROUP).remainder(15).to(torch.uint8)
-        scales_O1, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
-        x_MI = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous()
-        packed = pack_nibbles(codes_OI, int4_rows.words_of(scales_O1, zeros_O1))
-        y_MO = product(x_MI, packed, torch.tensor(1.0), none, none, none, 0.0, False)
-        if not torch.equal(y_MO, x_MI @ (codes_OI - zeros_O1).mul(0.5).t()):
-            raise RuntimeError("the product of nibbles is wrong on this CPU")
-        return
-    weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
-    values_OI = weight_OI.to(FLOATS.get(kind, torch.int8))
-    x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
-    scales_O = torch.ones(() if kind in FLOATS else BLOCK)
-    y_MO = product(x_MI, pack(kind, values_OI), scales_O, none, none, none, 0.0, False)
-    if not torch.equal(y_MO, x_MI @ weight_OI.t().float()):
+        scales, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
+        packed, weight_OI = pack_nibbles(codes_OI, int4_rows.words_of(scales, zeros_O1)), (codes_OI - zeros_O1) * 0.5
+        x_MI, scales = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous(), torch.tensor(1.0)
+    else:
+        weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
+        packed = pack(kind, weight_OI.to(FLOATS.get(kind, torch.int8)))
+        x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
+        scales = torch.ones(() if kind in FLOATS else BLOCK)
+    none = torch.empty(0)
+    if not torch.equal(product(x_MI, packed, scales, none, none, none, 0.0, False), x_MI @ weight_OI.t().float()):
         raise RuntimeError(f"the product of {kind} is wrong on this CPU")
 
 
@@ -194,17 +186,13 @@ def pack_nibbles(codes_OI: Tensor, words_OG: Tensor) -> Tensor:
 class NativeLinear(Linear):
     """A linear layer by the product of `linear_cpu`, of weights that `fits`.
 
+    Rows, sums and results are fp32. In other number formats, rows and results are converted.
+
     Args:
         kind: of `linear_cpu`.
         values_OI: weights in int8, fp16 or fp32, or codes of 4 bits.
         scales_O: one an output; of fp16 and fp32 one number; of 4 bits the words of all groups.
         bias_O: None for none.
-
-    Attributes:
-        kind: see above.
-        least_square: what is added to the sum of the squares of a row by the norm; see `take_in`.
-
-    Rows, sums and results are fp32. In other number formats, rows and results are converted.
     """
 
     least_square = 0.0
@@ -217,25 +205,31 @@ class NativeLinear(Linear):
             self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
         else:
             self._packed, self._scales_O = pack(kind, values_OI), scales_O
-        self._bias_O = bias_O
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
+        self._bias_O = self._none if bias_O is None else bias_O
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._sum(x_MI, None)
+        return self._sum(x_MI, self._none)
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
         return self._sum(x_MI, residual_MO)
 
-    def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
+    def _sum(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         if x_MI.dtype is torch.float32:
-            bias_O = self._none if self._bias_O is None else self._bias_O
-            return self._call(x_MI, bias_O, self._none if residual_MO is None else residual_MO)
+            return self._call(x_MI, self._bias_O, residual_MO)
         y_MO = self._call(x_MI.float(), self._none, self._none).to(x_MI.dtype)
-        if self._bias_O is not None:
-            y_MO.add_(self._bias_O)
-        return y_MO if residual_MO is None else y_MO.add_(residual_MO)
+        for added in (self._bias_O, residual_MO):
+            if added is not self._none:
+                y_MO.add_(added)
+        return y_MO
+
+    def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
+        # The kernel reads rows one behind the other.
+        x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
+        scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
+        return self._product(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """From now on `fused` does what stands around the product too: the RMS norm before it, the gate after it.
@@ -248,7 +242,7 @@ class NativeLinear(Linear):
         Returns False, and changes nothing, if the kernel cannot do it.
         """
         num_blocks = self._packed.shape[0]
-        if norm.dtype is not torch.float32 or (gates and (self._bias_O is not None or num_blocks % 2)):
+        if norm.dtype is not torch.float32 or (gates and (self._bias_O is not self._none or num_blocks % 2)):
             return False
         self._norm, self.least_square, self._gates = norm, least_square, gates
         if gates:  # the blocks of gate and up take turns
@@ -263,25 +257,9 @@ class NativeLinear(Linear):
         return self._product(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
 
     @property
-    def has_norm(self) -> bool:
-        """Whether it has taken in the norm of its rows."""
-        return bool(self._norm.numel())
-
-    @property
-    def device(self) -> torch.device:
-        """Of the weights."""
-        return self._packed.device
-
-    @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Weights, scales, bias and norm, as operators take them; empty ones for none."""
-        return self._packed, self._scales_O, self._none if self._bias_O is None else self._bias_O, self._norm
-
-    def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
-        # The kernel reads rows one behind the other.
-        x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
-        scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
-        return self._product(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
+        return self._packed, self._scales_O, self._bias_O, self._norm
 
 
 def native_of(linear: Linear) -> NativeLinear | None:
@@ -349,16 +327,15 @@ def half_scale(weight_OI: Tensor) -> float | None:
     if not 0 < largest < math.inf:
         return None
     fitting = 2.0 ** (_HALF_TOP - math.frexp(largest)[1])
-    return next((scale for scale in (1.0, fitting) if _is_held(weight_OI, scale, largest)), None)
-
-
-def _is_held(weight_OI: Tensor, scale: float, largest: float) -> bool:
-    """Compare in blocks of rows, to avoid a second copy of a large weight."""
     most = torch.finfo(torch.float32).eps * largest
-    return all(
-        bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
-        for rows in weight_OI.split(_BLOCK_ROWS)
-    )
+
+    def is_held(scale: float) -> bool:
+        return all(  # in blocks of rows, to avoid a second copy of a large weight
+            bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
+            for rows in weight_OI.split(_BLOCK_ROWS)
+        )
+
+    return next(filter(is_held, (1.0, fitting)), None)
 
 
 def make_linear(
@@ -372,9 +349,7 @@ def make_linear(
     The caller should drop the contiguous weight, because a packed kernel holds a copy. With `keeps_weight` the weight
     stays in memory anyway, as a tied embedding does, and no packed kernel is chosen.
     """
-    if kernel is None:
-        kernel = _choose(weight_OI, keeps_weight=keeps_weight)
-    return kernel(weight_OI, bias_O)
+    return (kernel or _choose(weight_OI, keeps_weight=keeps_weight))(weight_OI, bias_O)
 
 
 def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:

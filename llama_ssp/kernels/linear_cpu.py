@@ -41,16 +41,14 @@ from llama_ssp.kernels.emit import (
     NO_POINTER,
     POINTER,
     Code,
-    Torch,
+    Operator,
     Value,
-    exponential,
     f32,
     floats,
     function,
     i64,
-    loaded,
-    stored,
-)  # fmt: skip
+    wholes,
+)
 from llama_ssp.settings.formats import INT4_GROUP, WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
@@ -66,10 +64,9 @@ _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
 _SIGN_BIT = 128
 
-# What the threads of one product share, by its place in an array of words.
-CONTEXT = ("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums", "num_rows", "num_inputs",
-            "num_outputs", "gates")  # fmt: skip
-_NUMBERS = {"num_rows", "num_inputs", "num_outputs", "gates"}
+CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
+CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "gates"), I64)
+"""What the threads of one product share, in an array of words."""
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
@@ -82,7 +79,12 @@ _GROUP_BYTES = _HEAD_BYTES + LANES * INT4_GROUP // 2
 def emit(kind: str) -> ir.Module:
     """The operator of a kind, with everything it calls; its entry is `product`."""
     module = ir.Module(name=f"product of {kind}")
-    part = part_of(module, kind)
+    tiles = {
+        (rows, blocks): _tile(module, kind, rows, blocks)
+        for rows in range(1, _MOST_ROWS + 1)
+        for blocks in _numbers_of_blocks(rows)
+    }
+    part = _part(module, kind, tiles, _finish(module, kind))
     part.linkage = "external"  # `layer_cpu` calls it too
     _entry(module, kind, part)
     return module
@@ -90,65 +92,59 @@ def emit(kind: str) -> ir.Module:
 
 def _entry(module: ir.Module, kind: str, part: Value) -> None:
     """The operator, as torch calls it: (x, weights, scales, bias, residual, norm, least_square, gates) -> y."""
-    code, (stack, _, _) = function(module, "product", [POINTER, I64, I64])
-    code.function.linkage = "external"
-    torch = Torch(code)
-    tensors = [code.load(code.at(stack, i64(place), I64), typ=POINTER) for place in range(6)]
-    x, weights, scales, bias, residual, norm = tensors
-    least_square = code.fptrunc(code.read(stack, ir.DoubleType(), i64(6)), F32)
-    gates = code.and_(code.read(stack, I64, i64(7)), i64(1))
-    num_rows, num_inputs = torch.size(x, 0), torch.size(x, 1)
-    num_outputs = code.mul(torch.size(weights, 0), i64(LANES))
-    width = code.sdiv(num_outputs, code.add(gates, i64(1)))
-    y = torch.empty(num_rows, width)
+    operator = Operator(module, "product", num_tensors=6)
+    code = operator.code
+    x, weights, scales, bias, residual, norm = operator.tensors
+    least_square = code.fptrunc(operator.argument(6, ir.DoubleType()), F32)
+    gates = code.and_(operator.argument(7), i64(1))
+    num_rows, num_inputs = operator.size(x, 0), operator.size(x, 1)
+    num_outputs = code.mul(operator.size(weights, 0), i64(LANES))
+    y = operator.empty(num_rows, code.sdiv(num_outputs, code.add(gates, i64(1))))
     # Room for normed rows, and for quantized ones with their scales and sums.
-    scratch = torch.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
-    room = torch.pointer(scratch)
-    sizes = num_rows, num_inputs
-    rows = normed(code, torch.pointer(x), room, (torch.pointer_or_none(norm), least_square), sizes)
-    given = {"row_scales": NO_POINTER, "row_sums": NO_POINTER}
-    if kind == "dots":
-        rows, given["row_scales"], given["row_sums"] = rounded(code, rows, room, sizes)
-    given |= {
-        "weights": torch.pointer(weights), "rows": rows, "y": torch.pointer(y),
-        "scales": torch.pointer(scales), "bias": torch.pointer_or_none(bias),
-        "residual": torch.pointer_or_none(residual), "num_rows": num_rows, "num_inputs": num_inputs,
+    room = operator.pointer(operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2)))))
+    rows = prepared(
+        code, kind, operator.pointer(x), room=room, norm=(operator.pointer_or_none(norm), least_square),
+        sizes=(num_rows, num_inputs),
+    )  # fmt: skip
+    words = code.stored(CONTEXT, rows | {
+        "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
+        "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
         "num_outputs": num_outputs, "gates": gates,
-    }  # fmt: skip
-    words = stored(code, CONTEXT, given)
+    })  # fmt: skip
     num_units = code.sdiv(num_outputs, code.mul(code.add(gates, i64(1)), i64(LANES)))
     cost = code.mul(code.mul(num_inputs, i64(LANES)), code.add(num_rows, i64(1)))
-    grain = code.add(code.sdiv(i64(_SERIAL), cost), i64(1))
-    code.intrinsic("torch_parallel_for", I32, i64(0), num_units, grain, part, words)
-    for tensor in (*tensors, scratch):
-        torch.free(tensor)
-    code.store(y, stack)
-    code.ret_void()
+    operator.share(num_units, code.add(code.sdiv(i64(_SERIAL), cost), i64(1)), part, words)
+    operator.give(y)
 
 
-def normed(code: Code, x: Value, room: Value, norm: tuple[Value, Value], sizes: tuple[Value, Value]) -> Value:
-    """The rows themselves, or their norms, written into the room, if the norm (weight, least square) has a weight."""
+def prepared(
+    code: Code, kind: str, rows: Value, *, room: Value, norm: tuple[Value, Value] | None, sizes: tuple[Value, Value]
+) -> dict[str, Value]:
+    """The rows as a product of this kind takes them, by their names in CONTEXT.
+
+    Norms of rows are written into the room, if there is a norm (weight, least square), and the weight is not none. Rows
+    of `dots` are rounded into the second half of the room.
+    """
     num_rows, num_inputs = sizes
-    has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
-    with code.if_then(has_norm), code.loop(i64(0), num_rows, 1) as (row,):
-        start = code.mul(row, num_inputs)
-        _normalize(code, code.at(x, start, F32), code.at(room, start, F32), norm, num_inputs)
-    return code.select(has_norm, room, x)
-
-
-def rounded(code: Code, rows: Value, room: Value, sizes: tuple[Value, Value]) -> tuple[Value, Value, Value]:
-    """Round all rows into the second half of the room; returns them, their scales, and their sums."""
-    num_rows, num_inputs = sizes
-    number = code.mul(num_rows, num_inputs)
-    values = code.at(room, number, F32)
-    scales = code.at(values, number)
-    sums = code.at(scales, num_rows, F32)
-    with code.loop(i64(0), num_rows, 1) as (row,):
-        start = code.mul(row, num_inputs)
-        scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
-        code.write(scale, scales, row)
-        code.write(total, sums, row)
-    return values, scales, sums
+    if norm:
+        has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
+        with code.if_then(has_norm), code.loop(i64(0), num_rows, 1) as (row,):
+            start = code.mul(row, num_inputs)
+            _normalize(code, code.at(rows, start, F32), code.at(room, start, F32), norm, num_inputs)
+        rows = code.select(has_norm, room, rows)
+    given = {"rows": rows, "row_scales": NO_POINTER, "row_sums": NO_POINTER, "num_rows": num_rows,
+             "num_inputs": num_inputs}  # fmt: skip
+    if kind == "dots":
+        number = code.mul(num_rows, num_inputs)
+        values = given["rows"] = code.at(room, number, F32)
+        scales = given["row_scales"] = code.at(values, number)
+        sums = given["row_sums"] = code.at(scales, num_rows, F32)
+        with code.loop(i64(0), num_rows, 1) as (row,):
+            start = code.mul(row, num_inputs)
+            scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
+            code.write(scale, scales, row)
+            code.write(total, sums, row)
+    return given
 
 
 def _normalize(code: Code, x: Value, into: Value, norm: tuple[Value, Value], num_inputs: Value) -> None:
@@ -168,11 +164,11 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     """Round a row to 127 steps on each side of zero; returns its scale and the sum of its steps."""
     with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
         size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
-        values[1] = code.intrinsic("llvm.maximum.v16f32", F32S, values[1], size)  # NaN if one of them is
-    largest = code.largest(values[1])
+        values[1] = code.maximum(values[1], size)
+    largest = code.halves(values[1], code.maximum)
     is_zero = code.fcmp_ordered("==", largest, f32(0.0))
     factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(127.0), largest)))
-    with code.loop(i64(0), num_inputs, LANES, [ir.Constant(I32S, [0] * LANES)]) as values:
+    with code.loop(i64(0), num_inputs, LANES, [wholes(0)]) as values:
         steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(code.read(x, F32S, values[0]), factor))
         whole = code.fptosi(steps, I32S)
         code.write(code.trunc(whole, ir.VectorType(I8, LANES)), into, values[0])
@@ -180,14 +176,9 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
 
 
-def part_of(module: ir.Module, kind: str) -> Value:
-    """The function that a thread runs for its part of the outputs: (first unit, last unit, context)."""
-    tiles = {
-        (rows, blocks): _tile(module, kind, rows, blocks)
-        for rows in range(1, _MOST_ROWS + 1)
-        for blocks in sorted({1, 2, _BLOCKS[rows]})
-    }
-    return _part(module, kind, tiles, _finish(module, kind))
+def _numbers_of_blocks(num_rows: int) -> list[int]:
+    """How many blocks of outputs a tile may have, the most first."""
+    return sorted({1, 2, _BLOCKS[num_rows]}, reverse=True)
 
 
 def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
@@ -199,28 +190,26 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
     block_bytes = _block_bytes(code, kind, num_inputs)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, i64(row * _ROW_BYTES[kind]))) for row in range(num_rows)]
-    found = (
-        _sums_of_groups(code, blocks, starts, num_inputs)
-        if kind == "nibbles"
-        else _sums(code, kind, blocks, starts, num_inputs)
-    )
+    if kind == "nibbles":
+        found = _sums_of_groups(code, blocks, starts, num_inputs)
+    else:
+        found = _sums(code, kind, blocks, starts, num_inputs)
     for number, value in enumerate(found):
         code.write(value, sums, i64(number * LANES))
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
     if kind == "nibbles":
-        return _nibble_bytes(code, num_inputs)
+        return code.mul(code.sdiv(num_inputs, i64(INT4_GROUP)), i64(_GROUP_BYTES))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
 
 
 def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs; returns the vectors, rows first."""
     num_rows, num_blocks = len(starts), len(blocks)
-    zero = ir.Constant(I32S, [0] * LANES) if kind == "dots" else floats(0.0)
+    zero = wholes(0) if kind == "dots" else floats(0.0)
     taken = 4 if kind == "dots" else 1
     with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
         for step in range(_UNROLLED):
@@ -258,7 +247,7 @@ def _finish(module: ir.Module, kind: str) -> Value:
     code, (words, sums, row, block, num_rows, num_blocks) = function(
         module, "finish", [POINTER, POINTER, I64, I64, I64, I64]
     )
-    given = loaded(code, CONTEXT, words, _NUMBERS)
+    given = code.loaded(CONTEXT, words)
     width = code.sdiv(given["num_outputs"], code.add(given["gates"], i64(1)))
     with code.loop(i64(0), num_rows, 1) as (here,):
         this_row = code.add(row, here)
@@ -285,10 +274,9 @@ def _finish(module: ir.Module, kind: str) -> Value:
             with is_gated, code.loop(i64(0), num_blocks, 2) as (number,):
                 place = code.add(line, code.mul(code.sdiv(code.add(block, number), i64(2)), i64(LANES)))
                 gate, up = scaled(number), scaled(code.add(number, i64(1)))
-                silu = code.fdiv(gate, code.fadd(floats(1.0), exponential(code, code.fneg(gate))))
+                silu = code.fdiv(gate, code.fadd(floats(1.0), code.exponential(code.fneg(gate))))
                 code.write(code.fmul(silu, up), given["y"], place)
-    code.ret_void()
-    return code.function
+    return code.end()
 
 
 def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
@@ -306,7 +294,7 @@ def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
 def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
     """What one thread does: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
     code, (begin, end, words) = function(module, "part", [I64, I64, POINTER])
-    given = loaded(code, CONTEXT, words, _NUMBERS)
+    given = code.loaded(CONTEXT, words)
     sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
     unit = code.add(given["gates"], i64(1))
     first, last = code.mul(begin, unit), code.mul(end, unit)
@@ -320,7 +308,7 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
 
     def all_blocks(row: Value, num_rows: int) -> None:
         start = chunk
-        for num_blocks in sorted({1, 2, _BLOCKS[num_rows]}, reverse=True):
+        for num_blocks in _numbers_of_blocks(num_rows):
             rest = code.sub(chunk_end, start)
             stop = code.add(start, code.sub(rest, code.srem(rest, i64(num_blocks))))
             with code.loop(start, stop, num_blocks) as (block,):
@@ -331,36 +319,17 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     whole = code.sub(total, code.srem(total, i64(_MOST_ROWS)))
     left = code.sub(total, whole)
     with code.loop(first, last, _CHUNK) as (chunk,):
-        beyond = code.add(chunk, i64(_CHUNK))
-        chunk_end = code.select(code.icmp_signed("<", beyond, last), beyond, last)
+        chunk_end = code.smaller(code.add(chunk, i64(_CHUNK)), last)
         with code.loop(i64(0), whole, _MOST_ROWS) as (row,):
             all_blocks(row, _MOST_ROWS)
         for num_rows in range(1, _MOST_ROWS):
             with code.if_then(code.icmp_unsigned("==", left, i64(num_rows))):
                 all_blocks(whole, num_rows)
-    code.ret_void()
-    return code.function
-
-
-def _words(number: int) -> Value:
-    """A vector of equal constants."""
-    return ir.Constant(I32S, [number] * LANES)
-
-
-def _nibble_bytes(code: Code, num_inputs: Value) -> Value:
-    """Bytes of the weights of 16 outputs."""
-    return code.mul(code.sdiv(num_inputs, i64(INT4_GROUP)), i64(_GROUP_BYTES))
+    return code.end()
 
 
 def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
-    """Sum over all inputs, for some rows and blocks; returns the vectors, rows first.
-
-    Args:
-        code: of the tile.
-        blocks: addresses of their weights.
-        rows: addresses of their inputs in fp32.
-        num_inputs: a multiple of `INT4_GROUP`.
-    """
+    """Sum over all inputs, group by group; returns the vectors, rows first."""
     number = len(rows) * len(blocks)
     with code.loop(i64(0), code.sdiv(num_inputs, i64(INT4_GROUP)), 1, [floats(0.0)] * number) as totals:
         heads = [code.at(block, code.mul(totals[0], i64(_GROUP_BYTES))) for block in blocks]
@@ -369,8 +338,8 @@ def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inpu
         all_inputs = [_sum_of_inputs(code, row) for row in inputs]
         for block, head in enumerate(heads):
             word = code.read(head, I32S)
-            scales = code.bitcast(code.and_(word, _words(~ZERO_BITS)), F32S)
-            zeros = code.sitofp(code.sub(_words(_MIDDLE), code.and_(word, _words(ZERO_BITS))), F32S)
+            scales = code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S)
+            zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
             for row, total in enumerate(all_inputs):
                 at = row * len(blocks) + block
                 value = code.fused(zeros, total, found[at])
@@ -397,7 +366,7 @@ def _sums_of_codes(code: Code, blocks: list[Value], rows: list[Value]) -> list[V
 
 def _codes(code: Code, words: Value, place: int) -> Value:
     """The codes of one input, less 8, as numbers; the look-up reads the lowest four bits of each lane."""
-    shifted = code.lshr(words, _words(_CODE_BITS * place)) if place else words
+    shifted = code.lshr(words, wholes(_CODE_BITS * place)) if place else words
     table = ir.Constant(F32S, [f32(float(number - _MIDDLE)) for number in range(LANES)])
     return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
 

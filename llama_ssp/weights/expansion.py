@@ -18,6 +18,7 @@ dtype. Weights are read in `synthetic`. Shapes: O rows and I columns of the larg
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,31 +120,23 @@ def _head_groups(small: ModelShape, large: ModelShape) -> list[range]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copies:
-    """The small unit that each large one copies, and its weight in the output."""
-
-    sources: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, sources: Sequence[int], parts: Callable[[int], list[float]]) -> "_Copies":
-        places: dict[int, list[int]] = {}
-        for place, source in enumerate(sources):
-            places.setdefault(source, []).append(place)
-        weights = torch.zeros(len(sources))
-        for where in places.values():
-            weights[where] = torch.tensor(parts(len(where)))
-        return cls(sources=torch.tensor(sources), weights=weights)
+def _copies(sources: Sequence[int], parts: Callable[[int], list[float]]) -> tuple[Tensor, Tensor]:
+    """The sources, and the weight of each of the copies of a source."""
+    places: dict[int, list[int]] = {}
+    for place, source in enumerate(sources):
+        places.setdefault(source, []).append(place)
+    weights = torch.zeros(len(sources))
+    for where in places.values():
+        weights[where] = torch.tensor(parts(len(where)))
+    return torch.tensor(sources), weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LayerMaps:
-    """The copies of a layer's heads and MLP units."""
+class _LayerMaps(NamedTuple):
+    """The copies of a layer's heads and MLP units: their sources, and weights."""
 
-    query: _Copies
+    query: tuple[Tensor, Tensor]
     kv_sources: Tensor
-    units: _Copies
+    units: tuple[Tensor, Tensor]
 
 
 class Implant:
@@ -184,9 +177,13 @@ class Implant:
         vocabulary = torch.arange(self._large.vocab_size)
         vocabulary[self._small.vocab_size :] = SPARE
         if name == "model.embed_tokens.weight":
-            columns, scale, last = self._written(), self._gain, (self._constant, _LOWEST if is_tied else 0.0)
+            columns, scale, last = (
+                self._residual(self._num_copies),
+                self._gain,
+                (self._constant, _LOWEST if is_tied else 0.0),
+            )
         else:
-            columns, scale, last = self._read(), 1.0, (0.0, _LOWEST)
+            columns, scale, last = self._residual(1), 1.0, (0.0, _LOWEST)
         source = "model.embed_tokens.weight" if self._small.tie_word_embeddings else name
         last_column = last if self._reserved else None
         return Gather(source=source, rows_O=vocabulary, columns_I=columns, scale=scale, last_column=last_column)
@@ -196,23 +193,23 @@ class Implant:
         small_layer, counts = self.layers[int(number)]
         source = ".".join(["model.layers", str(small_layer), *rest])
         maps, plain = self._maps[counts], torch.arange(self._small.head_dim)
-        query, units = maps.query, maps.units
-        rows_O, columns_I, weights_I, scale = self._written(), self._read(), None, 1.0
+        (queries, query_weights), (units, unit_weights) = maps.query, maps.units
+        rows_O, columns_I, weights_I, scale = self._residual(self._num_copies), self._residual(1), None, 1.0
         match rest[-2]:
             case "q_proj":
-                rows_O = self._heads(query.sources, self._pairs)
+                rows_O = self._heads(queries, self._pairs)
                 scale = math.sqrt(self._large.head_dim / self._small.head_dim)
             case "k_proj":
                 rows_O = self._heads(maps.kv_sources, self._pairs)
             case "v_proj":
                 rows_O = self._heads(maps.kv_sources, plain)
             case "o_proj":
-                columns_I, scale = self._heads(query.sources, plain), self._gain
-                weights_I = query.weights.repeat_interleave(self._large.head_dim)
+                columns_I, scale = self._heads(queries, plain), self._gain
+                weights_I = query_weights.repeat_interleave(self._large.head_dim)
             case "gate_proj" | "up_proj":
-                rows_O = units.sources
+                rows_O = units
             case "down_proj":
-                columns_I, weights_I, scale = units.sources, units.weights, self._gain
+                columns_I, weights_I, scale = units, unit_weights, self._gain
             case _:
                 return self._norm(source, scale=self._spread, last=0.0)
         return Gather(source=source, rows_O=rows_O, columns_I=columns_I, weights_I=weights_I, scale=scale)
@@ -220,7 +217,9 @@ class Implant:
     def _norm(self, source: str, *, scale: float, last: float) -> Gather:
         row = torch.zeros(1, dtype=torch.long)
         last_column = (last, last) if self._reserved else None
-        return Gather(source=source, rows_O=row, columns_I=self._written(), scale=scale, last_column=last_column)
+        return Gather(
+            source=source, rows_O=row, columns_I=self._residual(self._num_copies), scale=scale, last_column=last_column
+        )
 
     def _heads(self, sources: Tensor, dims: Tensor) -> Tensor:
         """The small feature of each feature of large heads: small dimension i is a head's dimension dims[i]."""
@@ -229,16 +228,10 @@ class Implant:
         features[:, dims] = sources[:, None] * head_dim + torch.arange(head_dim)
         return features.flatten()
 
-    def _read(self) -> Tensor:
-        """The columns of a matrix that reads the residual: the first copy only."""
-        columns = torch.full((self._large.hidden_size,), SPARE)
-        columns[: self._small.hidden_size] = torch.arange(self._small.hidden_size)
-        return columns
-
-    def _written(self) -> Tensor:
-        """The small dimension of each dimension of the residual, in all copies."""
+    def _residual(self, num_copies: int) -> Tensor:
+        """The small dimension of each dimension of the residual, in its first copies: all to write, one to read."""
         features = torch.full((self._large.hidden_size,), SPARE)
-        width = self._num_copies * self._small.hidden_size
+        width = num_copies * self._small.hidden_size
         features[:width] = torch.arange(width) % self._small.hidden_size
         return features
 
@@ -254,30 +247,27 @@ class Implant:
         query = [heads[place % len(heads)] for heads in chosen for place in range(large_group)]
         small_group = self._small.num_attention_heads // self._small.num_key_value_heads
         return _LayerMaps(
-            query=_Copies.of(query, parts),
+            query=_copies(query, parts),
             kv_sources=torch.tensor([heads.start // small_group for heads in chosen]),
-            units=_Copies.of([unit % num_units for unit in range(self._large.intermediate_size)], parts),
+            units=_copies([unit % num_units for unit in range(self._large.intermediate_size)], parts),
         )
 
 
 def _num_copies(small_size: int, room: int, large_size: int) -> int:
     """The number of copies of the hidden state that fit, preferably such that the norms' factor is a power of two."""
     most = room // small_size
-    exact = [count for count in range(1, most + 1) if _is_power_of_four(large_size, count * small_size)]
-    return max(exact, default=most)
 
+    def is_exact(count: int) -> bool:
+        quotient, remainder = divmod(large_size, count * small_size)
+        return not remainder and math.log2(quotient) % 2 == 0
 
-def _is_power_of_four(numerator: int, denominator: int) -> bool:
-    quotient, remainder = divmod(numerator, denominator)
-    return remainder == 0 and quotient.bit_count() == 1 and quotient.bit_length() % 2 == 1
+    return max(filter(is_exact, range(1, most + 1)), default=most)
 
 
 def _rotary(small_dim: int, large_dim: int, *, theta: float) -> tuple[Tensor, float]:
     """The large dimension of each small one, such that rotary frequencies match, and the large rotary base."""
-    num_pairs, step = small_dim // 2, 1
-    if large_dim % small_dim == 0:
-        step = large_dim // small_dim
-    else:
-        theta **= large_dim / small_dim
-    first = torch.arange(num_pairs) * step
+    step, remainder = divmod(large_dim, small_dim)
+    if remainder:
+        step, theta = 1, theta ** (large_dim / small_dim)
+    first = torch.arange(small_dim // 2) * step
     return torch.cat([first, first + large_dim // 2]), theta

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overlap, placements, readme, timing
+from benchmarks import measured, overlap, placements, readme
 
 
 def test_the_ratios_of_the_front_page_are_those_of_the_figures_beside_them() -> None:
     """The row's own ratios are of single turns, and differ from what a reader computes."""
-    row = timing.stored("peers")[-1] | {"plain_to_generate": 9.0, "speculative_to_assisted": 9.0, "speedup": 9.0}
+    row = measured.stored("peers")[-1] | {"plain_to_generate": 9.0, "speculative_to_assisted": 9.0, "speedup": 9.0}
     text = readme.peers_text(row)
     lines = [line.replace("*", "").split("|")[2:5] for line in text.splitlines() if line.startswith(("| pl", "| sp"))]
     (plain, generate, ratio), (speculative, assisted, other) = ([float(cell) for cell in cells] for cells in lines)
@@ -23,7 +23,7 @@ def test_the_ratios_of_the_front_page_are_those_of_the_figures_beside_them() -> 
 
 
 def test_a_refused_cell_is_a_dash_with_its_reason_and_has_no_ratios() -> None:
-    row = timing.stored("placements")[-1]
+    row = measured.stored("placements")[-1]
     nothing = {"round_ms": None, "tokens_per_round": None, "refused": "no kernel"}
     cells = [each | nothing if each["form"] == "nf4" else each for each in row["cells"]]
     text = placements.document(row | {"cells": cells})
@@ -34,7 +34,7 @@ def test_a_refused_cell_is_a_dash_with_its_reason_and_has_no_ratios() -> None:
 
 
 def test_overlapped_rounds_as_the_model_has_them_gain_what_the_model_says() -> None:
-    row = timing.stored("overlap")[-1]
+    row = measured.stored("overlap")[-1]
     found = overlap.Comparison(row=row)
     before, after = (found.at(4, overlaps=overlaps) for overlaps in (False, True))
     gain = found.modelled_gain(4)
@@ -47,8 +47,8 @@ def test_overlapped_rounds_as_the_model_has_them_gain_what_the_model_says() -> N
 def test_regions_are_filled_from_the_newest_row_and_empty_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new = timing.stored("placements")[-1] | {"processor": "abacus"}
-    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    new = measured.stored("placements")[-1] | {"processor": "abacus"}
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
     full = "a\n<!-- measured: placements -->\nold\n<!-- end -->\nb\n"
     assert readme.filled(full) == "a\n<!-- measured: placements -->\n<!-- end -->\nb\n"
     assert readme.made_files() == {}

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels import attention, choice, layer, linear
-from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.ranks.comms import Comm
-from tests.helpers.models import tiny_model
+from llama_ssp.kernels import attention, choice, draw, layer, linear
+from llama_ssp.speculate.sampling import processors
+from tests.unit.kernels.test_layer import logits, runner
 
 
 @pytest.fixture(autouse=True)
@@ -24,39 +22,28 @@ def _nothing_is_chosen_yet() -> Iterator[None]:
 
 
 def forget() -> None:
-    for found in (linear.product_of, attention.find_attention, layer._operator_of):
+    for found in (linear.product_of, attention.find_attention, layer._operator_of, processors._compiled_draw):
         found.cache_clear()
 
 
-def logits(precision: Precision) -> Tensor:
-    """Of a model whose linear layers all have compiled products."""
-    model = tiny_model("llama", head_dim=16, hidden_size=128, intermediate_size=256, vocab_size=208)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    runner = LeanRunner(model, comm=Comm.single(), precision=precision)
-    runner.allocate(batch_size=1, capacity=40)
-    return runner.forward(torch.arange(9)[None], torch.arange(9)[None], bucket=32)
-
-
-@pytest.mark.parametrize("precision", [UNQUANTIZED, Precision(quantization="int8_weight_only")])
+@pytest.mark.parametrize("form", ["none", "int8_weight_only"])
 def test_without_the_compiler_the_references_give_the_same(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = logits(precision)
+    wanted = logits(runner(form), 5)
     forget()
     for name in ("compiled", "emit", "linear_cpu", "attention_cpu", "layer_cpu"):
         monkeypatch.delitem(sys.modules, f"llama_ssp.kernels.{name}", raising=False)
         monkeypatch.delattr(f"llama_ssp.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     with caplog.at_level(logging.WARNING):
-        found = logits(precision)
-        logits(precision)
+        found = logits(runner(form), 5)
+        logits(runner(form), 5)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     sentences = [record.message for record in caplog.records]
-    kinds = {"halves", "bytes"} if precision.kernel else {"halves"}
     assert sorted(message.partition(",")[0] for message in sentences) == [
         "continuing without compiled attention",
-        *["continuing without compiled kernels for quantized weights"] * len(kinds),
+        "continuing without compiled kernels for quantized weights",
     ]
     assert all("llvmlite" in message for message in sentences)
 
@@ -64,6 +51,7 @@ def test_without_the_compiler_the_references_give_the_same(
 FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of("bytes")),
     "attention": (attention, lambda: attention.find_attention(torch.device("cpu"), torch.float32, 32)),
+    "draw": (draw, processors._compiled_draw),
     "layer": (layer, lambda: layer._operator_of("halves", 32, _attention())),
 }
 
@@ -73,15 +61,14 @@ def _attention() -> attention.Attention:
     return found or pytest.skip("this processor has no such layer")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_in_cache"), [("linear", False), ("attention", False), ("attention", True), ("layer", False),
-                              ("layer", True)],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [*FINDERS, "attention, cache", "layer, cache"])
 def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
-    name: str, is_in_cache: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    name, _, is_in_cache = name.partition(",")
     module, find = FINDERS[name]
-    assert find() is not None
+    if find() is None:
+        pytest.skip("this processor has no such operator")
     forget()
     if name == "layer":
         _attention()
@@ -91,7 +78,7 @@ def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
         def wrong(operator: choice.Operator) -> choice.Operator:
             def called(*arguments: Tensor) -> Tensor:
                 found = operator(*arguments)
-                (arguments[4] if is_in_cache else found).mul_(1.1)
+                (arguments[4] if is_in_cache else found).add_(1)
                 return found
 
             return called

@@ -32,17 +32,17 @@ def test_code_is_made_once_for_a_key(made: Iterator[bytes]) -> None:
     assert found == [b"code 0", b"code 0", b"code 1", b"code 0"]
 
 
-def test_damaged_code_is_made_anew(made: Iterator[bytes], tmp_path: Path) -> None:
+def test_damaged_code_is_made_again(made: Iterator[bytes], tmp_path: Path) -> None:
     keep("product", "a", lambda: next(made))
     file = kept(tmp_path)
     for number, damaged in enumerate([b"", file.read_bytes()[:-1], file.read_bytes() + b"x"], start=1):
         file.write_bytes(damaged)
         found = [keep("product", "a", lambda: next(made)) for _ in range(2)]
-        assert found == [b"code %d" % number] * 2, "made anew, and kept"
+        assert found == [b"code %d" % number] * 2, "made again, and kept"
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_code_that_others_may_write_is_made_anew(made: Iterator[bytes], tmp_path: Path, *, is_folder: bool) -> None:
+def test_code_that_others_may_write_is_made_again(made: Iterator[bytes], tmp_path: Path, *, is_folder: bool) -> None:
     keep("product", "a", lambda: next(made))
     open_to_all = kept(tmp_path).parent if is_folder else kept(tmp_path)
     open_to_all.chmod(0o777)

@@ -1,6 +1,8 @@
-"""Holds a layer in one operator to the bits of an operator for each of its parts, whatever the threads."""
+"""Holds a layer in one operator to the bits of an operator for each of its parts, and all operators to one thread's."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
+from tests.unit.kernels.test_attention import Case, case
+from tests.unit.kernels.test_linear import COMPILED, native, numbers
 
 FORMS = ("none", "fp32", "int8_weight_only", "int8", "int4_weight_only")
 VOCABULARY = 208
@@ -70,6 +74,21 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
     assert len(calls) == 2
 
 
+@grid(batch_size=[1, 3], capacity=[300, 900], bucket=[256, 300])
+def test_verifying_gives_the_logits_of_single_steps_whatever_the_cache(
+    batch_size: int, capacity: int, bucket: int
+) -> None:
+    ids = torch.randint(0, 208, (1, 206), generator=torch.Generator().manual_seed(0))
+    alone, model = runner(), runner()
+    alone.allocate(batch_size=1, capacity=220)
+    model.allocate(batch_size=batch_size, capacity=capacity)
+    singles = [alone.forward(ids[:, t : t + 1], torch.tensor([[t]]), bucket=220) for t in range(206)]
+    row = torch.tensor([batch_size - 1])
+    model.forward(ids[:, :201], torch.arange(201)[None], bucket=bucket, cache_rows_B=row)
+    together = model.forward(ids[:, 201:], torch.arange(201, 206)[None], bucket=bucket, cache_rows_B=row)
+    assert torch.equal(together, torch.cat(singles[201:], 1))
+
+
 def test_many_tokens_take_an_operator_for_each_part(calls: list[int]) -> None:
     model = runner()
     calls.clear()
@@ -78,15 +97,26 @@ def test_many_tokens_take_an_operator_for_each_part(calls: list[int]) -> None:
     assert calls == [WHOLE_LAYER_TOKENS] * 2
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_the_number_of_threads_does_not_show(num_threads: int) -> None:
+def call_of(operator: str) -> Callable[[], Tensor]:
+    if operator == "attention":
+        return partial(attended, *case([700, 20], 40))
+    if operator == "layer":
+        return partial(logits, runner(hidden_size=256, intermediate_size=1024), 5)
+    return partial(native(operator, numbers(1040, 512)), numbers(5, 512))
+
+
+def attended(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
+    return given.call(cache.clone(), first_slots)
+
+
+@grid(operator=[*COMPILED, "attention", "layer"], num_threads=[1, 2, 3, 5])
+def test_the_number_of_threads_does_not_show(operator: str, num_threads: int) -> None:
     """Five threads on fewer cores: some wait for others that have no core."""
-    model = runner(hidden_size=256, intermediate_size=1024)
-    wanted, before = logits(model, 5), torch.get_num_threads()
+    call = call_of(operator)
+    wanted, before = call(), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        for _ in range(5):
-            assert torch.equal(logits(model, 5), wanted)
+        assert all(torch.equal(call(), wanted) for _ in range(5))
     finally:
         torch.set_num_threads(before)
 

@@ -38,82 +38,69 @@ def http_error(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (
-            http_error(GatedRepoError),
-            "is gated: accept its terms on .*/owner/llama-7b and run: hf auth login",
-        ),
-        (http_error(RepositoryNotFoundError), "does not exist or is private: .*hf auth login"),
-        (http_error(RevisionNotFoundError), "has no revision 'v2'"),
-        (http_error(HfHubHTTPError), r"could not be downloaded \(.*\): try hf download owner/llama-7b --revision v2"),
-        (HFValidationError("bad"), "is no hub id: owner/name is required"),
-        (LocalEntryNotFoundError("no network"), "hf download owner/llama-7b --revision v2"),
-        (EntryNotFoundError("404"), r"has no config\.json"),
-        (Exception("a proxy\n refused"), r"could not be downloaded \(a proxy refused\)"),
-    ],
-)
+UNREACHABLE = LocalEntryNotFoundError("not here")
+REFUSALS: list[tuple[Exception, str, dict[str, object]]] = [
+    (http_error(GatedRepoError), "is gated: accept its terms on https://.*/owner/llama-7b and run: hf auth login", {}),
+    (http_error(GatedRepoError), "the account of this login has no access: ask for it on https://", {"token": "hf_x"}),
+    (http_error(RepositoryNotFoundError), "does not exist or is private: .*hf auth login", {}),
+    (http_error(RevisionNotFoundError), "has no revision 'v2'", {}),
+    (http_error(HfHubHTTPError), r"could not be downloaded \(.*\): try hf download owner/llama-7b --revision v2", {}),
+    (HFValidationError("bad"), "is no hub id: owner/name is required", {}),
+    (UNREACHABLE, "is not in CACHE and HF_HUB_OFFLINE is set: run hf download owner/llama-7b --revision v2", {}),
+    (UNREACHABLE, "cannot be reached and is not in CACHE: check the network, or run hf download", {"offline": False}),
+    (EntryNotFoundError("404"), r"has no config\.json", {}),
+    (Exception("a proxy\n refused"), r"could not be downloaded \(a proxy refused\)", {}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_login_and_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "CACHE")
+
+
+@pytest.mark.parametrize(("error", "reason", "state"), REFUSALS)
 @pytest.mark.parametrize("find", [hub.resolve, hub.find_config])
 def test_a_refusal_of_the_hub_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str, find: Callable[[ModelConfig], Path]
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    reason: str,
+    state: dict[str, object],
+    find: Callable[[ModelConfig], Path],
 ) -> None:
+    """HF_HUB_OFFLINE is set for all tests."""
     for download in (DOWNLOAD, DOWNLOAD_ONE):
         monkeypatch.setattr(download, refuse(error))
-    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: None)
+    monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: state.get("token"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", state.get("offline", True))
     with pytest.raises(CheckpointError, match=reason) as caught:
         find(ENTRY)
     assert "\n" not in str(caught.value)
 
 
-def test_gated_offline_and_unreachable_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-
-    def sentence(error: Exception, *, token: str | None = None, offline: bool = False) -> str:
-        monkeypatch.setattr(DOWNLOAD, refuse(error))
-        monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: token)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-        with pytest.raises(CheckpointError) as caught:
-            hub.resolve(ENTRY)
-        return str(caught.value)
-
-    gated, missing = http_error(GatedRepoError), LocalEntryNotFoundError("not here")
-    assert "accept its terms on https://huggingface.co/owner/llama-7b and run: hf auth login" in sentence(gated)
-    assert "the account of this login has no access: ask for it on https://" in sentence(gated, token="hf_x")
-    assert f"is not in {tmp_path} and HF_HUB_OFFLINE is set" in sentence(missing, offline=True)
-    assert f"cannot be reached and is not in {tmp_path}: check the network" in sentence(missing)
-
-
-def test_a_model_without_safetensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, lambda *_args, **_options: ["config.json", "pytorch_model.bin"])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(CheckpointError, match=r"has no weights in safetensors .*: choose another repository"):
-        hub.resolve(ENTRY)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"only other files than weights .* run hf download owner/llama-7b"):
-        hub.resolve(ENTRY)
-
-
-def test_a_cache_without_weights_says_nothing_of_a_hub_that_is_unreachable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("offline", "names", "reason"),
+    [
+        (False, ["config.json", "pytorch_model.bin"], r"has no weights in safetensors .*: choose another repository"),
+        (True, [], r"only other files than weights .* run hf download owner/llama-7b"),
+        (False, ["model-00001-of-00001.safetensors"], r"only other files than weights .* run hf download owner/llama"),
+        (False, None, r"could not be downloaded \(no route to host\): try hf download"),
+    ],
+)
+def test_a_folder_without_weights_says_whether_the_hub_has_them(
+    offline: bool, names: list[str] | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The hub's client then returns what an earlier plan left: a folder with config.json."""
+    """Without a network the hub's client returns what an earlier plan left: a folder with config.json."""
+    listed = refuse(ConnectionError("no route to host")) if names is None else lambda *_args, **_options: names
     monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(LIST, refuse(ConnectionError("no route to host")))
-    with pytest.raises(CheckpointError, match=r"could not be downloaded \(no route to host\): try hf download"):
-        hub.resolve(ENTRY)
-    monkeypatch.setattr(LIST, lambda *_args, **_options: ["model-00001-of-00001.safetensors"])
-    with pytest.raises(CheckpointError, match=r"only other files than weights .* run hf download owner/llama-7b"):
+    monkeypatch.setattr(LIST, listed)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(CheckpointError, match=reason):
         hub.resolve(ENTRY)
 
 
-def test_a_model_that_is_not_in_the_cache_names_the_offline_mode(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With the library's own download: HF_HUB_OFFLINE is set for all tests."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
+    """With the library's own download."""
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: run hf download owner/llama-7b"):
         hub.resolve(ENTRY)
 
@@ -141,17 +128,11 @@ def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPa
         assert not is_wanted(name), name
 
 
-def test_a_folder_wins_over_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_wins_over_the_hub_and_a_shipped_model_lies_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somebody")
     model = ModelConfig(name="7B", hub_id="owner/llama-7b", path="~/weights")
     assert hub.resolve(model) == Path("/somebody/weights")
-
-
-def test_a_shipped_model_lies_in_the_package() -> None:
-    folder = hub.resolve(ModelConfig(name="tiny", shipped=True))
-    assert folder.parts[-3:] == ("llama_ssp", "shipped", "tiny")
-
-
-def test_a_model_without_files_asks_for_a_path() -> None:
+    shipped = hub.resolve(ModelConfig(name="tiny", shipped=True))
+    assert shipped.parts[-3:] == ("llama_ssp", "shipped", "tiny")
     with pytest.raises(CheckpointError, match=r"model.path=DIR is required"):
         hub.resolve(ModelConfig(name="local"))

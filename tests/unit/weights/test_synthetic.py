@@ -92,13 +92,6 @@ def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
     assert_same_function(logits(lean(synthetic, Comm.single())), synthetic, small_logits(synthetic.small))
 
 
-def test_the_librarys_modules_compute_them_too() -> None:
-    synthetic = make(llama_shape())
-    model = load_modules(synthetic, dtype=torch.float32, device=CPU, comm=Comm.single())
-    with torch.inference_mode():
-        assert_same_function(model(TEXTS).logits, synthetic, small_logits(synthetic.small))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordingComm(ThreadComm):
     """Notes how large this rank's part of every sum is."""
