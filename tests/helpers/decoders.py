@@ -12,11 +12,11 @@ from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
-from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.round import DraftChoice, EagerExecutor, Executor, Round
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
@@ -52,7 +52,7 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
     round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
-    executor: Executor = EagerExecutor()
+    executor: Executor = Executor()
     if not isinstance(replay, bool):
         executor = GraphExecutor(round_, recorder=replay)
     elif replay:
@@ -60,7 +60,6 @@ def make_decoder(  # noqa: PLR0913
     return Decoder(
         round_,
         executor=executor,
-        clock=HostClock(),
         batch_size=batch_size,
         eos_ids=eos_ids,
         seed=7,
@@ -68,7 +67,7 @@ def make_decoder(  # noqa: PLR0913
     )
 
 
-class ScriptedLength:
+class ScriptedLength(FixedLength):
     """Chooses what it is given, over and over; drafters that can read their prompts later do so."""
 
     def __init__(self, choices: Sequence[DraftChoice]) -> None:
@@ -82,9 +81,6 @@ class ScriptedLength:
     def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
         """Never at once."""
         return False
-
-    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """Learn nothing."""
 
 
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:

@@ -8,12 +8,11 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
-from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
-from llama_ssp.speculate.engine.round import EagerExecutor, Executor
+from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -70,13 +69,12 @@ def overlapped_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
     round_.waits = waits
-    executor: Executor = TracedExecutor(round_) if traced else EagerExecutor()
+    executor: Executor = TracedExecutor(round_) if traced else Executor()
     if recorder:
         executor = GraphExecutor(round_, recorder=recorder)
     return Decoder(
         round_,
         executor=executor,
-        clock=HostClock(),
         batch_size=batch_size,
         eos_ids=eos_ids,
         seed=7,

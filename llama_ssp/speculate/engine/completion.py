@@ -32,7 +32,7 @@ class RowCompletion:
         share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
         part_s: its equal share of the rounds' time, by part: draft, verify, other.
         stop_watch: finds stop strings; None without any.
-        has_bonus: a round that accepts all its drafted tokens adds one of the target's; rounds that overlap do not.
+        has_bonus: see `Round`.
         num_ahead: tokens in flight when the next round begins; see `overlap`.
     """
 
@@ -53,37 +53,18 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """Of each speculative round, the drafted tokens that enter the acceptance rate; see `num_examined`."""
+        """Of each speculative round, the drafted tokens that enter the acceptance rate.
+
+        They are the accepted ones and the first rejected one; after the end of a row inside a draft, none is examined.
+        A round that the length limit could cut has none: the limit shortens long acceptances but not short ones, so
+        that counting them would bias the rate.
+        """
         room, examined = self.request.max_new_tokens - 1, []
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
         for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):
-            is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
             most = num_drafted + self.has_bonus
-            examined.append(
-                num_examined(
-                    num_accepted=num_accepted,
-                    num_draft_tokens=num_drafted,
-                    room=room + num_drafted + 1 - most,
-                    ended_in_draft=is_cut,
-                )
-            )
+            ends_here = self.ended_in_draft and number == len(self.accepted_lengths)
+            num_examined = num_accepted if ends_here else min(num_accepted + 1, num_drafted)
+            examined.append(num_examined if room >= most else 0)
             room -= min(num_accepted + 1, most)
         return examined
-
-
-def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
-    """Count the drafted tokens of one round that enter the acceptance rate.
-
-    Args:
-        num_accepted: drafted tokens that the round accepted.
-        num_draft_tokens: K.
-        room: tokens that the row could still take when the round began.
-        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
-
-    Returns:
-        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
-        long acceptances of such a round but not short ones, so that counting it would bias the rate.
-    """
-    if room <= num_draft_tokens:
-        return 0
-    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)

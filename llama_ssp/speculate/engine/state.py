@@ -9,9 +9,10 @@ the token buffer is text, and the next round overwrites the rest.
 Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -41,19 +42,15 @@ class Request:
     num_equal_before: int = 0
 
     def key(self, seed: int) -> int:
-        """The key of its uniforms: of the seed, its prompt, how many equal ones came before, and the sample."""
+        """The key of its uniforms."""
         prompt = prompt_key(self.prompt_ids, num_equal_before=self.num_equal_before)
         return row_key(seed=seed, prompt=prompt, sample_index=self.sample)
 
 
 def count_equal_before(prompts: Iterable[tuple[int, ...]]) -> list[int]:
     """For each prompt, how many equal ones came before it."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    counts = []
-    for ids in prompts:
-        counts.append(seen[ids])
-        seen[ids] += 1
-    return counts
+    seen: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+    return [next(seen[ids]) for ids in prompts]
 
 
 class BatchState(NamedTuple):
@@ -126,13 +123,9 @@ class BatchState(NamedTuple):
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""
         moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
-        self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
-        self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
-        self.limits_B.index_copy_(0, rows_R, other.limits_B)
-        self.uniforms_BMN.index_copy_(0, rows_R, other.uniforms_BMN)
-        self.first_round_B.index_copy_(0, rows_R, other.first_round_B + moved_R * self.num_rounds)
-        self.keys_B.index_copy_(0, rows_R, other.keys_B)
-        self.ahead_B.index_copy_(0, rows_R, other.ahead_B)
+        moved = other._replace(first_round_B=other.first_round_B + moved_R * self.num_rounds)
+        for own, new in zip(self, moved, strict=True):
+            own.index_copy_(0, rows_R, new)
 
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""

@@ -13,8 +13,7 @@ only be written in a way that the replay repeats.
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from types import FunctionType, MethodType
@@ -73,19 +72,11 @@ class Traced(Generic[_Result]):
         moving = self._moving_tensors(bucket, version)
         if moving is None:
             return self._function(*arguments)
-        replay = self.replays[key]
-        if replay is None:
-            try:
-                replay = self.replays[key] = self._trace(arguments, moving)
-            except _CANNOT as error:
-                reason = str(error).strip().partition("\n")[0]
-                _log.warning("continuing without tracing: %s", reason)
-                self.failed = True
-                return self._function(*arguments)
         before = _is_optimizing()
-        _set_optimizing(False)  # as `_without_optimizer` does, but faster
+        _set_optimizing(False)  # its search takes as long as ten forwards and saves less
         try:
-            return replay(*arguments, *moving)
+            replay = self.replays[key] or self._traced(key, arguments, moving)
+            return replay(*arguments, *moving) if replay else self._function(*arguments)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
         finally:
@@ -114,11 +105,23 @@ class Traced(Generic[_Result]):
         self._moving[bucket] = [ref(tensor) for tensor in moving]
         return moving
 
+    def _traced(
+        self, key: Hashable, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]
+    ) -> Callable[..., _Result] | None:
+        """The replay of a trace; None, and a warning, if an operator cannot be traced."""
+        try:
+            replay = self.replays[key] = self._trace(arguments, moving)
+        except _CANNOT as error:
+            _log.warning("continuing without tracing: %s", str(error).strip().partition("\n")[0])
+            self.failed = True
+            return None
+        return replay
+
     def _trace(self, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]) -> Callable[..., _Result]:
         """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever."""
         inputs = *(argument.clone() for argument in arguments), *moving
         names = [f"input_{number}" for number in range(len(inputs))]
-        with _one_at_a_time, recording(), warnings.catch_warnings(), _without_optimizer():
+        with _one_at_a_time, recording(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
             graph, _ = torch._C._create_graph_by_tracing(
                 lambda *tensors: self._function(*tensors[: len(arguments)]),
@@ -186,14 +189,3 @@ def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name 
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
             shape = tuple(node.t("value").shape)
             raise RuntimeError(f"tracing would freeze a tensor of shape {shape} as a constant: pass it as an input")
-
-
-@contextmanager
-def _without_optimizer() -> Iterator[None]:
-    """Switch off the optimizer, whose search takes as long as ten forwards and saves less."""
-    before = _is_optimizing()
-    _set_optimizing(False)
-    try:
-        yield
-    finally:
-        _set_optimizing(before)

@@ -108,7 +108,7 @@ def test_ranks_of_the_draft_alone_follow_plain_decoding() -> None:
 def test_every_row_belongs_to_one_rank_and_what_they_say_is_put_in_order(batch_size: int) -> None:
     def one_rank(comm: ThreadComm) -> tuple[range, list[list[int]]]:
         split = BatchSplit(comm, [0, 2, 3])
-        own = split.own_rows(batch_size)
+        own = range(batch_size)[split.own_rows(batch_size)]
         said = torch.tensor([[row, 10 * row] for row in own], dtype=torch.int64).view(-1, 2)
         return own, split.gather(said, batch_size=batch_size).tolist()
 
@@ -129,7 +129,7 @@ def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, 
         split, own = None, slice(0, 3)
         if kind is REPLICATED:
             split = BatchSplit(comm, [0, 1])
-            own = slice(split.own_rows(3).start, split.own_rows(3).stop)
+            own = split.own_rows(3)
         verifier = Verifier(rule, comm=comm, verify_rank=0, device=device, split=split)
         stops = []
         for row in range(3):

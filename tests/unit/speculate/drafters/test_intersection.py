@@ -1,7 +1,6 @@
 """A draft with another vocabulary drafts what its model says of its own text, and the target's text stays its own."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,11 +163,11 @@ def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
     draft.table[renamed], draft.head[:, renamed] = target.table, target.head
     alignment = Alignment(shared=tuple(renamed), pieces=tuple((token,) for token in renamed))
     vocabularies = VocabularyMap.of(alignment, draft_size=11, device=torch.device("cpu"))
-    translator: Any = SimpleNamespace(ids=lambda ids: [renamed[token] for token in ids])
     made = make_decoder(
         target, None, sampling=PENALIZED, rule_name=rule_name, batch_size=3,
         make_drafter=lambda rule: IntersectionDrafter(
-            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies, translator=translator
+            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies,
+            encode=lambda ids: [renamed[token] for token in ids],
         ),
     )  # fmt: skip
     for done in complete(made, requests()):

@@ -106,7 +106,7 @@ def test_a_text_longer_than_the_cache_loses_its_beginning(monkeypatch: pytest.Mo
     (done,) = complete(made, [Request(index=0, prompt_ids=prompts()[-1][:10], max_new_tokens=24)])
     assert len(done.token_ids) == 24
     assert drafter._num_slots == 40
-    assert len(drafter._into_draft.ids([*prompts()[-1][:10], *done.token_ids])) > 40, "the text fits"
+    assert len(drafter._own_ids_from([*prompts()[-1][:10], *done.token_ids], 0)) > 40, "the text fits"
 
 
 def test_a_cache_of_accepted_drafts_is_right_too(tmp_path: Path) -> None:

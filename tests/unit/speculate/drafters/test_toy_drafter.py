@@ -24,7 +24,6 @@ class RepeatConfig(DrafterConfig):
 
 class Repeat:
     on_host = False
-    is_point_mass = True
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0
