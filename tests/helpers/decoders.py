@@ -68,7 +68,7 @@ def make_decoder(  # noqa: PLR0913
 
 
 class ScriptedLength(FixedLength):
-    """Chooses what it is given, over and over; drafters that can read their prompts later do so."""
+    """Chooses what it is given, over and over."""
 
     def __init__(self, choices: Sequence[DraftChoice]) -> None:
         self.choices = tuple(choices)
@@ -77,10 +77,6 @@ class ScriptedLength(FixedLength):
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         """The next one."""
         return next(self._next)
-
-    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
-        """Never at once."""
-        return False
 
 
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
@@ -97,3 +93,16 @@ def complete(decoder: Decoder, requests: Sequence[Request]) -> list[RowCompletio
     completions = [update.completion for updates in decoder.run(requests) for update in updates]
     found = {(done.request.index, done.request.sample): done for done in completions}
     return [found[request.index, request.sample] for request in requests]
+
+
+def requests(num_tokens: int = 40) -> list[Request]:
+    """Requests of different lengths."""
+    prompts = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
+    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(prompts)]
+
+
+def outcome(completions: Sequence[RowCompletion]) -> list[object]:
+    """All that a run decides."""
+    return [
+        (c.token_ids, c.accepted_lengths, c.draft_lengths, c.finish_reason, c.num_target_forwards) for c in completions
+    ]

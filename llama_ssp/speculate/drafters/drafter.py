@@ -53,14 +53,12 @@ class Drafter(Protocol):
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
-        reads_skipped: `propose` reads all tokens that it has not read, prompts too; else `prefill` must come first.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
         reads_by_length: `propose` ignores the bucket; see `Runner`.
     """
 
     num_draft_tokens: int
     on_host: bool
-    reads_skipped: bool
     repeats_operators: bool
     reads_by_length: bool
 

@@ -13,10 +13,9 @@ in its own tokens, then the pieces that spell each new token.
     positions      0                      own prompt's length    length
 
 The first step of a round reads the last M + 1 tokens of that text, rewriting some cache slots: after a fully accepted
-round the cache lacks the last drafted token, and the target's token after it has up to M pieces. The text is a function
-of the target's row, so writing it again writes the same, and it is right however many tokens have come since the last
-draft. It has at most `OWN_SLOTS_PER_SLOT` tokens per token of the target, so the host knows how many slots a round
-reads: a longer prompt loses its beginning, a longer spelling its end.
+round the cache lacks the last drafted token, and the target's token after it has up to M pieces. The text has at most
+`OWN_SLOTS_PER_SLOT` tokens per token of the target, so the host knows how many slots a round reads: a longer prompt
+loses its beginning, a longer spelling its end.
 
 Shapes: B sequences, R rows being prefilled, S slots of the target, X slots of the draft, K drafted tokens, P = 2
 uniforms per draw, M pieces of a token, W = M + 1 tokens of the first step, V vocabulary of the target.
@@ -126,8 +125,6 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
 
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4 (token-level intersection).
     """
-
-    reads_skipped = False
 
     def __init__(
         self,

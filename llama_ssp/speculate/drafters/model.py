@@ -30,8 +30,6 @@ class ModelDrafter(StepwiseDrafter):
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
     """
 
-    reads_skipped = True
-
     def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
         super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)

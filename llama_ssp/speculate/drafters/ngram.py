@@ -37,7 +37,6 @@ class NgramDrafter:
     """
 
     on_host = False
-    reads_skipped = True
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0

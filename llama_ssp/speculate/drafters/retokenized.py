@@ -44,7 +44,6 @@ class RetokenizedDrafter(HostTimed):
     """
 
     on_host = True
-    reads_skipped = False
     repeats_operators = False
 
     def __init__(

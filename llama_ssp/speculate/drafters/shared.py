@@ -4,23 +4,19 @@
     AheadDrafter        the draft has ranks of its own and drafts while the target verifies; then they exchange
     BatchSplitDrafter   every rank with a copy of the draft drafts and verifies some of the rows
 
-Ranks that share a draft send nothing between its steps but what the model itself sends, because all of them draw the
-same ids. An all-gather gives all of them the same bytes as logits, uniforms are integer arithmetic on the same keys,
-the same operators make probabilities of the logits, and a draw is integer arithmetic again. Only machines of two kinds
-could round a probability differently. They cannot make ranks diverge, because the ids of one rank are broadcast before
-the target reads them: ids and probabilities come from that rank, and the others continue from its ids. The rule runs on
-a rank that holds both models, if there is one. Otherwise the draft's probabilities are sent to the rank that verifies.
+Ranks that share a draft send nothing between its steps but what the model itself sends: from the same gathered logits
+and the same keys all draw the same ids. Machines of two kinds could round a probability differently, so the ids of one
+rank are broadcast before the target reads them: ids and probabilities come from that rank, and the others continue from
+its ids. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's probabilities are sent
+to the rank that verifies.
 
 Exchanges of overlapped rounds:
 
     draft's ranks     | propose ........ |          | exchange |
     target's ranks    | forward ............. |     | exchange | rule |
 
-On CPUs messages go through shared memory if they fit: the draft then leaves them there, and does not wait for the
-target to read them. Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others
-have probability 0. Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k
-leaves, or all. How many others leave is known on the device alone, so that the host would wait for it in every
-round.
+Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have probability 0.
+Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k leaves, or all.
 
 A split batch: a rank has the draft's probabilities of its own rows and the target's logits of all rows, so it also
 verifies its own rows (`engine.verifier`), and no probabilities are sent. Drafted ids are gathered before the target's
@@ -62,8 +58,6 @@ class ProbsReceiver(NamedTuple):
 
 class _SharedDrafter(HostTimed):
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
-
-    reads_skipped = False
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
         self._inner = inner
@@ -260,8 +254,8 @@ class BatchSplitDrafter(_SharedDrafter):
         ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_tokens), None
         if self._inner and own.start < own.stop:
             ids_RK, probs_RWV = self._inner.propose(
-                rows.part(own), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own], num_unread=num_unread,
-                bucket=bucket,
+                Rows(*(each[own] for each in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
+                num_unread=num_unread, bucket=bucket,
             )  # fmt: skip
         ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
         self._write(ids_BK, rows)

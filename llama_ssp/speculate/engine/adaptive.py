@@ -44,10 +44,6 @@ class FixedLength:
         """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
         return self.choices[0]
 
-    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
-        """Whether a drafter should read new prompts at once, not when it drafts next."""
-        return True
-
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens of a round each running row accepted."""
 
@@ -86,12 +82,10 @@ class AdaptiveLength(FixedLength):
         ]
         self._budget = 0.0
         self._plans: dict[tuple[int, ...], _Plan] = {}
-        self._plan = self._planned([0 for _ in self._sources])
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `FixedLength`."""
-        self._plan = self._planned(num_skipped)
-        best, cost, probe, loss = self._plan
+        best, cost, probe, loss = self._planned(num_skipped)
         if probe is None:
             return best
         self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
@@ -99,11 +93,6 @@ class AdaptiveLength(FixedLength):
             return best
         self._budget -= loss
         return probe
-
-    def reads_prompts(self, source: int) -> bool:
-        """See `FixedLength`."""
-        best = self._plan.best
-        return best.num_tokens > 0 and best.source == source
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `FixedLength`."""

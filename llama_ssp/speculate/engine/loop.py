@@ -191,11 +191,11 @@ class Decoder:
 
     def _empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
-        sizes = self._num_slots, self._num_rounds
-        if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
+        num_slots, num_rounds = sizes = self._num_slots, self._num_rounds
+        if self._kept and sizes == (self._kept.tokens_BS.shape[1], self._kept.uniforms_BMN.shape[1]):
             self._kept.vacate(slice(None))
             return self._kept
-        state = BatchState.empty(self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms)
+        state = BatchState.empty(self.batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self.round.uniforms)
         self._kept = state if self.executor.keeps_state else None
         return state
 
@@ -206,18 +206,13 @@ class Decoder:
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
         lengths = [len(request.prompt_ids) for request in requests]
-        drafters = [*enumerate(self.round.drafters)]
-        skipping = [source for source, it in drafters if it.reads_skipped and not self.length.reads_prompts(source)]
-        reading = [drafter for source, drafter in drafters if source not in skipping]
-        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
+        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets)
         if len(rows) == self.batch_size and not self.executor.keeps_state:
             self._state = prompts
         else:
             if is_first:
                 self._state = self._empty_state()
             self._state.put(to_device(rows, self._device), prompts)
-        for source in skipping:
-            self._num_skipped[source] = max(self._num_skipped[source], *lengths)
         forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
         owners: list[RowCompletion | None] = []
         for row, request, number in zip(rows, requests, forwards, strict=True):

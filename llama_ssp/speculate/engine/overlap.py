@@ -7,14 +7,10 @@ target scores at the same time. All of them and the first new token are then ver
     the target reads     t    d1    d2    d3
     the draft writes                             e0    e1    e2    e3
     all accepted              d1    d2    d3     e0 |  e1    e2    e3  in flight in the next round, no bonus token
-    d2 is rejected            d1    x |                                all others are dropped
-    next, none in flight
-    the target reads          ..    x     -     -     -                only the score after x counts
-    the draft writes                      e0    e1    e2    e3
+    d2 is rejected            d1    x |                                all others are dropped, the next has x alone
 
-So every row gains at least one token in a round, a row without a block in flight has the first token of the new one
-verified at once, and rows of a batch stand in either place. A round is a fixed sequence of four stages, and only the
-last two need what other ranks did:
+So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
+and only the last two need what other ranks did:
 
     draft      on the draft's ranks
     score      of the last token and of those in flight, on the target's ranks, at the same time
@@ -22,15 +18,11 @@ last two need what other ranks did:
     verify     the rule, its decision to all ranks, commit
 
 Where drafting is fast, the round after a rejection can wait for a block instead (`OverlappedRound.waits`): the draft
-first writes K - 1 tokens, with uniforms of their own, while the target does nothing. All rows then have a block in
-flight, and every round examines K tokens. The stage `fill` puts the new block in flight.
+first writes K - 1 tokens, with uniforms of their own, and the stage `fill` puts them in flight.
 
 Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
 is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
 there the last stage copies these probabilities to a second place, since the next round receives its own block first.
-
-A round begins at a length that no other round of its row begins at, since every round adds a token; its uniforms are
-keyed by that length. What is dropped takes its uniforms with it, and no uniform decides twice.
 
 Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happen here in one kind of round.
 

@@ -125,23 +125,15 @@ class Round:
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
+    def prefill(self, prompts: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
-        default all. Returns the result of these rows; see `BatchState.commit`.
+        `lengths` are those of the prompts, which the device knows as well. Returns the result of these rows; see
+        `BatchState.commit`.
         """
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
-        for drafter in self.drafters if drafters is None else drafters:
+        for drafter in self.drafters:
             drafter.prefill(to_read, rows=rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP

@@ -78,7 +78,7 @@ class Verifier:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
             own = self._split.own_rows(static_shape(logits_BWV)[0])
-            return self._rule.process(logits_BWV[own], context and context.part(own))
+            return self._rule.process(logits_BWV[own], context and Context(*(each[own] for each in context)))
         return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:

@@ -26,10 +26,6 @@ class Rows(NamedTuple):
     lengths_B: Tensor
     keys_B: Tensor
 
-    def part(self, rows: slice) -> "Rows":
-        """Some of the rows, as views."""
-        return Rows(*(each[rows] for each in self))
-
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""
         return Context(self.tokens_BS, self.keys_B, last_BT)
@@ -41,10 +37,6 @@ class Context(NamedTuple):
     tokens_BS: Tensor
     keys_B: Tensor
     last_BT: Tensor
-
-    def part(self, rows: slice) -> "Context":
-        """Some of the rows, as views."""
-        return Context(*(each[rows] for each in self))
 
 
 Penalty = Callable[[Tensor, Context], Tensor]

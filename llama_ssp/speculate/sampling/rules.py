@@ -4,9 +4,8 @@ The rules are pure functions on tensors, vectorised over rows; the host reads no
 with the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects. The decoding loop
 applies the verdict: end of sequence, length limit.
 
-Where drafting overlaps verification (`verify_ahead`), rows stand in two places. The target scores K positions. A row
-with a block in flight has K - 1 drafted tokens at the first of them, and the first token of the next block follows: all
-K are examined. A row without one has that first token alone.
+Where drafting overlaps verification (`verify_ahead`), the target scores K positions. A row with a block in flight has
+K - 1 drafted tokens at the first of them, and the first token of the next block follows. Other rows have that alone.
 
     in flight        | d1 | d2 | d3 | next |     K = 4: four examined
     none in flight   | next |                    one examined
@@ -58,22 +57,15 @@ class Verdict(NamedTuple):
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Accept the longest prefix of the draft that keeps the target's distribution.
 
-    Args:
-        draft: ids and the probabilities they were drawn from.
-        target_probs_BTV: the target's probabilities at K + 1 positions, after the same processors.
-        draws: the uniforms of this round; `accept_BK` and `residual_BP` are used.
-
-    Returns:
-        The verdict. At the first rejection the next token is drawn from the residual, the positive part of target minus
-        draft. After K acceptances, or if rounding leaves no residual, it is drawn from the target's row.
-
-    Raises ConfigError if the two distributions differ in vocabulary.
+    The target's probabilities are those at K + 1 positions, after the same processors as the draft's. At the first
+    rejection the next token is drawn from the residual, the positive part of target minus draft. After K acceptances,
+    or if rounding leaves no residual, it is drawn from the target's row.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
     num_rows, num_positions, _ = static_shape(target_probs_BTV)
     draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
-    num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
+    num_accepted_B1 = (draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1)).cumprod(1).sum(1)
 
     # Few operators and no branches: after a large forward the CPU must load the code of each new operator into its
     # caches again, which costs more than the operator.
@@ -90,11 +82,8 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     Let p_i be the running product of target over draft probabilities, clipped to 1 at every step, and S_i the sum of
     the positive part of p_i target - draft after i tokens. A prefix of i tokens passes with probability
     S_i / (S_i + 1 - p_i), and the longest passing prefix is accepted, even if a shorter one fails.
-    For arguments and errors see `verify_speculative`.
-
-    Returns:
-        The verdict. The next token is drawn from the positive part of p target - draft after the accepted tokens. After
-        K acceptances, or if rounding leaves nothing, it is drawn from the target's row.
+    The next token is drawn from the positive part of p target - draft after the accepted tokens, otherwise as by
+    `verify_speculative`.
 
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
@@ -123,12 +112,6 @@ def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor,
     if probs_BTV is None:
         probs_BTV = torch.zeros_like(target_probs_BTV)
         probs_BTV[:, :-1].scatter_(-1, ids_BK1, 1.0)
-    draft_size, vocab_size = static_shape(probs_BTV)[-1], static_shape(target_probs_BTV)[-1]
-    if draft_size != vocab_size:
-        raise ConfigError(
-            f"the draft has {draft_size} tokens and the target {vocab_size}: verification needs one vocabulary; "
-            "choose a draft with the target's tokenizer"
-        )
     return probs_BTV, target_probs_BTV.gather(-1, ids_BK1), probs_BTV.gather(-1, ids_BK1)
 
 
@@ -144,13 +127,8 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too."""
     best_BT = target_logits_BTV.argmax(-1)  # NaN counts as the largest
     largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
-    num_accepted_B1 = _length_of_prefix((best_BT[:, :-1] == draft.ids_BK)[..., None])
+    num_accepted_B1 = (best_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
     return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1), largest_BT.gather(-1, num_accepted_B1))
-
-
-def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:
-    """The number of tokens (B, 1) before the first rejected one of each row; K if none is rejected."""
-    return is_accepted_BK1.cumprod(1).sum(1)
 
 
 class Rule:
@@ -235,13 +213,9 @@ def verify_ahead(
 ) -> tuple[Verdict, Tensor]:
     """Examine the tokens in flight and the first of the block that follows.
 
-    Args:
-        rule: decides as in any other round, once for K tokens and once for one.
-        in_flight: the K - 1 tokens, and of their probabilities the first K - 1 rows; ignored in rows without.
-        following: the next block, K tokens; only the first is examined.
-        target_BKV: the output of the rule's `process` for the target's logits.
-        ahead_B: K - 1 in rows with a block in flight, 0 in the others.
-        draws: the uniforms of this round.
+    The rule, whose `process` has made `target_BKV`, decides as in any other round, once for K tokens and once for one.
+    K - 1 tokens are in flight in rows where `ahead_B` is K - 1, none where it is 0; of their probabilities the first
+    K - 1 rows count. K tokens follow.
 
     Returns:
         A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted; and

@@ -1,6 +1,6 @@
 """A draft with another vocabulary drafts what its model says of its own text, and the target's text stays its own."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
-from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -19,20 +18,15 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Draft
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome, requests
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.text_laws import counted
 
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 SAMPLING = SamplingConfig(temperature=0.9)
 PENALIZED = SamplingConfig(temperature=1.2, top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.2)
-
-
-def requests(num_tokens: int = 40) -> list[Request]:
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
 class Checked(IntersectionDrafter):
@@ -81,10 +75,6 @@ def decoder(
     )
 
 
-def outcome(completions: Sequence[RowCompletion]) -> list[object]:
-    return [(c.token_ids, c.accepted_lengths, c.finish_reason) for c in completions]
-
-
 @grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
 def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_draft_tokens: int, lag: int) -> None:
     made = decoder(
@@ -103,7 +93,7 @@ def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_d
 def test_every_draft_is_right_after_rounds_without_one(num_pauses: int) -> None:
     made = decoder(kind=Checked, sampling=SAMPLING, replay=False, batch_size=2)
     made.length = ScriptedLength([*[DraftChoice(0)] * num_pauses, DraftChoice(3), DraftChoice(2)])
-    wanted = [Request(index=i, prompt_ids=ids, max_new_tokens=90) for i, ids in enumerate(PROMPTS[:2])]
+    wanted = [replace(request, max_new_tokens=90) for request in requests()[:2]]
     assert {len(done.token_ids) for done in complete(made, wanted)} == {90}
     assert isinstance(made.round.drafters[0], Checked)
     assert made.round.drafters[0].num_checked > 4

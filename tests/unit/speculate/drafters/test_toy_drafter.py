@@ -28,8 +28,6 @@ class Repeat:
     reads_by_length = True
     num_allocations = 0
 
-    reads_skipped = True
-
     def __init__(self, num_draft_tokens, back, device):
         import torch
 

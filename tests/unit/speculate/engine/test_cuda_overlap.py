@@ -4,7 +4,6 @@ Where the exchange runs is not shown here: it follows the forward.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +11,16 @@ import torch
 
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from tests.helpers.decoders import complete
+from tests.helpers.decoders import complete, outcome, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
-from tests.unit.speculate.engine.test_overlap import near_pair, requests
+from tests.unit.speculate.engine.test_overlap import near_pair
 
 pytestmark = pytest.mark.seconds
 
@@ -30,11 +28,6 @@ PIECES = 4
 """Of a round: draft, score, exchange, settle."""
 PIECES_OF_A_REFILL = 3
 """Before it: a draft, its exchange, and the rows that it fills."""
-
-
-def outcome(completions: Sequence[RowCompletion]) -> list[object]:
-    """All that a run decides."""
-    return [(c.token_ids, c.accepted_lengths, c.draft_lengths, c.finish_reason) for c in completions]
 
 
 @grid(num_draft_tokens=[1, 2, 4], batch_size=[1, 5], temperature=[0.0, 0.9], waits=[False, True])

@@ -8,20 +8,12 @@ import pytest
 import torch
 
 from llama_ssp.errors import NumericError
-from llama_ssp.models.prefill import Buckets
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
-from tests.helpers.decoders import advance, complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.prefix_runner import PrefixRunner
-
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
-
-
-def requests(num_tokens: int = 40) -> list[Request]:
-    """One request per prompt, of different lengths."""
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
@@ -150,13 +142,6 @@ def test_a_prompt_may_leave_room_for_one_token_only() -> None:
     assert second.token_ids == target.greedy((4,), 2)
 
 
-def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
-    target = PrefixRunner()
-    for completion in complete(make_decoder(target, PrefixRunner(seed=1), batch_size=8), requests()):
-        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
-
-
 @pytest.mark.parametrize(("num_prompt_tokens", "num_chunks"), [(1, 1), (6, 2), (7, 3)])
 def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -164,8 +149,9 @@ def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     decoder = make_decoder(target, None, replay=False)
-    wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
-    (completion,) = complete(decoder, wanted)
+    prompt_ids = (1, 5, 3, 4, 2, 6, 8)[:num_prompt_tokens]
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=prompt_ids, max_new_tokens=5)])
+    assert completion.token_ids == target.greedy(prompt_ids, 5)
     assert completion.num_target_forwards == target.num_forwards == num_chunks + 4
 
 
@@ -216,22 +202,6 @@ def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> N
     (completion,) = complete(decoder, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=51)])
     assert completion.accepted_lengths == [4] * 10
     assert completion.num_target_forwards == target.num_forwards == 11
-
-
-def test_a_round_reads_no_value_from_the_device() -> None:
-    target, draft = PrefixRunner(device="meta"), PrefixRunner(device="meta")
-    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
-    round_, buckets = decoder.round, Buckets(step=64, num_slots=64)
-    for runner in (target, draft):
-        runner.allocate(batch_size=2, capacity=64)
-    round_.drafters[0].allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(2, num_slots=64, num_rounds=41, table=round_.uniforms)
-    prompts = BatchState.of(
-        requests()[:2], num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
-    )
-    lengths = [len(request.prompt_ids) for request in requests()[:2]]
-    assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
-    assert advance(decoder, state, bucket=64).is_meta
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

@@ -11,18 +11,11 @@ from llama_ssp.errors import NumericError
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.state import BatchState, Request
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
-
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
-
-
-def requests(num_tokens: int = 40) -> list[Request]:
-    """One request per prompt, of different lengths."""
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
 def near_pair(sharpness: float = 3.0) -> tuple[PrefixRunner, PrefixRunner]:
