@@ -102,10 +102,7 @@ class HostTimed:
         self._host_s += time.perf_counter() - started
 
     def take_host_s(self, most_s: float) -> float:
-        """Return the seconds that were counted, or `most_s` of them; the rest stays, and is returned later.
-
-        A device passes a draft after the host has launched it.
-        """
+        """Return the seconds that were counted, at most `most_s` at once: a device passes a draft after its launch."""
         taken_s = min(self._host_s, most_s)
         self._host_s -= taken_s
         return taken_s
@@ -122,8 +119,7 @@ class _Tables(Workspace):
 class StepwiseDrafter:
     """Base class of drafters that draw K tokens one after another, as the rule draws, from a model's logits.
 
-    Args:
-        vocab_size: V of the target.
+    `vocab_size` is V of the target.
     """
 
     on_host = False
@@ -136,8 +132,7 @@ class StepwiseDrafter:
         self._batch_size = 0
 
     def _make_tables(self, batch_size: int) -> None:
-        """Make the constants, unless they are there."""
-        if batch_size != self._batch_size:
+        if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 
     def _draw(self, rows: Rows, uniforms_BKP: Tensor, logits_of: Callable[[int, Tensor | None], Tensor]) -> Draft:

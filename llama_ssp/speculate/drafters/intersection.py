@@ -68,16 +68,8 @@ class VocabularyMap(NamedTuple):
         return pad(logits_BD, (0, 1), value=float("-inf")).index_select(1, self.shared_V)
 
 
-class OwnText(Workspace):
-    """The draft's text of every row.
-
-    Args:
-        num_slots: X.
-        most_tokens: the length at which a text stops to grow.
-
-    Attributes:
-        tokens_BX: the draft's ids, and one slot for what is not kept.
-    """
+class _OwnText(Workspace):
+    """The draft's text of every row, which stops to grow at `most_tokens`, and one slot for what is not kept."""
 
     def __init__(self, *, batch_size: int, num_slots: int, most_tokens: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -93,10 +85,7 @@ class OwnText(Workspace):
         self._own_prompt_lengths_B.index_copy_(0, rows_R, own_lengths_R)
 
     def write(self, rows: Rows, vocabularies: VocabularyMap) -> Tensor:
-        """Write the pieces of all new tokens of the target; returns the lengths (B, 1), at least 1.
-
-        A vacated row has two tokens, and then so short a text that it can be read in any bucket.
-        """
+        """Write the pieces of all new tokens of the target; returns the lengths (B, 1), at least 1."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         own_prompt_B1 = self._own_prompt_lengths_B[:, None]
         stops_BS = torch.ones_like(tokens_BS).cumsum(1)  # unlike a range, right for any number of slots in a trace
@@ -142,7 +131,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         self._first_W = torch.arange(width, device=runner.device)
         self._width = torch.tensor(width, device=runner.device)
         self._num_texts = 0
-        self._text: OwnText | None = None
+        self._text: _OwnText | None = None
 
     @property
     def num_allocations(self) -> int:
@@ -162,7 +151,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         if self._text is None or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
             self._num_texts += 1
             self._most_tokens, device = capacity - self.num_draft_tokens, self.runner.device
-            self._text = OwnText(
+            self._text = _OwnText(
                 batch_size=batch_size, num_slots=capacity, most_tokens=self._most_tokens, device=device
             )
 

@@ -52,9 +52,7 @@ class FixedLength:
 class RoundCosts:
     """Costs of rounds in any unit of time, the same on all ranks.
 
-    Attributes:
-        rounds: of each choice.
-        catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
+    `catch_up` is by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
     """
 
     rounds: dict[DraftChoice, float]
@@ -62,12 +60,7 @@ class RoundCosts:
 
 
 class AdaptiveLength(FixedLength):
-    """Drafts what gains most.
-
-    Args:
-        costs: of every choice, among them `DraftChoice(0)`.
-        acceptance: expected before the first round, by drafter.
-    """
+    """Drafts what gains most; `DraftChoice(0)` is a choice, and `acceptance` is expected of each drafter at first."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices = tuple(costs.rounds)

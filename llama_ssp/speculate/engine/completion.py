@@ -23,15 +23,13 @@ class RowCompletion:
 
     Attributes:
         num_target_forwards: forwards of the target for this row, prefill included.
-        accepted_lengths: number of drafted tokens that became text, per speculative round.
-        draft_lengths: number of drafted tokens, per speculative round.
+        accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
         first_token_s: `busy_s` when its first token was known; 0 before.
         share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
-        part_s: its equal share of the rounds' time, by part: draft, verify, other.
-        stop_watch: finds stop strings; None without any.
+        part_s: its equal share of the rounds' time, by part.
         has_bonus: see `Round`.
         num_ahead: tokens in flight when the next round begins; see `overlap`.
     """

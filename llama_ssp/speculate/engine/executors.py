@@ -41,11 +41,7 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
 
 
 class TracedExecutor(Executor):
-    """Runs the stages of a round in torch's interpreter.
-
-    Attributes:
-        traced: by name of the stage.
-    """
+    """Runs the stages of a round in torch's interpreter; `traced` has them by name."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
@@ -70,9 +66,9 @@ class Recorder(Protocol):
     """Records operators without running them."""
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Record everything that `piece` launches; raises RuntimeError if an operator cannot be recorded.
+        """Return the outputs of `piece`, in tensors that every replay overwrites, and the replay.
 
-        Returns the outputs of `piece`, in tensors that every replay overwrites, and the replay.
+        Raises RuntimeError if an operator cannot be recorded.
         """
 
     def forget(self) -> None:
@@ -82,8 +78,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently.
 
-    Args:
-        finish: waits until the device has done everything that was launched.
+    `finish` waits until the device has done everything that was launched.
     """
 
     def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
@@ -110,12 +105,9 @@ class CudaRecorder:
 
 
 class GraphExecutor(Executor):
-    """Replays the stages of a round as graphs.
+    """Replays the stages of a round as graphs; the next round overwrites its results, on the same stream.
 
-    The next round overwrites the results of a round, on the same stream.
-
-    Attributes:
-        failed: recording has failed once; since then everything runs from Python.
+    Everything runs from Python once recording has `failed`.
     """
 
     keeps_state = True

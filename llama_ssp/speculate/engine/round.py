@@ -36,12 +36,9 @@ from llama_ssp.speculate.sampling.uniforms import UniformTable
 
 
 class DraftChoice(NamedTuple):
-    """How a round drafts.
+    """How a round drafts: K tokens, or none, by the drafter at a place in `Round.drafters`.
 
-    Attributes:
-        num_tokens: K of this round; 0 decodes one token without a draft.
-        source: the drafter, as a place in `Round.drafters`.
-        num_unread: tokens at the end of each row that the drafter reads first; see `Drafter.propose`.
+    For `num_unread` see `Drafter.propose`.
     """
 
     num_tokens: int
@@ -56,7 +53,6 @@ class Stage(NamedTuple):
         name: in a round, each stage has its own.
         function: maps the batch and further tensors to one or more tensors; it may write to the batch.
         choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
-        bucket: number of cache slots that it reads.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
         on_host: it reads values on the host.
@@ -89,7 +85,6 @@ class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
-        max_tokens_per_round: the most tokens that a round adds to a row.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         waits, drafts_here: see `OverlappedRound`.
@@ -152,18 +147,10 @@ class Round:
     ) -> tuple[Tensor, Tensor | None]:
         """Run one round on a batch whose rows have at least two tokens.
 
-        Args:
-            executor: runs its stages.
-            state: the batch.
-            in_flight_BTV: what the round before has returned; None at first.
-            choice: how to draft.
-            bucket: number of cache slots to read, at least the longest row's length + K.
-            clock: times the stages.
-            refills: rows without a block in flight get one first; see `overlap`.
-
-        Returns:
-            The result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies,
-            if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight_BTV` is
+        what the round before has returned, and with `refills` rows without a block in flight get one first. Returns
+        the result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies, if
+        any.
         """
         clock.start()
         drafted: tuple[Tensor, ...] = ()

@@ -6,9 +6,9 @@ the calls and its interpreter repeats them: the same kernels on the same numbers
     calls of a shape    1st: from Python    2nd: traced, then replayed    3rd, 4th, ...: replayed
 
 Every tensor that a function reads or writes must be an argument, or reachable from the objects passed to `Traced`:
-their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Those tensors are found
-by walking the objects. Tracing runs the function once more, on copies of the arguments; a tensor of the objects may
-only be written in a way that the replay repeats.
+their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Tracing runs the
+function once more, on copies of the arguments; a tensor of the objects may only be written in a way that the replay
+repeats.
 """
 
 import logging
@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
 from llama_ssp.ranks.comms import recording, take_error
 
-Leaf = Tensor | torch.ScriptObject
-"""A tensor, or weights in a packed format of torch."""
-
+Leaf = Tensor | torch.ScriptObject  # weights in a packed format of torch
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ class Traced(Generic[_Result]):
         before = _is_optimizing()
         _set_optimizing(False)  # its search takes as long as ten forwards and saves less
         try:
-            replay = self.replays[key] or self._traced(key, arguments, moving)
+            replay = self.replays[key] or self._trace(key, arguments, moving)
             return replay(*arguments, *moving) if replay else self._function(*arguments)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
@@ -105,31 +103,30 @@ class Traced(Generic[_Result]):
         self._moving[bucket] = [ref(tensor) for tensor in moving]
         return moving
 
-    def _traced(
+    def _trace(
         self, key: Hashable, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]
     ) -> Callable[..., _Result] | None:
-        """The replay of a trace; None, and a warning, if an operator cannot be traced."""
+        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever.
+
+        Returns None, after a warning, if an operator cannot be traced.
+        """
+        inputs = *(argument.clone() for argument in arguments), *moving
+        names = [f"input_{number}" for number in range(len(inputs))]
         try:
-            replay = self.replays[key] = self._trace(arguments, moving)
+            with _one_at_a_time, recording(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
+                graph, _ = torch._C._create_graph_by_tracing(
+                    lambda *tensors: self._function(*tensors[: len(arguments)]),
+                    inputs, lambda _: "", True, False, self._weights, names,
+                )  # fmt: skip
+                _check_constants(graph)
+                replay = torch._C._create_function_from_graph("replay", graph)
         except _CANNOT as error:
             _log.warning("continuing without tracing: %s", str(error).strip().partition("\n")[0])
             self.failed = True
             return None
-        return replay
-
-    def _trace(self, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]) -> Callable[..., _Result]:
-        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever."""
-        inputs = *(argument.clone() for argument in arguments), *moving
-        names = [f"input_{number}" for number in range(len(inputs))]
-        with _one_at_a_time, recording(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
-            graph, _ = torch._C._create_graph_by_tracing(
-                lambda *tensors: self._function(*tensors[: len(arguments)]),
-                inputs, lambda _: "", True, False, self._weights, names,
-            )  # fmt: skip
-            _check_constants(graph)
-            replay = torch._C._create_function_from_graph("replay", graph)
-        return partial(replay, self._weights)
+        self.replays[key] = found = partial(replay, self._weights)
+        return found
 
 
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
@@ -152,17 +149,15 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
         elif isinstance(value, Leaf):
             weights.append(value)
         else:
-            for part in _parts(value, bucket=bucket):
+            for part in [value[bucket]] if isinstance(value, PerBucket) else _parts(value):
                 visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
 
     visit(roots, moves=False, bucket=bucket)
     return weights, moving
 
 
-def _parts(value: object, *, bucket: int) -> Iterable[object]:
+def _parts(value: object) -> Iterable[object]:
     """The members of an object that may be or hold tensors."""
-    if isinstance(value, PerBucket):
-        return (value[bucket],)
     if isinstance(value, nn.Module):
         return (*value.parameters(), *value.buffers())
     if isinstance(value, dict):

@@ -45,9 +45,6 @@ class Verifier:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
-
-    Attributes:
-        needs_context: `draw` and `process` need the context of their positions.
     """
 
     def __init__(

@@ -9,9 +9,12 @@ import torch
 
 from llama_ssp import load
 from llama_ssp.models.runner import Runner
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
@@ -139,3 +142,14 @@ def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner])
         complete(decoder, [Request(index=0, prompt_ids=(5, 6), max_new_tokens=30)])
         seen.append((decoder.stopped, recorder.num_recorded))
     assert seen == [(False, 2), (True, 2)]
+
+
+def test_what_a_draft_reads_stays_where_it_is_while_the_batch_does(shipped: tuple[Runner, Runner]) -> None:
+    rule = make_rule(SamplingConfig(), VerificationConfig())
+    drafter = ModelDrafter(shipped[1], rule=rule, num_draft_tokens=2, vocab_size=shipped[0].vocab_size)
+    drafter.allocate(batch_size=3, num_slots=20)
+    before, num_allocations = drafter._tables, drafter.num_allocations
+    drafter.allocate(batch_size=3, num_slots=20)
+    assert drafter._tables is before
+    drafter.allocate(batch_size=1, num_slots=20)
+    assert drafter.num_allocations > num_allocations
