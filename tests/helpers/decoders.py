@@ -52,19 +52,21 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
     round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
-    executor: Executor = Executor()
-    if not isinstance(replay, bool):
-        executor = GraphExecutor(round_, recorder=replay)
-    elif replay:
-        executor = TracedExecutor(round_)
     return Decoder(
         round_,
-        executor=executor,
+        executor=executor_of(round_, replay),
         batch_size=batch_size,
         eos_ids=eos_ids,
         seed=7,
         stop_request=stop_request,
     )
+
+
+def executor_of(round_: Round, replay: Recorder | bool) -> Executor:
+    """See `make_decoder`."""
+    if not isinstance(replay, bool):
+        return GraphExecutor(round_, recorder=replay)
+    return TracedExecutor(round_) if replay else Executor()
 
 
 class ScriptedLength(FixedLength):

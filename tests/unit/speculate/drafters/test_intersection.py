@@ -11,18 +11,16 @@ from torch import Tensor
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
-from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Draft
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome, requests
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
-from tests.helpers.recorded import FakeRecorder
 from tests.helpers.text_laws import counted
 
 SAMPLING = SamplingConfig(temperature=0.9)
@@ -109,40 +107,6 @@ def test_a_text_as_long_as_the_drafts_context_goes_on_without_growing() -> None:
     assert drafter._text
     assert drafter._text.num_slots == 48
     assert int(drafter._text._most) == 45
-
-
-@grid(batch_size=[1, 3], num_draft_tokens=[1, 5])
-def test_greedy_text_is_the_targets_own(batch_size: int, num_draft_tokens: int) -> None:
-    target = PrefixRunner(sharpness=1.0)
-    made = decoder(num_draft_tokens=num_draft_tokens, batch_size=batch_size)
-    for done in complete(made, requests()):
-        assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
-
-
-@grid(batch_size=[1, 3], temperature=[0.0, 0.9], recorded=[False, True])
-def test_replayed_rounds_give_the_same_text(batch_size: int, temperature: float, recorded: bool) -> None:
-    wanted = outcome(complete(decoder(batch_size=batch_size, temperature=temperature, replay=False), requests(80)[:3]))
-    recorder = FakeRecorder()
-    made = decoder(batch_size=batch_size, temperature=temperature, replay=recorder if recorded else True)
-    for _ in range(2):
-        assert outcome(complete(made, requests(80)[:3])) == wanted
-    if recorded:
-        assert recorder.num_replayed > recorder.num_recorded > 0
-    else:
-        assert isinstance(made.executor, TracedExecutor)
-        drafts = made.executor.traced["draft"]
-        assert not drafts.failed
-        assert any(drafts.replays.values())
-
-
-@pytest.mark.parametrize("sampling", [SAMPLING, PENALIZED], ids=["temperature", "penalized"])
-def test_under_coupled_a_seed_has_one_text_over_a_draft_with_another_tokenizer_too(sampling: SamplingConfig) -> None:
-    plain = make_decoder(PrefixRunner(sharpness=1.0), None, sampling=sampling, rule_name="coupled")
-    alone = complete(plain, requests())
-    many: list[dict[str, Any]] = [{}, {"num_draft_tokens": 1, "batch_size": 5}, {"draft_seed": 2, "replay": False}]
-    for options in many:
-        drafted = complete(decoder(sampling=sampling, rule_name="coupled", **options), requests())
-        assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
 
 
 @pytest.mark.parametrize("rule_name", ["speculative", "coupled"])

@@ -12,12 +12,11 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.engine.completion import StopRequest
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
-from tests.helpers.lanes import grid
-from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.kinds import Make, kinds
 from tests.helpers.recorded import FakeRecorder
 
 pytestmark = pytest.mark.seconds
@@ -33,34 +32,23 @@ def shipped() -> tuple[Runner, Runner]:
     return models.target, models.draft
 
 
-@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3, 8], temperature=[0.0, 0.9])
-def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
-    def decoder(*, replay: FakeRecorder | bool) -> Decoder:
-        draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
-        return make_decoder(
-            PrefixRunner(sharpness=1.0), draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
-            temperature=temperature, eos_ids=[4], replay=replay,
-        )  # fmt: skip
-
+@kinds
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_replayed_rounds_give_the_same_text(make: Make, batch_size: int, temperature: float) -> None:
     recorder = FakeRecorder()
-    captured = decoder(replay=recorder)
-    assert outcome(complete(captured, requests())) == outcome(complete(decoder(replay=False), requests()))
+    eager, traced, captured = (
+        make(1.0, batch_size=batch_size, temperature=temperature, eos_ids=[4], replay=replay)
+        for replay in (False, True, recorder)
+    )
+    expected = outcome(complete(eager, requests()))
+    for _ in range(2):
+        assert outcome(complete(traced, requests())) == outcome(complete(captured, requests())) == expected
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
-
-
-@pytest.mark.heavy
-def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Runner, Runner]) -> None:
-    recorder = FakeRecorder()
-    captured = make_decoder(*shipped, batch_size=2, replay=recorder)
-    eager = make_decoder(*shipped, batch_size=2)
-    wanted = [Request(index=i, prompt_ids=(5, 6, 7 + i), max_new_tokens=100) for i in range(3)]
-    outcome = outcome(complete(captured, wanted))
-    assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
-    shorter = [Request(index=9, prompt_ids=(8, 9, 10, 11), max_new_tokens=50)]
-    outcome += outcome(complete(captured, shorter)) + outcome(complete(captured, wanted))
-    assert recorder.num_recorded == 4
-    expected = outcome(complete(eager, wanted))
-    assert outcome == expected + outcome(complete(eager, shorter)) + expected
+    assert isinstance(traced.executor, TracedExecutor)
+    for of_stage in traced.executor.traced.values():
+        assert not of_stage.failed
+        assert any(of_stage.replays.values())
 
 
 def test_the_first_round_of_a_width_is_not_recorded(shipped: tuple[Runner, Runner]) -> None:
@@ -95,7 +83,9 @@ def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped:
         captured.make_room(wanted)
         captured.warm_up(wanted)
     assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
-    assert outcome(complete(captured, wanted)) == outcome(complete(make_decoder(*shipped, batch_size=2), wanted))
+    shorter = [Request(index=9, prompt_ids=(8, 9, 10, 11), max_new_tokens=50)]
+    for texts in (wanted, shorter, wanted):
+        assert outcome(complete(captured, texts)) == outcome(complete(make_decoder(*shipped, batch_size=2), texts))
     assert recorder.num_recorded == 4
 
 
