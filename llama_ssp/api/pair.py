@@ -272,7 +272,7 @@ class Pair:
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
             torch.get_num_threads(), astuple(config.sampling),
         )  # fmt: skip
-        decoder = kept.get(key) or build_decoder(models, config, speculative=speculative, serves_many=True)
+        decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)
         kept[key] = decoder
         kept.move_to_end(key)
         if len(kept) > _MOST_KEPT:

@@ -1,6 +1,6 @@
 """The draw of a token from the weights of a vocabulary, in one operator: `draw_cpu`.
 
-The reference is `draw_units` of `sampling.processors`, which decides where the operator is used.
+The reference is `draw` of `sampling.processors`, which decides where the operator is used.
 
 Shapes: B rows, V vocabulary, P = 2 uniforms of a draw.
 """

@@ -12,11 +12,11 @@ from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
-from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.round import DraftChoice, EagerExecutor, Executor, Round
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
@@ -52,15 +52,9 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
     round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
-    executor: Executor = EagerExecutor()
-    if not isinstance(replay, bool):
-        executor = GraphExecutor(round_, recorder=replay)
-    elif replay:
-        executor = TracedExecutor(round_)
     return Decoder(
         round_,
-        executor=executor,
-        clock=HostClock(),
+        executor=executor_of(round_, replay),
         batch_size=batch_size,
         eos_ids=eos_ids,
         seed=7,
@@ -68,8 +62,15 @@ def make_decoder(  # noqa: PLR0913
     )
 
 
-class ScriptedLength:
-    """Chooses what it is given, over and over; drafters that can read their prompts later do so."""
+def executor_of(round_: Round, replay: Recorder | bool) -> Executor:
+    """See `make_decoder`."""
+    if not isinstance(replay, bool):
+        return GraphExecutor(round_, recorder=replay)
+    return TracedExecutor(round_) if replay else Executor()
+
+
+class ScriptedLength(FixedLength):
+    """Chooses what it is given, over and over."""
 
     def __init__(self, choices: Sequence[DraftChoice]) -> None:
         self.choices = tuple(choices)
@@ -78,13 +79,6 @@ class ScriptedLength:
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         """The next one."""
         return next(self._next)
-
-    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
-        """Never at once."""
-        return False
-
-    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """Learn nothing."""
 
 
 def advance(decoder: Decoder, state: BatchState, *, bucket: int) -> torch.Tensor:
@@ -101,3 +95,16 @@ def complete(decoder: Decoder, requests: Sequence[Request]) -> list[RowCompletio
     completions = [update.completion for updates in decoder.run(requests) for update in updates]
     found = {(done.request.index, done.request.sample): done for done in completions}
     return [found[request.index, request.sample] for request in requests]
+
+
+def requests(num_tokens: int = 40) -> list[Request]:
+    """Requests of different lengths."""
+    prompts = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
+    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(prompts)]
+
+
+def outcome(completions: Sequence[RowCompletion]) -> list[object]:
+    """All that a run decides."""
+    return [
+        (c.token_ids, c.accepted_lengths, c.draft_lengths, c.finish_reason, c.num_target_forwards) for c in completions
+    ]

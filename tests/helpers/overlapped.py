@@ -8,16 +8,14 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
-from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, TracedExecutor
+from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
-from llama_ssp.speculate.engine.round import EagerExecutor, Executor
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.decoders import complete
+from tests.helpers.decoders import complete, executor_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 
 VERIFY_RANK = 0
@@ -35,17 +33,15 @@ def overlapped_decoder(  # noqa: PLR0913
     eos_ids: Sequence[int] = (),
     rule_name: str = "speculative",
     sampling: SamplingConfig | None = None,
-    traced: bool = True,
-    recorder: Recorder | None = None,
+    replay: Recorder | bool = True,
     stop_request: StopRequest | None = None,
     waits: bool = False,
     num_left: int = 0,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
-    Each of these ranks has all of its model. Its rounds are replayed by torch's interpreter or by a recorder, or
-    launched from Python without `traced`. With `num_left`, of each position so many probabilities are sent. See
-    `OverlappedRound.waits`.
+    Each of these ranks has all of its model. With `num_left`, of each position so many probabilities are sent. For
+    `replay` see `make_decoder`, and for `waits` `OverlappedRound`.
     """
     comm = comm or Comm.single()
     is_apart = comm.size > 1
@@ -70,13 +66,9 @@ def overlapped_decoder(  # noqa: PLR0913
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
     round_.waits = waits
-    executor: Executor = TracedExecutor(round_) if traced else EagerExecutor()
-    if recorder:
-        executor = GraphExecutor(round_, recorder=recorder)
     return Decoder(
         round_,
-        executor=executor,
-        clock=HostClock(),
+        executor=executor_of(round_, replay),
         batch_size=batch_size,
         eos_ids=eos_ids,
         seed=7,

@@ -1,7 +1,6 @@
 """A draft with tokens of its own over a target of 11 tokens, and its text straight from the definition."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -12,9 +11,6 @@ from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, Vocab
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.rules import Rule
 
-if TYPE_CHECKING:
-    from llama_ssp.speculate.drafters.tokenizers import Translator
-
 NUM_IDS, NUM_OWN_IDS = 11, 9
 ALIGNMENT = Alignment(
     shared=(3, None, 8, 0, None, 5, 1, None, 2, 7, None),
@@ -23,18 +19,15 @@ ALIGNMENT = Alignment(
 """Tokens 1, 4, 7 and 10 of the target are spelled by several tokens of the draft, or by one that it has alone."""
 
 
-class Spelling:
-    """Stands in for `Translator`: two tokens begin a text, then come the pieces of each token."""
-
-    def ids(self, ids: Sequence[int]) -> list[int]:
-        """See `Translator`."""
-        return [6, 4, *(piece for token in ids for piece in ALIGNMENT.pieces[token])]
+def spelled(ids: Sequence[int]) -> list[int]:
+    """Two tokens begin a text, then come the pieces of each token."""
+    return [6, 4, *(piece for token in ids for piece in ALIGNMENT.pieces[token])]
 
 
 def own_text(prompt_ids: Sequence[int], new_ids: Sequence[int], *, most: int) -> list[int]:
     """The draft's text, token by token: at most two of its tokens for each of the target's."""
     num_tokens = len(prompt_ids)
-    text = Spelling().ids(prompt_ids)[-min(OWN_SLOTS_PER_SLOT * num_tokens, most) :]
+    text = spelled(prompt_ids)[-min(OWN_SLOTS_PER_SLOT * num_tokens, most) :]
     for token in new_ids:
         num_tokens += 1
         room = min(OWN_SLOTS_PER_SLOT * num_tokens, most) - len(text)
@@ -56,6 +49,6 @@ def intersection_drafter(
         rule=rule,
         num_draft_tokens=num_draft_tokens,
         vocabularies=VocabularyMap.of(ALIGNMENT, draft_size=NUM_OWN_IDS, device=torch.device("cpu")),
-        translator=cast("Translator", Spelling()),
+        encode=spelled,
         comm=comm,
     )

@@ -23,7 +23,7 @@ from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
-from llama_ssp.speculate.engine.executors import TracedPrefill, make_executor
+from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
@@ -159,12 +159,8 @@ def build_decoder(
     *,
     speculative: bool,
     stop_request: StopRequest | None = None,
-    serves_many: bool = False,
 ) -> Decoder:
-    """Build a decoder from the models and the config; plain decoding uses the target alone.
-
-    `serves_many` is for many short runs of the decoder, whose prefills are worth a trace.
-    """
+    """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
@@ -183,7 +179,6 @@ def build_decoder(
     decoder = Decoder(
         round_,
         executor=make_executor(round_, cuda_graphs=captures),
-        prefill=TracedPrefill(round_) if serves_many and device.type == "cpu" else None,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
         seed=config.seed,

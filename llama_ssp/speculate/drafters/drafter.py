@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
+from llama_ssp.models.cache import Workspace
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
@@ -52,24 +53,14 @@ class Drafter(Protocol):
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
         on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
-        is_point_mass: each drafted token is certain; the draft has no probabilities, and rules use 1.
-        reads_skipped: `propose` reads all tokens that it has not read, prompts too; else `prefill` must come first.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
         reads_by_length: `propose` ignores the bucket; see `Runner`.
     """
 
     num_draft_tokens: int
     on_host: bool
-    is_point_mass: bool
-    reads_skipped: bool
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See the class."""
-
-    @property
-    def reads_by_length(self) -> bool:
-        """See the class."""
+    repeats_operators: bool
+    reads_by_length: bool
 
     @property
     def num_allocations(self) -> int:
@@ -94,7 +85,7 @@ class Drafter(Protocol):
 
         Returns:
             The drafted ids, the same on every rank, and the probabilities they were drawn from, unless the rule needs
-            none or the draft is a point mass.
+            none or each token is certain.
         """
 
 
@@ -111,37 +102,68 @@ class HostTimed:
         self._host_s += time.perf_counter() - started
 
     def take_host_s(self, most_s: float) -> float:
-        """Return the seconds that were counted, or `most_s` of them; the rest stays, and is returned later.
-
-        A device passes a draft after the host has launched it.
-        """
+        """Return the seconds that were counted, at most `most_s` at once: a device passes a draft after its launch."""
         taken_s = min(self._host_s, most_s)
         self._host_s -= taken_s
         return taken_s
 
 
-class CatchUp:
-    """Reads the end of each row into a model's cache, in chunks."""
+class _Tables(Workspace):
+    """Constants of a batch size: the index of the second token of a row, and zero probabilities."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._offsets_T = torch.arange(CATCH_UP_CHUNK, device=runner.device)
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+        self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
+        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
 
-    def read(
-        self,
-        tokens_BS: Tensor,
-        lengths_B1: Tensor,
-        *,
-        num_unread: int,
-        num_kept: int,
-        bucket: int,
-        known: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Read the last `num_unread` tokens of each row but for the last `num_kept`, which the caller reads.
 
-        A row with fewer tokens reads its first one several times. `known` makes ids of the model from tokens.
-        """
-        for distance in range(num_unread, num_kept, -CATCH_UP_CHUNK):
-            positions_BT = (lengths_B1 - distance + self._offsets_T).clamp_min(0)
-            ids_BT, first_B1 = known(tokens_BS.gather(1, positions_BT)), torch.zeros_like(lengths_B1)
-            self._runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)
+class StepwiseDrafter:
+    """Base class of drafters that draw K tokens one after another, as the rule draws, from a model's logits.
+
+    `vocab_size` is V of the target.
+    """
+
+    on_host = False
+
+    def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
+        self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
+        self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
+        self._rule = rule
+        self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
+        self._batch_size = 0
+
+    def _make_tables(self, batch_size: int) -> None:
+        if batch_size != self._batch_size:  # else graphs read those that are there
+            self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
+
+    def _draw(self, rows: Rows, uniforms_BKP: Tensor, logits_of: Callable[[int, Tensor | None], Tensor]) -> Draft:
+        """Draw and write K tokens; `logits_of` makes the logits (B, V) of a step from the token before."""
+        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+        ids_B1: Tensor | None = None
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step, uniforms_BP in enumerate(uniforms_BKP.unbind(1)):
+            logits_BV = logits_of(step, ids_B1)
+            context = rows.before(lengths_B1 + (step - 1)) if self._rule.needs_context else None
+            ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
+            drafted.append(ids_B1)
+            if context:  # the next one looks at this token too
+                tokens_BS.scatter_(1, lengths_B1 + step, ids_B1)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        ids_BK = torch.cat(drafted, dim=1)
+        tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[: len(drafted)], ids_BK)
+        return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None)
+
+
+def catch_up(
+    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, num_unread: int, num_kept: int, bucket: int
+) -> None:
+    """Read the last `num_unread` tokens of each row, but for the last `num_kept`, into a model's cache, in chunks.
+
+    A row with fewer tokens reads its first one several times.
+    """
+    for distance in range(num_unread, num_kept, -CATCH_UP_CHUNK):
+        offsets_T = torch.arange(-distance, CATCH_UP_CHUNK - distance, device=lengths_B1.device)
+        positions_BT = (lengths_B1 + offsets_T).clamp_min(0)
+        ids_BT, first_B1 = tokens_BS.gather(1, positions_BT), torch.zeros_like(lengths_B1)
+        runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)

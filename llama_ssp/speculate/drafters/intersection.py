@@ -13,17 +13,15 @@ in its own tokens, then the pieces that spell each new token.
     positions      0                      own prompt's length    length
 
 The first step of a round reads the last M + 1 tokens of that text, rewriting some cache slots: after a fully accepted
-round the cache lacks the last drafted token, and the target's token after it has up to M pieces. The text is a function
-of the target's row, so writing it again writes the same, and it is right however many tokens have come since the last
-draft. It has at most `OWN_SLOTS_PER_SLOT` tokens per token of the target, so the host knows how many slots a round
-reads: a longer prompt loses its beginning, a longer spelling its end.
+round the cache lacks the last drafted token, and the target's token after it has up to M pieces. The text has at most
+`OWN_SLOTS_PER_SLOT` tokens per token of the target, so the host knows how many slots a round reads: a longer prompt
+loses its beginning, a longer spelling its end.
 
 Shapes: B sequences, R rows being prefilled, S slots of the target, X slots of the draft, K drafted tokens, P = 2
 uniforms per draw, M pieces of a token, W = M + 1 tokens of the first step, V vocabulary of the target.
 """
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,20 +36,14 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.shapes import static_shape
-from llama_ssp.speculate.drafters.drafter import CatchUp
-from llama_ssp.speculate.drafters.tokenizers import Alignment, Translator
+from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, catch_up
+from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft, Rule
 
 
 class VocabularyMap(NamedTuple):
-    """An `Alignment` on the device.
-
-    Attributes:
-        shared_V: the draft's id of each token of the target; where there is none, one past the draft's last id.
-        pieces_VM: the draft's ids that spell each token, padded.
-        num_pieces_V: how many there are.
-    """
+    """An `Alignment` on the device, pieces padded; a token that the draft lacks has one past the draft's last id."""
 
     shared_V: Tensor
     pieces_VM: Tensor
@@ -76,16 +68,8 @@ class VocabularyMap(NamedTuple):
         return pad(logits_BD, (0, 1), value=float("-inf")).index_select(1, self.shared_V)
 
 
-class OwnText(Workspace):
-    """The draft's text of every row.
-
-    Args:
-        num_slots: X.
-        most_tokens: the length at which a text stops to grow.
-
-    Attributes:
-        tokens_BX: the draft's ids, and one slot for what is not kept.
-    """
+class _OwnText(Workspace):
+    """The draft's text of every row, which stops to grow at `most_tokens`, and one slot for what is not kept."""
 
     def __init__(self, *, batch_size: int, num_slots: int, most_tokens: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -94,10 +78,6 @@ class OwnText(Workspace):
         self._own_prompt_lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._nowhere, self._most = torch.tensor([num_slots, most_tokens], device=device).unbind()
 
-    def fits(self, *, batch_size: int, num_slots: int) -> bool:
-        """Whether it has exactly these rows, and enough slots."""
-        return self.tokens_BX.shape[0] == batch_size and self.num_slots >= num_slots
-
     def put(self, rows_R: Tensor, own_tokens_RX: Tensor, own_lengths_R: Tensor, *, lengths_R: Tensor) -> None:
         """Begin new rows with their own prompts; `lengths_R` are those of the target's."""
         self.tokens_BX[rows_R, : own_tokens_RX.shape[1]] = own_tokens_RX
@@ -105,10 +85,7 @@ class OwnText(Workspace):
         self._own_prompt_lengths_B.index_copy_(0, rows_R, own_lengths_R)
 
     def write(self, rows: Rows, vocabularies: VocabularyMap) -> Tensor:
-        """Write the pieces of all new tokens of the target; returns the lengths (B, 1), at least 1.
-
-        A vacated row has two tokens, and then so short a text that it can be read in any bucket.
-        """
+        """Write the pieces of all new tokens of the target; returns the lengths (B, 1), at least 1."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         own_prompt_B1 = self._own_prompt_lengths_B[:, None]
         stops_BS = torch.ones_like(tokens_BS).cumsum(1)  # unlike a range, right for any number of slots in a trace
@@ -127,56 +104,34 @@ class OwnText(Workspace):
         return ends_BS[:, -1:].minimum(lengths_B1 * OWN_SLOTS_PER_SLOT).clamp_min(1)
 
 
-class _Tables(Workspace):
-    """Constants of a batch size."""
-
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
-        self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
-
-
-@dataclass(eq=False, repr=False)
-class IntersectionDrafter(OwnBuckets):
+class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     """Drafts with a model that has another tokenizer, under the same processors as the target.
 
-    Attributes:
+    Args:
         vocabularies: the target's tokens in terms of the draft's.
-        translator: writes the target's prompts in the draft's tokens.
+        encode: writes a prompt of the target in the draft's tokens.
         comm: the ranks that share the draft; None for one rank.
 
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4 (token-level intersection).
     """
 
-    runner: Runner
-    _: KW_ONLY
-    rule: Rule
-    num_draft_tokens: int
-    vocabularies: VocabularyMap
-    translator: Translator
-    comm: Comm | None = None
-
-    on_host = False
-    is_point_mass = False
-    reads_skipped = False
-
-    def __post_init__(self) -> None:
-        self._comm = self.comm or Comm.single()
-        width = static_shape(self.vocabularies.pieces_VM)[1] + 1
-        self._first_W = torch.arange(width, device=self.runner.device)
-        self._width = torch.tensor(width, device=self.runner.device)
-        self._catch_up = CatchUp(self.runner)
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        rule: Rule,
+        num_draft_tokens: int,
+        vocabularies: VocabularyMap,
+        encode: Callable[[Sequence[int]], list[int]],
+        comm: Comm | None = None,
+    ) -> None:
+        vocab_size, width = static_shape(vocabularies.pieces_VM)[0], static_shape(vocabularies.pieces_VM)[1] + 1
+        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
+        self.vocabularies, self._encode, self._comm = vocabularies, encode, comm or Comm.single()
+        self._first_W = torch.arange(width, device=runner.device)
+        self._width = torch.tensor(width, device=runner.device)
         self._num_texts = 0
-        self._text: OwnText | None = None
-        self._tables: _Tables | None = None
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See `Drafter`."""
-        return self.runner.repeats_operators
-
-    @property
-    def reads_by_length(self) -> bool:
-        """See `Drafter`."""
-        return self.runner.reads_by_length
+        self._text: _OwnText | None = None
 
     @property
     def num_allocations(self) -> int:
@@ -192,19 +147,19 @@ class IntersectionDrafter(OwnBuckets):
         """Allocate the cache, as far as the model's positions go."""
         capacity = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
         self.runner.allocate(batch_size=batch_size, capacity=capacity)
-        if self._text is None or not self._text.fits(batch_size=batch_size, num_slots=capacity):
+        self._make_tables(batch_size)
+        if self._text is None or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
             self._num_texts += 1
             self._most_tokens, device = capacity - self.num_draft_tokens, self.runner.device
-            self._text = OwnText(
+            self._text = _OwnText(
                 batch_size=batch_size, num_slots=capacity, most_tokens=self._most_tokens, device=device
             )
-            self._tables = _Tables(batch_size, static_shape(self.vocabularies.shared_V)[0], device)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts in the draft's own tokens; the host encodes them, so it waits for the device here."""
         assert self._text, "allocate comes first"
         own_prompts = [
-            self.translator.ids(ids[:length])[-min(length * OWN_SLOTS_PER_SLOT, self._most_tokens) :]
+            self._encode(ids[:length])[-min(length * OWN_SLOTS_PER_SLOT, self._most_tokens) :]
             for ids, length in zip(self._comm.read(prompts.tokens_RS).tolist(), prompts.lengths, strict=True)
         ]
         device, lengths = self.runner.device, [len(ids) for ids in own_prompts]
@@ -215,36 +170,24 @@ class IntersectionDrafter(OwnBuckets):
         own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths))
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
         """Draw K tokens one after another; see `Drafter.propose`."""
         assert self._text, "allocate comes first"
-        assert self._tables, "allocate comes first"
-        own_lengths_B1 = self._text.write(rows, self.vocabularies)
-        width = static_shape(self._first_W)[0]
-        self._catch_up.read(
-            self._text.tokens_BX, own_lengths_B1, num_unread=width + (num_unread - 2) * (width - 1), num_kept=width,
-            bucket=self.own_bucket(bucket), known=lambda ids_BT: ids_BT,
-        )  # fmt: skip
-        positions_BT = (own_lengths_B1 - self._width).clamp_min(0) + self._first_W
-        wanted_B1: Tensor | None = own_lengths_B1 - 1 - positions_BT[:, :1]
-        ids_BT = self._text.tokens_BX.gather(1, positions_BT)
-        last_B1 = rows.lengths_B[:, None] - 1
-        drafted: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step, uniforms_BP in zip(range(num_tokens), uniforms_BKP.unbind(1), strict=True):
-            if step:
-                positions_BT, wanted_B1 = own_lengths_B1 + (step - 1), None
-                ids_BT = self.vocabularies.shared_V[drafted[-1]].clamp_max(self.runner.vocab_size - 1)
-            logits_BTD = self.runner.forward(
-                ids_BT, positions_BT, bucket=self.own_bucket(bucket), score_positions_BR=wanted_B1
-            )
-            logits_BV = self.vocabularies.to_target(logits_BTD[:, 0])
-            context = rows.before(last_B1) if self.rule.needs_context else None
-            ids_B1, probs_BV = self.rule.draw(logits_BV, uniforms_BP, context)
-            drafted.append(ids_B1)
-            last_B1 = last_B1 + 1
-            rows.tokens_BS.scatter_(1, last_B1, drafted[-1])
-            if probs_BV is not None:
-                probs.append(probs_BV)
-        probs_BTV = torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None
-        return Draft(ids_BK=torch.cat(drafted, dim=1), probs_BTV=probs_BTV)
+        own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
+        width, bucket = static_shape(self._first_W)[0], self.own_bucket(bucket)
+        num_unread = width + (num_unread - 2) * (width - 1)
+        catch_up(self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket)
+
+        def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
+            wanted_B1: Tensor | None = None
+            if before_B1 is None:
+                positions_BT = (own_lengths_B1 - self._width).clamp_min(0) + self._first_W
+                wanted_B1 = own_lengths_B1 - 1 - positions_BT[:, :1]
+                ids_BT = own_BX.gather(1, positions_BT)
+            else:
+                positions_BT = own_lengths_B1 + (step - 1)
+                ids_BT = self.vocabularies.shared_V[before_B1].clamp_max(self.runner.vocab_size - 1)
+            logits_BTD = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)
+            return self.vocabularies.to_target(logits_BTD[:, 0])
+
+        return self._draw(rows, uniforms_BKP, logits_of)

@@ -1,7 +1,5 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
-from dataclasses import replace
-
 import torch
 
 from llama_ssp.models.runner import Runner
@@ -9,7 +7,7 @@ from llama_ssp.ranks.comms import Mesh
 from llama_ssp.settings.drafters import Matching, drafter_of, drafters, matching_of
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.shared import (
     AheadDrafter,
@@ -44,36 +42,29 @@ def make_drafters(
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
     if receiver and receiver.num_left:
         rule = make_rule(config.sampling, config.verification, breaks_ties=True)
-    parts = DrafterParts(
-        config=config.draft,
-        rule=rule,
-        num_draft_tokens=num_draft_tokens,
-        vocab_size=vocab_size,
-        device=device,
-        runner=runner,
-        comm=mesh.draft,
-        tokenizers=tokenizers,
-    )
-    fallback = []
-    if config.draft.fallback is not None:
-        settings = drafters()[config.draft.fallback].config(kind=config.draft.fallback)
-        fallback = [_made(replace(parts, config=settings, runner=None))]
-    if not has_model:
-        return [_made(parts), *fallback]
-    inner = _made(parts) if runner else None
-    if inner and mesh.replica.size == 1:
-        return [inner, *fallback]
-    if split:
-        return [BatchSplitDrafter(inner, split=split, num_draft_tokens=num_draft_tokens, device=device), *fallback]
-    shared = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
-        inner,
-        comm=mesh.replica,
-        src=layout.draft_source_rank,
-        num_draft_tokens=num_draft_tokens,
-        device=device,
-        receiver=receiver,
-    )
-    return [shared, *fallback]
+
+    def make(draft: DrafterConfig, runner: Runner | None) -> Drafter:
+        record = drafter_of(draft)
+        assert record.make, "a run without a draft needs no drafter"
+        parts = DrafterParts(
+            config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
+            runner=runner, comm=mesh.draft, tokenizers=tokenizers,
+        )  # fmt: skip
+        drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
+        return drafter
+
+    own = make(config.draft, runner) if runner or not has_model else None
+    if has_model and (own is None or mesh.replica.size > 1):
+        if split:
+            own = BatchSplitDrafter(own, split=split, num_draft_tokens=num_draft_tokens, device=device)
+        else:
+            own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
+                own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
+                receiver=receiver,
+            )  # fmt: skip
+    assert own
+    fallback = config.draft.fallback
+    return [own] if fallback is None else [own, make(drafters()[fallback].config(kind=fallback), None)]
 
 
 def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:
@@ -87,10 +78,3 @@ def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.d
     num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0
     num_left *= 2 * num_left < vocab_size
     return ProbsReceiver(layout.verify_rank, vocab_size, truncates=sampling.truncates, num_left=num_left)
-
-
-def _made(parts: DrafterParts) -> Drafter:
-    record = drafter_of(parts.config)
-    assert record.make, "a run without a draft needs no drafter"
-    drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
-    return drafter

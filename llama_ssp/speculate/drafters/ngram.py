@@ -37,8 +37,6 @@ class NgramDrafter:
     """
 
     on_host = False
-    is_point_mass = True
-    reads_skipped = True
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0
@@ -80,6 +78,7 @@ class NgramDrafter:
 def make(parts: DrafterParts) -> NgramDrafter:
     """Make the drafter of a rank; see `drafters.maker`."""
     assert isinstance(parts.config, NgramConfig)
-    longest, shortest = parts.config.longest, parts.config.shortest
-    num_draft_tokens, device = parts.num_draft_tokens, parts.device
-    return NgramDrafter(num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest, device=device)
+    return NgramDrafter(
+        num_draft_tokens=parts.num_draft_tokens, longest=parts.config.longest, shortest=parts.config.shortest,
+        device=parts.device,
+    )  # fmt: skip

@@ -11,7 +11,6 @@ Shapes: B sequences, R rows that are read, K drafted tokens, T positions of a fo
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from itertools import takewhile
 
 import torch
@@ -34,39 +33,26 @@ _CUT = 4
 """A text that is too long loses its beginning, a quarter of the cache at a time: then all that is left is read."""
 
 
-@dataclass(eq=False, repr=False)
 class RetokenizedDrafter(HostTimed):
     """Drafts with a model that has another tokenizer, by text.
 
-    Attributes:
+    Args:
         tokenizers: the target's and the draft's.
         comm: the ranks that share the draft; None for one rank.
 
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 2 (string-level exact match).
     """
 
-    runner: Runner
-    _: KW_ONLY
-    num_draft_tokens: int
-    tokenizers: TokenizerPair
-    comm: Comm | None = None
-
     on_host = True
-    is_point_mass = True
-    reads_skipped = False
     repeats_operators = False
 
-    def __post_init__(self) -> None:
-        self._comm = self.comm or Comm.single()
-        self._into_draft = self.tokenizers.into_draft(size=self.runner.vocab_size)
+    def __init__(
+        self, runner: Runner, *, num_draft_tokens: int, tokenizers: TokenizerPair, comm: Comm | None = None
+    ) -> None:
+        self.runner, self.num_draft_tokens, self.tokenizers = runner, num_draft_tokens, tokenizers
+        self.reads_by_length = runner.reads_by_length
+        self._comm = comm or Comm.single()
         self._cached: list[list[int]] = []
-        self._kept: list[tuple[int, list[int]]] = []
-        self._num_slots = 0
-
-    @property
-    def reads_by_length(self) -> bool:
-        """See `Drafter`."""
-        return self.runner.reads_by_length
 
     @property
     def num_allocations(self) -> int:
@@ -111,7 +97,7 @@ class RetokenizedDrafter(HostTimed):
         proposed = []
         with self.timing_host():
             for ids, before, after in zip(texts, own, found, strict=True):
-                new_ids = self.tokenizers.continuation.ids(ids, before, after)[:num_tokens]
+                new_ids = self.tokenizers.into_target(ids, before, after)[:num_tokens]
                 proposed.append(new_ids + [ids[-1]] * (num_tokens - len(new_ids)))
         ids_BK = to_device(proposed, rows.tokens_BS.device)
         offsets_K = torch.arange(num_tokens, device=ids_BK.device)
@@ -136,7 +122,7 @@ class RetokenizedDrafter(HostTimed):
         return own[-(-excess // step) * step :] if excess > 0 else own
 
     def _own_ids_from(self, ids: list[int], start: int) -> list[int]:
-        return self._into_draft.more_ids(ids, start=start) if start else self._into_draft.ids(ids)
+        return self.tokenizers.into_draft(ids, start=start, size=self.runner.vocab_size)
 
     def _continued(self, own: Sequence[list[int]], *, num_steps: int) -> list[list[int]]:
         """The tokens that the draft takes to be the most probable after each row's.

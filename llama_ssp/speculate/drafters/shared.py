@@ -4,23 +4,19 @@
     AheadDrafter        the draft has ranks of its own and drafts while the target verifies; then they exchange
     BatchSplitDrafter   every rank with a copy of the draft drafts and verifies some of the rows
 
-Ranks that share a draft send nothing between its steps but what the model itself sends, because all of them draw the
-same ids. An all-gather gives all of them the same bytes as logits, uniforms are integer arithmetic on the same keys,
-the same operators make probabilities of the logits, and a draw is integer arithmetic again. Only machines of two kinds
-could round a probability differently. They cannot make ranks diverge, because the ids of one rank are broadcast before
-the target reads them: ids and probabilities come from that rank, and the others continue from its ids. The rule runs on
-a rank that holds both models, if there is one. Otherwise the draft's probabilities are sent to the rank that verifies.
+Ranks that share a draft send nothing between its steps but what the model itself sends: from the same gathered logits
+and the same keys all draw the same ids. Machines of two kinds could round a probability differently, so the ids of one
+rank are broadcast before the target reads them: ids and probabilities come from that rank, and the others continue from
+its ids. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's probabilities are sent
+to the rank that verifies.
 
 Exchanges of overlapped rounds:
 
     draft's ranks     | propose ........ |          | exchange |
     target's ranks    | forward ............. |     | exchange | rule |
 
-On CPUs messages go through shared memory if they fit: the draft then leaves them there, and does not wait for the
-target to read them. Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others
-have probability 0. Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k
-leaves, or all. How many others leave is known on the device alone, so that the host would wait for it in every
-round.
+Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have probability 0.
+Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k leaves, or all.
 
 A split batch: a rank has the draft's probabilities of its own rows and the target's logits of all rows, so it also
 verifies its own rows (`engine.verifier`), and no probabilities are sent. Drafted ids are gathered before the target's
@@ -47,27 +43,29 @@ from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
 
 
-class SharedDrafter(HostTimed):
-    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
+class ProbsReceiver(NamedTuple):
+    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
 
-    reads_skipped = False
+    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
+    each position at most `num_left` if that is not 0, else the draft counts them.
+    """
+
+    rank: int
+    vocab_size: int
+    truncates: bool = False
+    num_left: int = 0
+
+
+class _SharedDrafter(HostTimed):
+    """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
         self._inner = inner
         self.num_draft_tokens = num_draft_tokens
-        self.on_host = inner.on_host if inner else False
-        self.is_point_mass = inner.is_point_mass if inner else False
+        self.on_host = inner is not None and inner.on_host
+        self.repeats_operators = inner is None or inner.repeats_operators
+        self.reads_by_length = inner is None or inner.reads_by_length
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
-
-    @property
-    def repeats_operators(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.repeats_operators if self._inner else True
-
-    @property
-    def reads_by_length(self) -> bool:
-        """See `Drafter`."""
-        return self._inner.reads_by_length if self._inner else True
 
     @property
     def num_allocations(self) -> int:
@@ -90,24 +88,10 @@ class SharedDrafter(HostTimed):
         return inner.take_host_s(most_s) if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
-        _, num_drafted = static_shape(ids_BK)
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_drafted], ids_BK)
+        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[: static_shape(ids_BK)[1]], ids_BK)
 
 
-class ProbsReceiver(NamedTuple):
-    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
-
-    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
-    each position at most `num_left` if that is not 0, else the draft counts them.
-    """
-
-    rank: int
-    vocab_size: int
-    truncates: bool = False
-    num_left: int = 0
-
-
-class BroadcastDrafter(SharedDrafter):
+class BroadcastDrafter(_SharedDrafter):
     """Broadcasts the ids of one rank as soon as they are drafted.
 
     Args:
@@ -127,30 +111,26 @@ class BroadcastDrafter(SharedDrafter):
         receiver: ProbsReceiver | None = None,
     ) -> None:
         super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
-        self._comm = comm
-        self._src = src
-        self._receiver = receiver
+        self._comm, self._src, self._receiver = comm, src, receiver
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._inner:
-            draft = self._inner.propose(
+            ids_BK, probs_BTV = self._inner.propose(
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
             )
-            draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
-            if self._comm.rank != self._src:  # which has written them
-                self._write(draft.ids_BK, rows)
-            if self._receiver and draft.probs_BTV is not None and self._comm.rank == self._src:
-                self._comm.send(draft.probs_BTV[:, :-1], dst=self._receiver.rank)
-            return draft
-        ids_BK = rows.lengths_B.new_empty(static_shape(rows.lengths_B)[0], num_tokens)
+        else:
+            ids_BK, probs_BTV = rows.lengths_B.new_empty(static_shape(rows.lengths_B)[0], num_tokens), None
         ids_BK = self._comm.broadcast(ids_BK, src=self._src)
-        self._write(ids_BK, rows)
-        if self._receiver is None or self._comm.rank != self._receiver.rank:
-            return Draft(ids_BK, None)
-        shape = (*static_shape(ids_BK), self._receiver.vocab_size)
-        probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
-        return Draft(ids_BK, pad(probs_BKV, (0, 0, 0, 1)))  # a row of zeros follows
+        if self._comm.rank != self._src:  # which has written them
+            self._write(ids_BK, rows)
+        if self._receiver and probs_BTV is not None and self._comm.rank == self._src:
+            self._comm.send(probs_BTV[:, :-1], dst=self._receiver.rank)
+        elif self._receiver and self._comm.rank == self._receiver.rank:
+            shape = (*static_shape(ids_BK), self._receiver.vocab_size)
+            probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
+            probs_BTV = pad(probs_BKV, (0, 0, 0, 1))  # a row of zeros follows
+        return Draft(ids_BK, probs_BTV)
 
 
 class AheadDrafter(BroadcastDrafter):
@@ -176,12 +156,12 @@ class AheadDrafter(BroadcastDrafter):
         ids_BK, width = self._announced(draft)
         if self._comm.rank != self._src:  # which has written them
             self._write(ids_BK, rows)
-        return Draft(ids_BK, self._delivered(draft, width) if self._receiver else draft.probs_BTV)
+        return Draft(ids_BK, self._delivered(draft, width, self._receiver) if self._receiver else draft.probs_BTV)
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
         """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
-        receiver, is_cuda = self._receiver, draft.ids_BK.is_cuda
-        if receiver is None or is_cuda or receiver.num_left or not receiver.truncates:
+        receiver = self._receiver
+        if receiver is None or draft.ids_BK.is_cuda or receiver.num_left or not receiver.truncates:
             width = receiver.num_left if receiver else 0
             return self._comm.broadcast(draft.ids_BK.contiguous(), src=self._src), width
         width = 0
@@ -192,27 +172,26 @@ class AheadDrafter(BroadcastDrafter):
         message = self._comm.broadcast(message, src=self._src)
         return message[:-1].view_as(draft.ids_BK), int(message[-1])
 
-    def _delivered(self, draft: Draft, width: int) -> Tensor | None:
+    def _delivered(self, draft: Draft, width: int, receiver: ProbsReceiver) -> Tensor | None:
         """The probabilities (B, T, V) on the rank that verifies; their last row is zero.
 
         Only those above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
         """
-        assert self._receiver
-        rank, vocab_size = self._receiver.rank, self._receiver.vocab_size
-        shape, values = (*draft.ids_BK.shape, 2 * width or vocab_size), None
+        is_receiver = self._comm.rank == receiver.rank
+        shape, values = (*draft.ids_BK.shape, 2 * width or receiver.vocab_size), None
         if self._comm.rank == self._src:
             assert draft.probs_BTV is not None, "a rule that reads probabilities"
             values = draft.probs_BTV[:, :-1].float().contiguous()
             if width:
                 values = torch.cat([part.float() for part in values.topk(width)], dim=-1)
-        elif self._comm.rank == rank:
+        elif is_receiver:
             values = torch.empty(shape, device=draft.ids_BK.device)
-        self._comm.deliver(values, shape=shape, src=self._src, dst=rank)
-        if values is None or self._comm.rank != rank:
+        self._comm.deliver(values, shape=shape, src=self._src, dst=receiver.rank)
+        if values is None or not is_receiver:
             return None
         if width:
             probs_BKS, ids_BKS = values.split(width, dim=-1)
-            whole_BKV = values.new_zeros(*draft.ids_BK.shape, vocab_size)
+            whole_BKV = values.new_zeros(*draft.ids_BK.shape, receiver.vocab_size)
             values = whole_BKV.scatter_(-1, ids_BKS.long(), probs_BKS)
         return pad(values, (0, 0, 0, 1))
 
@@ -229,24 +208,25 @@ class BatchSplit:
         self._comm = comm
         self._places = {rank: place for place, rank in enumerate(ranks)}
 
-    def own_rows(self, batch_size: int) -> range:
+    def own_rows(self, batch_size: int) -> slice:
         """Return the rows of this rank."""
         return self._of(self._comm.rank, batch_size)
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
         """Gather the rows (B, X) of all ranks on every rank."""
         width = static_shape(own_RX)[1]
-        widths = tuple(len(self._of(rank, batch_size)) * width for rank in range(self._comm.size))
+        rows = [self._of(rank, batch_size) for rank in range(self._comm.size)]
+        widths = tuple((each.stop - each.start) * width for each in rows)
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
 
-    def _of(self, rank: int, batch_size: int) -> range:
+    def _of(self, rank: int, batch_size: int) -> slice:
         if rank not in self._places:
-            return range(0)
+            return slice(0, 0)
         place, num_ranks = self._places[rank], len(self._places)
-        return range(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
+        return slice(batch_size * place // num_ranks, batch_size * (place + 1) // num_ranks)
 
 
-class BatchSplitDrafter(SharedDrafter):
+class BatchSplitDrafter(_SharedDrafter):
     """Combines the drafters of several ranks."""
 
     def __init__(
@@ -258,25 +238,25 @@ class BatchSplitDrafter(SharedDrafter):
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate caches for this rank's rows."""
         self._own = self._split.own_rows(batch_size)
-        if self._own:
-            super().allocate(batch_size=len(self._own), num_slots=num_slots)
+        if num_rows := self._own.stop - self._own.start:
+            super().allocate(batch_size=num_rows, num_slots=num_slots)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read the new prompts that become rows of this rank."""
-        mine = [place for place, row in enumerate(rows) if row in self._own]
+        mine = [place for place, row in enumerate(rows) if self._own.start <= row < self._own.stop]
         if mine:
             own_rows = [rows[place] - self._own.start for place in mine]
             super().prefill(prompts.some(mine), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
-        (batch_size,), start, stop = static_shape(rows.lengths_B), self._own.start, self._own.stop
+        batch_size, own = static_shape(rows.lengths_B)[0], self._own
         ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_tokens), None
-        if self._inner and self._own:
-            own, uniforms_RKP = rows.part(start, stop), uniforms_BKP[start:stop]
+        if self._inner and own.start < own.stop:
             ids_RK, probs_RWV = self._inner.propose(
-                own, num_tokens=num_tokens, uniforms_BKP=uniforms_RKP, num_unread=num_unread, bucket=bucket
-            )
+                Rows(*(each[own] for each in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
+                num_unread=num_unread, bucket=bucket,
+            )  # fmt: skip
         ids_BK = self._split.gather(ids_RK, batch_size=batch_size)
         self._write(ids_BK, rows)
         return Draft(ids_BK, probs_RWV)

@@ -12,7 +12,7 @@ Special tokens are equal if they have the same name or both end a sequence.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -96,11 +96,11 @@ def _ids_by_meaning(meanings: Mapping[int, Meaning], *, size: int) -> dict[Meani
 def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
     """The meaning of each token of a tokenizer, by id."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-    kind = _Kind.of(tokenizer)
+    read = _reader(tokenizer)
     found: dict[int, Meaning] = {}
     for text, token in tokenizer.get_vocab().items():
         if token not in added:
-            found[token] = kind.meaning(text)
+            found[token] = read(text)
         elif added[token].special:
             found[token] = str(added[token].content)
         else:
@@ -110,36 +110,31 @@ def meanings_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, Meaning]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """How a tokenizer writes its tokens."""
+def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+    """Makes the bytes of a token from the way it is written, as the tokenizer's decoder does.
 
-    is_byte_level: bool
-    marks_spaces: bool
+    One without a file of its own marks spaces, as SentencePiece does.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _marked_bytes
+    steps = [*_steps(json.loads(backend.to_str())["decoder"])]
+    names = {step["type"] for step in steps}
+    if "ByteLevel" in names:
+        return _bytes_of_letters
+    marks_spaces = "Metaspace" in names or any(step.get("pattern") == {"String": _SPACE} for step in steps)
+    return _marked_bytes if marks_spaces else lambda text: f" {text}".encode()
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "_Kind":
-        """Read it from the tokenizer's decoder; one without a file of its own marks spaces, as SentencePiece does."""
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return cls(is_byte_level=False, marks_spaces=True)
-        decoder = json.loads(backend.to_str())["decoder"]
-        steps = [*_steps(decoder)]
-        replaces = any(step.get("pattern") == {"String": _SPACE} for step in steps)
-        names = {step["type"] for step in steps}
-        return cls(is_byte_level="ByteLevel" in names, marks_spaces=replaces or "Metaspace" in names)
 
-    def meaning(self, text: str) -> bytes:
-        """Return the meaning of a token from the way it is written."""
-        if self.is_byte_level:
-            letters = _byte_of_letter()
-            known = [letters[letter] for letter in text if letter in letters]
-            return bytes(known) if len(known) == len(text) else text.encode()
-        if not self.marks_spaces:
-            return f" {text}".encode()
-        if byte := _BYTE.fullmatch(text):
-            return bytes.fromhex(byte[1])
-        return text.replace(_SPACE, " ").encode()
+def _bytes_of_letters(text: str) -> bytes:
+    letters = _byte_of_letter()
+    known = [letters[letter] for letter in text if letter in letters]
+    return bytes(known) if len(known) == len(text) else text.encode()
+
+
+def _marked_bytes(text: str) -> bytes:
+    byte = _BYTE.fullmatch(text)
+    return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
 
 
 def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
@@ -158,46 +153,36 @@ def _byte_of_letter() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-_LINE_END = "\n"
-
-
-class Translator:
-    """Writes a text that one tokenizer has encoded in the ids of another.
-
-    Args:
-        source: the tokenizer that has encoded the text.
-        into: the tokenizer whose ids are wanted.
-        size: of the head of the model that reads those ids.
-    """
-
-    def __init__(self, source: PreTrainedTokenizerBase, into: PreTrainedTokenizerBase, *, size: int) -> None:
-        self._source = source
-        self._into = into
-        self._size = size
-
-    def ids(self, ids: Sequence[int]) -> list[int]:
-        """The other tokenizer's ids of the same text, as of a prompt; at least one."""
-        begins = bool(ids) and ids[0] == self._source.bos_token_id
-        text = _after(self._source, ()).decode(ids[begins:])
-        found = [token for token in self._into(text).input_ids if token < self._size]
-        return found or [neutral_id(self._into, size=self._size)]
-
-    def more_ids(self, ids: Sequence[int], *, start: int) -> list[int]:
-        """The other tokenizer's ids of the text from place `start` on, as of what follows the text before it."""
-        before = _after(self._source, ids[:start])
-        text = before.decode(ids[start:])
-        return [token for token in _encoded_after(self._into, before.context_text, text) if token < self._size]
-
-
-class Continuation:
-    """Writes what a draft adds to a text in the target's ids."""
+class TokenizerPair:
+    """The tokenizers of a target and of a draft that has its own."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self._target = target
         self._draft = draft
+        self._alignments: dict[tuple[int, int], Alignment] = {}
 
-    def ids(self, ids: Sequence[int], own_ids: Sequence[int], new_own_ids: Sequence[int]) -> list[int]:
-        """The target's ids that follow a text.
+    def align(self, *, target_size: int, draft_size: int) -> Alignment:
+        """See `align`; computed once for each pair of sizes, as large vocabularies take a second."""
+        sizes = target_size, draft_size
+        if sizes not in self._alignments:
+            self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
+        return self._alignments[sizes]
+
+    def into_draft(self, ids: Sequence[int], *, start: int = 0, size: int) -> list[int]:
+        """Write a text of the target in the draft's ids, below the `size` of its head.
+
+        The whole text is written as a prompt is, in at least one token; from a later place `start` on, as what follows
+        the text before it.
+        """
+        begins = not start and bool(ids) and ids[0] == self._target.bos_token_id
+        before = _after(self._target, ids[:start])
+        text = before.decode(ids[start + begins :])
+        found = _encoded_after(self._draft, before.context_text, text) if start else self._draft(text).input_ids
+        known = [token for token in found if token < size]
+        return known if known or start else [neutral_id(self._draft, size=size)]
+
+    def into_target(self, ids: Sequence[int], own_ids: Sequence[int], new_own_ids: Sequence[int]) -> list[int]:
+        """Write what the draft adds to a text in the target's ids.
 
         Args:
             ids: the text in the target's tokens.
@@ -212,27 +197,6 @@ class Continuation:
         text = _after(self._draft, own_ids).decode(new_own_ids).rstrip(INCOMPLETE)
         new_ids = _encoded_after(self._target, before, text)
         return [*new_ids, self._target.eos_token_id] if ended and self._target.eos_token_id is not None else new_ids
-
-
-class TokenizerPair:
-    """The tokenizers of a target and of a draft that has its own."""
-
-    def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-        self._target = target
-        self._draft = draft
-        self._alignments: dict[tuple[int, int], Alignment] = {}
-        self.continuation = Continuation(target, draft)
-
-    def align(self, *, target_size: int, draft_size: int) -> Alignment:
-        """See `vocabularies.align`; computed once for each pair of sizes, as large vocabularies take a second."""
-        sizes = target_size, draft_size
-        if sizes not in self._alignments:
-            self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
-        return self._alignments[sizes]
-
-    def into_draft(self, *, size: int) -> Translator:
-        """Make the translator from the target's ids into the draft's, of which the draft's head has `size`."""
-        return Translator(self._target, self._draft, size=size)
 
 
 def _after(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> TextAfter:
@@ -251,7 +215,7 @@ def _encoded_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -
         found: list[int] = tokenizer(part, add_special_tokens=False).input_ids
         return found
 
-    for context in (before, _LINE_END) if text else ():
+    for context in (before, "\n") if text else ():
         alone, whole = encode(context), encode(context + text)
         if whole[: len(alone)] == alone:
             return whole[len(alone) :]

@@ -13,7 +13,7 @@ a round probes a drafter that is not in use. Probes may take `PROBE_SHARE` of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -30,65 +30,37 @@ PRIOR_WEIGHT = 8.0
 """Rounds that the prior, or the estimate of the token before, counts for."""
 
 
-class DraftLength(Protocol):
-    """Chooses the drafts of a run.
+class FixedLength:
+    """Chooses the drafts of a run: K tokens in every round.
 
     Attributes:
         choices: whatever `choose` may return, but for `num_unread`.
     """
 
-    @property
-    def choices(self) -> tuple[DraftChoice, ...]:
-        """See the class."""
-
-    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
-        """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
-
-    def reads_prompts(self, source: int) -> bool:
-        """Whether a drafter should read new prompts at once, not when it drafts next."""
-
-    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """Learn how many drafted tokens of a round each running row accepted."""
-
-
-class FixedLength:
-    """Drafts K tokens in every round."""
-
     def __init__(self, num_draft_tokens: int) -> None:
         self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
-        """See `DraftLength`."""
+        """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
         return self.choices[0]
 
-    def reads_prompts(self, source: int) -> bool:  # noqa: ARG002
-        """See `DraftLength`."""
-        return True
-
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """See `DraftLength`."""
+        """Learn how many drafted tokens of a round each running row accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCosts:
     """Costs of rounds in any unit of time, the same on all ranks.
 
-    Attributes:
-        rounds: of each choice.
-        catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
+    `catch_up` is by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
     """
 
     rounds: dict[DraftChoice, float]
     catch_up: tuple[float, ...]
 
 
-class AdaptiveLength:
-    """Drafts what gains most.
-
-    Args:
-        costs: of every choice, among them `DraftChoice(0)`.
-        acceptance: expected before the first round, by drafter.
-    """
+class AdaptiveLength(FixedLength):
+    """Drafts what gains most; `DraftChoice(0)` is a choice, and `acceptance` is expected of each drafter at first."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices = tuple(costs.rounds)
@@ -103,12 +75,10 @@ class AdaptiveLength:
         ]
         self._budget = 0.0
         self._plans: dict[tuple[int, ...], _Plan] = {}
-        self._plan = self._planned([0 for _ in self._sources])
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
-        """See `DraftLength`."""
-        self._plan = self._planned(num_skipped)
-        best, cost, probe, loss = self._plan
+        """See `FixedLength`."""
+        best, cost, probe, loss = self._planned(num_skipped)
         if probe is None:
             return best
         self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
@@ -117,13 +87,8 @@ class AdaptiveLength:
         self._budget -= loss
         return probe
 
-    def reads_prompts(self, source: int) -> bool:
-        """See `DraftLength`."""
-        best = self._plan.best
-        return best.num_tokens > 0 and best.source == source
-
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """See `DraftLength`."""
+        """See `FixedLength`."""
         if choice.num_tokens:
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
             self._plans.clear()
@@ -131,21 +96,19 @@ class AdaptiveLength:
     def _planned(self, num_skipped: Sequence[int]) -> "_Plan":
         """The best choice and the one to probe, until a drafted round was observed or more was skipped."""
         chunks = (*map(num_chunks, num_skipped),)
-        if (plan := self._plans.get(chunks)) is None:
-            plan = self._plans[chunks] = self._plan_of(chunks)
-        return plan
-
-    def _plan_of(self, chunks: Sequence[int]) -> "_Plan":
-        sources = list(zip(self._sources, chunks, strict=True))
+        if chunks in self._plans:
+            return self._plans[chunks]
         plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
-        best, gain, cost = max(plain, *(source.best(number) for source, number in sources), key=lambda found: found[1])
+        found = [source.best(number) for source, number in zip(self._sources, chunks, strict=True)]
+        best, gain, cost = max(plain, *found, key=lambda each: each[1])
         probes = [
-            source.probe(gain, number)
-            for place, (source, number) in enumerate(sources)
+            source.probe(gain, chunks[place])
+            for place, source in enumerate(self._sources)
             if not (best.num_tokens and best.source == place)
         ]
         loss, probe = min(probes) if probes else (0.0, None)
-        return _Plan(best, cost, probe, max(loss, 0.0))
+        plan = self._plans[chunks] = _Plan(best, cost, probe, max(loss, 0.0))
+        return plan
 
 
 class _Plan(NamedTuple):
@@ -158,13 +121,7 @@ class _Plan(NamedTuple):
 
 
 class _Source:
-    """The gains of one drafter.
-
-    Args:
-        costs: of its choices.
-        catch_up: of reading `CATCH_UP_CHUNK` tokens that it skipped.
-        prior: the acceptance that is expected before the first round.
-    """
+    """The gains of one drafter, from the costs of its choices, as `AdaptiveLength` is given them."""
 
     def __init__(self, costs: dict[DraftChoice, float], *, catch_up: float, prior: float) -> None:
         self._costs, self._catch_up, self._prior = costs, catch_up, prior
@@ -186,13 +143,11 @@ class _Source:
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
         """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
         kept = 1 - 1 / MEMORY_ROUNDS
-        tried, accepted = [kept * count for count in self._tried], [kept * count for count in self._accepted]
+        self._tried, self._accepted = ([kept * count for count in counts] for counts in (self._tried, self._accepted))
         for number in num_accepted:
             for place in range(min(number + 1, num_drafted)):
-                tried[place] += 1
-            for place in range(number):
-                accepted[place] += 1
-        self._tried, self._accepted = tried, accepted
+                self._tried[place] += 1
+                self._accepted[place] += place < number
         self._update()
 
     def _update(self) -> None:

@@ -8,14 +8,13 @@ recorded between the pieces and read once they have passed, at least one round l
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
 
 
-class Clock(ABC):
-    """Times the parts of a round.
+class HostClock:
+    """Times the parts of a round by the host's clock, for devices that run synchronously.
 
     Attributes:
         waited_s: of these parts, the time that this rank only waited for the other model (`overlap`).
@@ -27,13 +26,24 @@ class Clock(ABC):
         self.waited_s = self.draft_cpu_s = 0.0
         self._taken_s = 0.0, 0.0
 
-    @abstractmethod
     def start(self) -> None:
         """Begin a round."""
+        self._last = time.perf_counter()
 
-    @abstractmethod
     def add(self, part: str, *, waits: bool = False) -> None:
         """Add the time since the last call to `part`, and to `waited_s` if this rank only waited."""
+        before, self._last = self._last, time.perf_counter()
+        self._add(part, self._last - before, waits=waits)
+
+    def _add(self, part: str, seconds: float, *, waits: bool) -> None:
+        self._seconds[part] += seconds
+        self.waited_s += waits * seconds
+
+    def take(self) -> tuple[float, float]:
+        """Return and reset the seconds of drafting and of verification that are known by now."""
+        self._taken_s = self.waited_s, self.draft_cpu_s
+        seconds, self._seconds = self._seconds, {"draft": 0.0, "verify": 0.0}
+        return seconds["draft"], seconds["verify"]
 
     def forget(self) -> float:
         """Drop what has not been taken; returns this rank's own work in it, without the waiting for the other model."""
@@ -42,31 +52,8 @@ class Clock(ABC):
         self.waited_s, self.draft_cpu_s = self._taken_s = before_s
         return worked_s
 
-    def take(self) -> tuple[float, float]:
-        """Return and reset the seconds of drafting and of verification that are known by now."""
-        self._taken_s = self.waited_s, self.draft_cpu_s
-        draft_s, verify_s = self._seconds["draft"], self._seconds["verify"]
-        self._seconds["draft"] = self._seconds["verify"] = 0.0
-        return draft_s, verify_s
 
-
-class HostClock(Clock):
-    """The host's clock, for devices that run synchronously."""
-
-    def start(self) -> None:
-        """See `Clock`."""
-        self._last = time.perf_counter()
-
-    def add(self, part: str, *, waits: bool = False) -> None:
-        """See `Clock`."""
-        now = time.perf_counter()
-        self._seconds[part] += now - self._last
-        if waits:
-            self.waited_s += now - self._last
-        self._last = now
-
-
-class EventClock(Clock):
+class EventClock(HostClock):
     """CUDA events between the pieces of a round; never synchronizes."""
 
     def __init__(self) -> None:
@@ -74,26 +61,19 @@ class EventClock(Clock):
         self._open: deque[tuple[str, bool, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start(self) -> None:
-        """See `Clock`."""
-        self._last = torch.cuda.Event(enable_timing=True)
-        self._last.record()
+        """See `HostClock`."""
+        self._passed = torch.cuda.Event(enable_timing=True)
+        self._passed.record()
 
     def add(self, part: str, *, waits: bool = False) -> None:
-        """See `Clock`."""
-        begin = self._last
+        """See `HostClock`."""
+        begin = self._passed
         self.start()
-        self._open.append((part, waits, begin, self._last))
+        self._open.append((part, waits, begin, self._passed))
 
     def take(self) -> tuple[float, float]:
-        """See `Clock`."""
+        """See `HostClock`."""
         while self._open and self._open[0][-1].query():
             part, waits, begin, end = self._open.popleft()
-            took_s = begin.elapsed_time(end) / 1e3
-            self._seconds[part] += took_s
-            self.waited_s += waits * took_s
+            self._add(part, begin.elapsed_time(end) / 1e3, waits=waits)
         return super().take()
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Return the clock that is exact on `device`."""
-    return EventClock() if device.type == "cuda" else HostClock()

@@ -23,16 +23,14 @@ class RowCompletion:
 
     Attributes:
         num_target_forwards: forwards of the target for this row, prefill included.
-        accepted_lengths: number of drafted tokens that became text, per speculative round.
-        draft_lengths: number of drafted tokens, per speculative round.
+        accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
         first_token_s: `busy_s` when its first token was known; 0 before.
         share_s: its equal share of its batch's time; equal to `busy_s` in a batch of one.
-        part_s: its equal share of the rounds' time, by part: draft, verify, other.
-        stop_watch: finds stop strings; None without any.
-        has_bonus: a round that accepts all its drafted tokens adds one of the target's; rounds that overlap do not.
+        part_s: its equal share of the rounds' time, by part.
+        has_bonus: see `Round`.
         num_ahead: tokens in flight when the next round begins; see `overlap`.
     """
 
@@ -53,37 +51,18 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """Of each speculative round, the drafted tokens that enter the acceptance rate; see `num_examined`."""
+        """Of each speculative round, the drafted tokens that enter the acceptance rate.
+
+        They are the accepted ones and the first rejected one; after the end of a row inside a draft, none is examined.
+        A round that the length limit could cut has none: the limit shortens long acceptances but not short ones, so
+        that counting them would bias the rate.
+        """
         room, examined = self.request.max_new_tokens - 1, []
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)
         for number, (num_accepted, num_drafted) in enumerate(rounds, start=1):
-            is_cut = self.ended_in_draft and number == len(self.accepted_lengths)
             most = num_drafted + self.has_bonus
-            examined.append(
-                num_examined(
-                    num_accepted=num_accepted,
-                    num_draft_tokens=num_drafted,
-                    room=room + num_drafted + 1 - most,
-                    ended_in_draft=is_cut,
-                )
-            )
+            ends_here = self.ended_in_draft and number == len(self.accepted_lengths)
+            num_examined = num_accepted if ends_here else min(num_accepted + 1, num_drafted)
+            examined.append(num_examined if room >= most else 0)
             room -= min(num_accepted + 1, most)
         return examined
-
-
-def num_examined(*, num_accepted: int, num_draft_tokens: int, room: int, ended_in_draft: bool) -> int:
-    """Count the drafted tokens of one round that enter the acceptance rate.
-
-    Args:
-        num_accepted: drafted tokens that the round accepted.
-        num_draft_tokens: K.
-        room: tokens that the row could still take when the round began.
-        ended_in_draft: the last accepted drafted token ended the row, so that no later one was examined.
-
-    Returns:
-        The accepted tokens and the first rejected one. 0 if the room was less than K + 1: the length limit shortens
-        long acceptances of such a round but not short ones, so that counting it would bias the rate.
-    """
-    if room <= num_draft_tokens:
-        return 0
-    return num_accepted if ended_in_draft else min(num_accepted + 1, num_draft_tokens)

@@ -11,36 +11,24 @@
 The first round is the warm-up: it creates what is created lazily (communicators, compiled kernels, workspaces). Capture
 computes nothing, so every round runs exactly once. A graph reads and writes the addresses of its capture: whatever a
 round reads must stay in place. When a tensor is allocated again, all graphs are dropped.
-
-Shapes: R rows being prefilled, T tokens of the longest prompt, S slots.
 """
 
 import logging
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.runner import Runner, row_class
-from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.gpu.devices import capture_stream, ends_run
-from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.ngram import NgramDrafter
-from llama_ssp.speculate.engine.round import EagerExecutor, Executor, Round, Stage
+from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.tracing import Traced
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _STATE = len(BatchState._fields)
-_MOST_TOKENS = 64
-"""Of a prefill that is traced."""
-_NUM_TIMED, _LONGEST_S = 2, 0.1
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
@@ -48,18 +36,12 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
     if round_.target.device.type == "cpu":
         return TracedExecutor(round_)
     if not cuda_graphs:
-        return EagerExecutor()
+        return Executor()
     return GraphExecutor(round_, recorder=CudaRecorder(finish=round_.verifier.comm.finish))
 
 
-class TracedExecutor:
-    """Runs the stages of a round in torch's interpreter; see `Executor`.
-
-    Attributes:
-        traced: by name of the stage.
-    """
-
-    keeps_state = False
+class TracedExecutor(Executor):
+    """Runs the stages of a round in torch's interpreter; `traced` has them by name."""
 
     def __init__(self, round_: Round) -> None:
         self._round = round_
@@ -84,9 +66,9 @@ class Recorder(Protocol):
     """Records operators without running them."""
 
     def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Record everything that `piece` launches; raises RuntimeError if an operator cannot be recorded.
+        """Return the outputs of `piece`, in tensors that every replay overwrites, and the replay.
 
-        Returns the outputs of `piece`, in tensors that every replay overwrites, and the replay.
+        Raises RuntimeError if an operator cannot be recorded.
         """
 
     def forget(self) -> None:
@@ -96,8 +78,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Captures CUDA graphs that share one memory pool, which is safe because they never run concurrently.
 
-    Args:
-        finish: waits until the device has done everything that was launched.
+    `finish` waits until the device has done everything that was launched.
     """
 
     def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
@@ -123,13 +104,10 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
 
-class GraphExecutor:
-    """Replays the stages of a round as graphs; see `Executor`.
+class GraphExecutor(Executor):
+    """Replays the stages of a round as graphs; the next round overwrites its results, on the same stream.
 
-    The next round overwrites the results of a round, on the same stream.
-
-    Attributes:
-        failed: recording has failed once; since then everything runs from Python.
+    Everything runs from Python once recording has `failed`.
     """
 
     keeps_state = True
@@ -144,10 +122,7 @@ class GraphExecutor:
         self._forget()
 
     def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`.
-
-        Graphs of another batch or of other allocations of the caches are dropped.
-        """
+        """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
         key, function = (stage.name, stage.choice, stage.bucket), partial(stage.function, state, *tensors)
         if stage.on_host:
             return self._in_place(key, function())
@@ -185,68 +160,3 @@ class GraphExecutor:
         self._recorder.forget()
         self._graphs: dict[Hashable, tuple[Any, Callable[[], None]]] = {}
         self._met: set[Hashable] = set()
-
-
-class TracedPrefill:
-    """Runs the prefills of a round; those of short prompts in torch's interpreter. See `Round.prefill`.
-
-    One trace serves prompts of all lengths whose operators are the same. Tracing reads the prompts once more, so it
-    waits until there have been a few such prefills, and is left out where a prefill takes so long that Python hardly
-    matters. It is for the library alone: a run would count the tracing in the time of one of its completions.
-
-    Attributes:
-        traced: the prefills of short prompts.
-    """
-
-    def __init__(self, round_: Round) -> None:
-        self._round = round_
-        self._allocations: tuple[int, ...] = ()
-        self._timed: dict[Hashable, list[float]] = {}
-        self.traced = Traced(self._read, reads=(round_.target, round_.drafters, round_.verifier))
-
-    def __call__(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
-        """See `Round.prefill`."""
-        round_, longest = self._round, max(lengths)
-        self._drafters = round_.drafters if drafters is None else drafters
-        key = (
-            len(rows), row_class(len(rows) * longest), prompts.num_slots,
-            tuple(drafter in self._drafters for drafter in round_.drafters),
-        )  # fmt: skip
-        seconds, allocations = self._timed.setdefault(key, []), round_.num_allocations
-        # The first forward after an allocation makes the caches, which a trace must find.
-        is_first, self._allocations = allocations != self._allocations, allocations
-        if is_first or len(seconds) < _NUM_TIMED or min(seconds) > _LONGEST_S or not self._is_short(rows, longest):
-            started = time.perf_counter()
-            result = round_.prefill(prompts, rows, lengths=lengths, buckets=buckets, drafters=drafters)
-            seconds[_NUM_TIMED - 1 :] = [time.perf_counter() - started]
-            return result
-        self._rows, self._lengths, self._buckets = rows, lengths, buckets
-        tokens_RT, rows_R = prompts.tokens_BS[:, :longest], to_device(rows, round_.target.device)
-        return self.traced(
-            key, tokens_RT, rows_R, *prompts, bucket=buckets.covering(longest), version=round_.num_allocations
-        )
-
-    def _is_short(self, rows: Sequence[int], longest: int) -> bool:
-        """Whether a prefill is short enough, and calls the same operators whenever its key is the same."""
-        if len(rows) * longest > _MOST_TOKENS or self._round.verifier.comm.size > 1:
-            return False
-        is_known = all(isinstance(drafter, ModelDrafter | NgramDrafter) for drafter in self._drafters)
-        models = [drafter.runner for drafter in self._drafters if isinstance(drafter, ModelDrafter)]
-        return is_known and all(map(_repeats, [self._round.target, *models]))
-
-    def _read(self, tokens_RT: Tensor, rows_R: Tensor, *state: Tensor) -> Tensor:
-        prompts, lengths = BatchState(*state), self._lengths
-        to_read = Prompts(tokens_RT, prompts.lengths_B, lengths, longest=max(lengths), rows_R=rows_R)
-        return self._round.read(prompts, to_read, self._rows, buckets=self._buckets, drafters=self._drafters)
-
-
-def _repeats(runner: Runner) -> bool:
-    return runner.repeats_operators and runner.repeats_at_any_length and not runner.packs_prompts

@@ -7,7 +7,7 @@ rows: no round depends on them. Only rows that wait for a block (`overlap`) need
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,10 @@ from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import HostTimed
-from llama_ssp.speculate.engine.adaptive import DraftLength, FixedLength, num_chunks
-from llama_ssp.speculate.engine.clock import Clock, clock_for
+from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
+from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.overlap import OverlappedRound
-from llama_ssp.speculate.engine.round import DraftChoice, EagerExecutor, Executor, Round
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import ThreadChoice
@@ -46,16 +45,11 @@ class _PendingRound(NamedTuple):
     is_prefill: bool
     passed: torch.cuda.Event | None
 
-    @property
-    def max_new(self) -> int:
-        """The most tokens that a row has grown by."""
-        return self.choice.num_tokens + 1
-
 
 class Decoder:
     """Turns requests into completions, a batch of rows at a time.
 
-    By default rounds and prefills run from Python, the device decides the clock, and each round drafts the most tokens.
+    By default rounds run from Python, and each drafts the most tokens.
 
     Attributes:
         length: chooses what each round drafts.
@@ -68,8 +62,6 @@ class Decoder:
         round_: Round,
         *,
         executor: Executor | None = None,
-        prefill: Callable[..., Tensor] | None = None,
-        clock: Clock | None = None,
         batch_size: int,
         eos_ids: Sequence[int],
         seed: int,
@@ -77,24 +69,20 @@ class Decoder:
         stop_request: StopRequest | None = None,
     ) -> None:
         self.round = round_
-        self.executor = executor or EagerExecutor()
-        self.prefill = prefill or round_.prefill
-        self.clock = clock or clock_for(round_.target.device)
-        self.length: DraftLength = FixedLength(round_.max_tokens_per_round - 1)
+        self.executor = executor or Executor()
+        self.length = FixedLength(round_.max_tokens_per_round - 1)
         self.threads = ThreadChoice()
-        self.batch_size = batch_size
+        self.batch_size, self.seed, self.stops = batch_size, seed, stops
         self._eos_ids = frozenset(eos_ids)
-        self.stops = stops
-        self.seed = seed
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
         self.rounds_s, self.num_rounds = 0.0, 0
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
+        self.clock = EventClock() if self._is_cuda else HostClock()
         drafters: Sequence[object] = round_.drafters
         self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
-        self._overlaps = isinstance(round_, OverlappedRound)
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
@@ -203,11 +191,11 @@ class Decoder:
 
     def _empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
-        sizes = self._num_slots, self._num_rounds
-        if self._kept and sizes == (self._kept.num_slots, self._kept.num_rounds):
+        num_slots, num_rounds = sizes = self._num_slots, self._num_rounds
+        if self._kept and sizes == (self._kept.tokens_BS.shape[1], self._kept.uniforms_BMN.shape[1]):
             self._kept.vacate(slice(None))
             return self._kept
-        state = BatchState.empty(self.batch_size, num_slots=sizes[0], num_rounds=sizes[1], table=self.round.uniforms)
+        state = BatchState.empty(self.batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self.round.uniforms)
         self._kept = state if self.executor.keeps_state else None
         return state
 
@@ -218,10 +206,7 @@ class Decoder:
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
         lengths = [len(request.prompt_ids) for request in requests]
-        drafters = [*enumerate(self.round.drafters)]
-        skipping = [source for source, it in drafters if it.reads_skipped and not self.length.reads_prompts(source)]
-        reading = [drafter for source, drafter in drafters if source not in skipping]
-        result = self.prefill(prompts, rows, lengths=lengths, buckets=self._buckets, drafters=reading)
+        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets)
         if len(rows) == self.batch_size and not self.executor.keeps_state:
             self._state = prompts
         else:
@@ -229,21 +214,20 @@ class Decoder:
                 self._state = self._empty_state()
             self._state.put(to_device(rows, self._device), prompts)
         forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
-        owners = [
-            RowCompletion(request=request, num_target_forwards=number, has_bonus=not self._overlaps)
-            for request, number in zip(requests, forwards, strict=True)
-        ]
-        for source in skipping:
-            self._num_skipped[source] = max(self._num_skipped[source], *lengths)
-        for row, owner in zip(rows, owners, strict=True):
+        owners: list[RowCompletion | None] = []
+        for row, request, number in zip(rows, requests, forwards, strict=True):
+            watch = self.stops.watch(request.prompt_ids) if self.stops else None
+            owner = RowCompletion(
+                request=request, num_target_forwards=number, has_bonus=self.round.has_bonus, stop_watch=watch
+            )
             self._rows[row] = owner
-            owner.stop_watch = self.stops.watch(owner.request.prompt_ids) if self.stops else None
-        self._launch(result, list(owners), DraftChoice(0), is_prefill=True)
+            owners.append(owner)
+        self._launch(result, owners, DraftChoice(0), is_prefill=True)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
         known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
-        unread = sum([pending.max_new for pending in self._pending])
+        unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
         return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _launch(

@@ -7,14 +7,10 @@ target scores at the same time. All of them and the first new token are then ver
     the target reads     t    d1    d2    d3
     the draft writes                             e0    e1    e2    e3
     all accepted              d1    d2    d3     e0 |  e1    e2    e3  in flight in the next round, no bonus token
-    d2 is rejected            d1    x |                                all others are dropped
-    next, none in flight
-    the target reads          ..    x     -     -     -                only the score after x counts
-    the draft writes                      e0    e1    e2    e3
+    d2 is rejected            d1    x |                                all others are dropped, the next has x alone
 
-So every row gains at least one token in a round, a row without a block in flight has the first token of the new one
-verified at once, and rows of a batch stand in either place. A round is a fixed sequence of four stages, and only the
-last two need what other ranks did:
+So every row gains at least one token in a round (docs/design/overlap.md). A round is a fixed sequence of four stages,
+and only the last two need what other ranks did:
 
     draft      on the draft's ranks
     score      of the last token and of those in flight, on the target's ranks, at the same time
@@ -22,15 +18,11 @@ last two need what other ranks did:
     verify     the rule, its decision to all ranks, commit
 
 Where drafting is fast, the round after a rejection can wait for a block instead (`OverlappedRound.waits`): the draft
-first writes K - 1 tokens, with uniforms of their own, while the target does nothing. All rows then have a block in
-flight, and every round examines K tokens. The stage `fill` puts the new block in flight.
+first writes K - 1 tokens, with uniforms of their own, and the stage `fill` puts them in flight.
 
 Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
 is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
 there the last stage copies these probabilities to a second place, since the next round receives its own block first.
-
-A round begins at a length that no other round of its row begins at, since every round adds a token; its uniforms are
-keyed by that length. What is dropped takes its uniforms with it, and no uniform decides twice.
 
 Source: Liu et al. 2024, arXiv:2408.11850, whose pre-verify and post-verify happen here in one kind of round.
 
@@ -47,7 +39,7 @@ from torch import Tensor
 
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.shared import AheadDrafter
-from llama_ssp.speculate.engine.clock import Clock
+from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage, given
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
@@ -65,6 +57,8 @@ class OverlappedRound(Round):
         drafts_here: this rank has a part of the draft, and so none of the target.
     """
 
+    has_bonus = False
+
     def __init__(self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier) -> None:
         super().__init__(target, drafter, verifier=verifier)
         self.waits, self.drafts_here = None, drafter.drafts_here
@@ -72,7 +66,7 @@ class OverlappedRound(Round):
         self._num_drafted = drafter.num_draft_tokens
         self.num_ahead = self._num_drafted - 1
         self.uniforms = UniformTable(self._num_drafted + self.num_ahead, target.device)
-        self.in_flight_A = torch.arange(self.num_ahead, device=target.device)
+        self._in_flight_A = torch.arange(self.num_ahead, device=target.device)
         self._kept_BTV: Tensor | None = None
 
     def step(
@@ -83,23 +77,28 @@ class OverlappedRound(Round):
         *,
         choice: DraftChoice,
         bucket: int,
-        clock: Clock,
+        clock: HostClock,
         refills: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one overlapped round; see `Round.step`.
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
         """
+
+        def stage(name: str, function: Callable[..., Any], choice: DraftChoice, *, repeats: bool = False) -> Stage:
+            reads = (self.verifier, self._in_flight_A)
+            return Stage(name, function, choice, bucket, reads=reads, repeats=repeats)
+
         clock.start()
         keeps = executor.keeps_state
         if refills and choice.num_tokens > 1:
             shorter = choice._replace(num_tokens=choice.num_tokens - 1)
             drafted = executor.run(self.draft_stage(shorter, bucket=bucket), state)
             clock.add("draft", waits=not self.drafts_here)
-            fresh = executor.run(self._stage("exchange", shorter, bucket), state, *drafted)[2:]
+            fresh = executor.run(stage("exchange", self._exchange, shorter), state, *drafted)[2:]
             clock.add("draft", waits=True)
             before = self._before(executor, in_flight_BTV, fresh)
-            filled = executor.run(self._stage("fill", shorter, bucket, keeps=keeps), state, *fresh, *before)
+            filled = executor.run(stage("fill", partial(self._fill, keeps), shorter), state, *fresh, *before)
             in_flight_BTV = next(iter(before if keeps else filled), None)
         ran_s = time.thread_time()
         drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
@@ -112,23 +111,14 @@ class OverlappedRound(Round):
         )  # fmt: skip
         target_BKV = executor.run(scoring, state)
         clock.add("verify")
-        uniforms_BN, ids_BK, *following = executor.run(self._stage("exchange", choice, bucket), state, *drafted)
+        uniforms_BN, ids_BK, *following = executor.run(stage("exchange", self._exchange, choice), state, *drafted)
         clock.add("draft", waits=True)
         # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
         before = self._before(executor, in_flight_BTV, following) or following
-        verifying = self._stage("verify", choice, bucket, keeps=keeps)
+        verifying = stage("verify", partial(self._verify_ahead, keeps), choice, repeats=True)
         result = executor.run(verifying, state, target_BKV, uniforms_BN, ids_BK, *following, *before)
         clock.add("verify", waits=self.drafts_here)
         return result, next(iter(before if keeps else following), None)
-
-    def _stage(self, name: str, choice: DraftChoice, bucket: int, *, keeps: bool | None = None) -> Stage:
-        """A stage that reads no model."""
-        functions: dict[str, Callable[..., Any]] = {
-            "exchange": self._exchange, "fill": self._fill, "verify": self._verify_ahead,
-        }  # fmt: skip
-        function = functions[name] if keeps is None else partial(functions[name], keeps)
-        reads = (self.verifier, self.in_flight_A)
-        return Stage(name, function, choice, bucket, reads=reads, repeats=name == "verify")
 
     def _before(
         self, executor: Executor, in_flight_BTV: Tensor | None, drafted: Sequence[Tensor]
@@ -182,7 +172,7 @@ class OverlappedRound(Round):
         (B, K + 2): the tokens in flight, then the decision.
         """
         following_BTV, before_BTV = probs or (None, None)
-        flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self.in_flight_A)
+        flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         decision = self.verifier.verify_ahead(
             Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:]),
             Draft(ids_BK, following_BTV),

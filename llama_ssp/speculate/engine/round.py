@@ -19,7 +19,7 @@ L is a row's length.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.engine.clock import Clock
+from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.context import Context
@@ -36,12 +36,9 @@ from llama_ssp.speculate.sampling.uniforms import UniformTable
 
 
 class DraftChoice(NamedTuple):
-    """How a round drafts.
+    """How a round drafts: K tokens, or none, by the drafter at a place in `Round.drafters`.
 
-    Attributes:
-        num_tokens: K of this round; 0 decodes one token without a draft.
-        source: the drafter, as a place in `Round.drafters`.
-        num_unread: tokens at the end of each row that the drafter reads first; see `Drafter.propose`.
+    For `num_unread` see `Drafter.propose`.
     """
 
     num_tokens: int
@@ -56,7 +53,6 @@ class Stage(NamedTuple):
         name: in a round, each stage has its own.
         function: maps the batch and further tensors to one or more tensors; it may write to the batch.
         choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
-        bucket: number of cache slots that it reads.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
         on_host: it reads values on the host.
@@ -71,26 +67,17 @@ class Stage(NamedTuple):
     on_host: bool = False
 
 
-class Executor(Protocol):
-    """Runs the stages of a round.
+class Executor:
+    """Runs the stages of a round, here from Python.
 
     Attributes:
         keeps_state: it depends on the addresses of the tensors, so that runs should share one batch.
     """
 
-    keeps_state: bool
-
-    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        """Call the function of a stage, or do what it does; returns what it returns."""
-
-
-class EagerExecutor:
-    """Runs each stage from Python."""
-
     keeps_state = False
 
     def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        """See `Executor`."""
+        """Call the function of a stage, or do what it does; returns what it returns."""
         return stage.function(state, *tensors)
 
 
@@ -98,13 +85,15 @@ class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
-        max_tokens_per_round: the most tokens that a round adds to a row.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
+        has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         waits, drafts_here: see `OverlappedRound`.
     """
 
+    has_bonus = True
     waits: bool | None = False
     drafts_here = False
+    num_ahead = 0
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
         self.target = target
@@ -112,7 +101,6 @@ class Round:
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
-        self.num_ahead = 0
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
 
@@ -132,39 +120,17 @@ class Round:
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(
-        self,
-        prompts: BatchState,
-        rows: Sequence[int],
-        *,
-        lengths: Sequence[int],
-        buckets: Buckets,
-        drafters: Sequence[Drafter] | None = None,
-    ) -> Tensor:
+    def prefill(self, prompts: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets) -> Tensor:
         """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `lengths` are those of the prompts, which the device knows as well; `drafters` are those that read them now, by
-        default all. Returns the result of these rows; see `BatchState.commit`.
+        `lengths` are those of the prompts, which the device knows as well. Returns the result of these rows; see
+        `BatchState.commit`.
         """
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
-        drafters = self.drafters if drafters is None else drafters
-        return self.read(prompts, to_read, rows, buckets=buckets, drafters=drafters)
-
-    def read(
-        self,
-        prompts: BatchState,
-        to_read: Prompts,
-        rows: Sequence[int],
-        *,
-        buckets: Buckets,
-        drafters: Sequence[Drafter],
-    ) -> Tensor:
-        """Prefill as `prefill` does, with the tokens that are to be read apart from the batch that they are in."""
-        lengths_R = prompts.lengths_B
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
-        for drafter in drafters:
+        for drafter in self.drafters:
             drafter.prefill(to_read, rows=rows, buckets=buckets)
-        context = prompts.rows.before(lengths_R[:, None] - 1) if self.verifier.needs_context else None
+        context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
@@ -176,23 +142,15 @@ class Round:
         *,
         choice: DraftChoice,
         bucket: int,
-        clock: Clock,
+        clock: HostClock,
         refills: bool = False,  # noqa: ARG002 - of rounds that overlap
     ) -> tuple[Tensor, Tensor | None]:
         """Run one round on a batch whose rows have at least two tokens.
 
-        Args:
-            executor: runs its stages.
-            state: the batch.
-            in_flight_BTV: what the round before has returned; None at first.
-            choice: how to draft.
-            bucket: number of cache slots to read, at least the longest row's length + K.
-            clock: times the stages.
-            refills: rows without a block in flight get one first; see `overlap`.
-
-        Returns:
-            The result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies,
-            if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight_BTV` is
+        what the round before has returned, and with `refills` rows without a block in flight get one first. Returns
+        the result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies, if
+        any.
         """
         clock.start()
         drafted: tuple[Tensor, ...] = ()

@@ -9,9 +9,10 @@ the token buffer is text, and the next round overwrites the rest.
 Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -41,19 +42,15 @@ class Request:
     num_equal_before: int = 0
 
     def key(self, seed: int) -> int:
-        """The key of its uniforms: of the seed, its prompt, how many equal ones came before, and the sample."""
+        """The key of its uniforms."""
         prompt = prompt_key(self.prompt_ids, num_equal_before=self.num_equal_before)
         return row_key(seed=seed, prompt=prompt, sample_index=self.sample)
 
 
 def count_equal_before(prompts: Iterable[tuple[int, ...]]) -> list[int]:
     """For each prompt, how many equal ones came before it."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    counts = []
-    for ids in prompts:
-        counts.append(seen[ids])
-        seen[ids] += 1
-    return counts
+    seen: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+    return [next(seen[ids]) for ids in prompts]
 
 
 class BatchState(NamedTuple):
@@ -63,29 +60,28 @@ class BatchState(NamedTuple):
         tokens_BS: token ids, int64.
         lengths_B: how many of them are text.
         limits_B: length at which a row ends; equal to the row's length once it has ended.
-        uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
+        first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
         keys_B: the key of each row's uniforms.
         ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
-        first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
+        uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
     """
 
     tokens_BS: Tensor
     lengths_B: Tensor
     limits_B: Tensor
-    uniforms_BMN: Tensor
     first_round_B: Tensor
     keys_B: Tensor
     ahead_B: Tensor
+    uniforms_BMN: Tensor
 
     @classmethod
     def empty(cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
         """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
-        device = table.device
-        tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=device)
-        twos_B = torch.full((batch_size,), 2, dtype=torch.int64, device=device)
-        uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
-        keys_B, ahead_B = torch.zeros_like(twos_B), torch.zeros_like(twos_B)
-        return cls(tokens_BS, twos_B, twos_B.clone(), uniforms_BMN, -twos_B, keys_B, ahead_B)
+        tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
+        uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=table.device)
+        state = cls(tokens_BS, *(tokens_BS.new_zeros(batch_size) for _ in range(5)), uniforms_BMN)
+        state.vacate(slice(None))
+        return state
 
     @classmethod
     def of(
@@ -105,34 +101,20 @@ class BatchState(NamedTuple):
         for row, length in enumerate(lengths):  # one at a time, to save memory
             starts_M = torch.arange(length, length + num_rounds, device=device)
             uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
-        tokens_BS, ahead_B = to_device(tokens_BS, device), torch.zeros_like(lengths_B)
-        return cls(tokens_BS, lengths_B, limits_B, uniforms_BMN, first_round_B, keys_B, ahead_B)
+        ahead_B = torch.zeros_like(lengths_B)
+        return cls(to_device(tokens_BS, device), lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN)
 
     @property
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
         return Rows(self.tokens_BS, self.lengths_B, self.keys_B)
 
-    @property
-    def num_slots(self) -> int:
-        """S."""
-        return self.tokens_BS.shape[1]
-
-    @property
-    def num_rounds(self) -> int:
-        """M."""
-        return self.uniforms_BMN.shape[1]
-
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""
         moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
-        self.tokens_BS.index_copy_(0, rows_R, other.tokens_BS)
-        self.lengths_B.index_copy_(0, rows_R, other.lengths_B)
-        self.limits_B.index_copy_(0, rows_R, other.limits_B)
-        self.uniforms_BMN.index_copy_(0, rows_R, other.uniforms_BMN)
-        self.first_round_B.index_copy_(0, rows_R, other.first_round_B + moved_R * self.num_rounds)
-        self.keys_B.index_copy_(0, rows_R, other.keys_B)
-        self.ahead_B.index_copy_(0, rows_R, other.ahead_B)
+        moved = other._replace(first_round_B=other.first_round_B + moved_R * self.uniforms_BMN.shape[1])
+        for own, new in zip(self, moved, strict=True):
+            own.index_copy_(0, rows_R, new)
 
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""
@@ -152,7 +134,7 @@ class BatchState(NamedTuple):
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
         """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.
 
-        Rows of another `length` hold no text, and cost what rows of that length do.
+        Rows of another `length` cost what rows of that length do.
         """
         self.lengths_B[rows] = length
         self.limits_B[rows] = length

@@ -1,11 +1,7 @@
 """The text of a completion while its ids arrive: pieces for a display, and stop strings.
 
-`IncrementalText` decodes ids that arrive in groups into pieces of text, as soon as their characters are complete. A
-piece records whether its tokens were drafted and accepted, or chosen by the target. A run records the same text,
-decoded once from all ids of a completion.
-
-The host looks for stop strings, wherever they occur in the new text, as results arrive. Every rank finds the same,
-because all have the same ids and tokenizer.
+A run records the same text, decoded once from all ids of a completion. The host looks for stop strings, wherever they
+occur in the new text, as results arrive. Every rank finds the same, because all have the same ids and tokenizer.
 """
 
 from collections.abc import Sequence
@@ -33,9 +29,8 @@ class Piece(NamedTuple):
 class IncrementalText:
     """The text of one completion, as the continuation of its prompt, while its ids arrive.
 
-    Ids are held back until their characters are complete, and then are part of the context of later ids; see module
-    `continuation`. All pieces together are its text. The exception is bytes that are not UTF-8: a tokenizer may revise
-    the characters around them, and an emitted piece stays.
+    Ids are held back until their characters are complete; see module `continuation`. All pieces together are its text.
+    The exception is bytes that are not UTF-8: a tokenizer may revise the characters around them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
@@ -104,24 +99,23 @@ class StopStrings:
     """The stop strings of a run, which are not empty; the text of a special token means the token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._texts = tuple(texts)
+        self.tokenizer = tokenizer
+        self.texts = tuple(texts)
         special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special_ids = frozenset(special[text] for text in self._texts if text in special)
+        self.special_ids = frozenset(special[text] for text in self.texts if text in special)
 
     def watch(self, prompt_ids: Sequence[int]) -> "StopWatch":
         """Begin to search the completion of a prompt."""
-        return StopWatch(IncrementalText(self._tokenizer, prompt_ids), self._texts, self._special_ids)
+        return StopWatch(self, prompt_ids)
 
 
 class StopWatch:
     """Searches one completion as it grows, for strings and for special tokens, which do not appear in its text."""
 
-    def __init__(self, text: IncrementalText, stops: tuple[str, ...], special_ids: frozenset[int]) -> None:
-        self._text = text
+    def __init__(self, stops: StopStrings, prompt_ids: Sequence[int]) -> None:
         self._stops = stops
-        self._special_ids = special_ids
-        self._num_kept = max(map(len, stops)) - 1
+        self._text = IncrementalText(stops.tokenizer, prompt_ids)
+        self._num_kept = max(map(len, stops.texts)) - 1
         self._tail = ""
 
     def num_until_stop(self, token_ids: Sequence[int]) -> int | None:
@@ -129,7 +123,7 @@ class StopWatch:
         for number, token_id in enumerate(token_ids, start=1):
             self._tail += "".join(piece.text for piece in self._text.push([token_id]))
             seen = self._tail + self._text.held_back
-            if token_id in self._special_ids or any(stop in seen for stop in self._stops):
+            if token_id in self._stops.special_ids or any(stop in seen for stop in self._stops.texts):
                 return number
             self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

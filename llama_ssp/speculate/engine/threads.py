@@ -35,16 +35,13 @@ _HELD_S = 1.0
 
 @dataclass
 class _Candidate:
-    """A number of threads.
+    """A number of threads, the seconds of rounds at which its use began and ended, and the pause before its next trial.
 
-    Attributes:
-        slowness: average time of a round, as a multiple of the fastest round of the same work; None before its trial.
-        began_s, ended_s: when its last use began and ended, in seconds of rounds.
-        pause_s: from its last use to its next trial.
+    Its slowness is the average time of a round, as a multiple of the fastest one of the same work; 0 before its trial.
     """
 
     number: int
-    slowness: float | None = None
+    slowness: float = 0.0
     began_s: float = 0.0
     ended_s: float = 0.0
     pause_s: float = _FIRST_PAUSE_S
@@ -84,18 +81,17 @@ class ThreadChoice:
     @property
     def is_undecided(self) -> bool:
         """Whether a number has not been tried yet."""
-        return len(self.slowness) < len(self._candidates)
+        return not all(each.slowness for each in self._candidates)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute the block with the chosen number of threads, and what follows with as many as before."""
         before = torch.get_num_threads()
         try:
-            self._apply()
+            _use(self.number)
             yield
         finally:
-            if torch.get_num_threads() != before:
-                torch.set_num_threads(before)
+            _use(before)
 
     @contextmanager
     def timed(self, work: Hashable) -> Iterator[None]:
@@ -104,11 +100,7 @@ class ThreadChoice:
         yield
         if self._candidates:
             self.record(work, time.perf_counter() - started)
-            self._apply()
-
-    def _apply(self) -> None:
-        if self.number != torch.get_num_threads():
-            torch.set_num_threads(self.number)
+            _use(self.number)
 
     def record(self, work: Hashable, seconds: float) -> None:
         """Take in the time of a round; rounds of equal `work` do the same."""
@@ -120,37 +112,33 @@ class ThreadChoice:
             return
         if self._tried:
             self._trial = [sum(pair) for pair in zip(self._trial, (1, seconds, fastest_s), strict=True)]
-            self._finish(self._tried)
+            num_tried, took_s, least_s = self._trial
+            is_lost = took_s > _MOST_SLOWNESS * (self._current.slowness or math.inf) * least_s
+            if is_lost or (num_tried >= _LEAST_ROUNDS and took_s >= _LEAST_S):
+                self._tried.slowness, self._tried.ended_s, self._tried = took_s / least_s, self._now_s, None
         elif self._current.slowness:
             self._current.slowness += _WEIGHT * (seconds / fastest_s - self._current.slowness)
         if not self._tried:
-            self._choose()
+            self._tried, self._trial = self._choose(), [0.0, 0.0, 0.0]
 
-    def _try(self, candidate: _Candidate) -> None:
-        self._tried, self._trial = candidate, [0.0, 0.0, 0.0]
-
-    def _finish(self, candidate: _Candidate) -> None:
-        """End the trial if it has seen enough."""
-        num_rounds, took_s, fastest_s = self._trial
-        is_lost = took_s > _MOST_SLOWNESS * (self._current.slowness or math.inf) * fastest_s
-        if is_lost or (num_rounds >= _LEAST_ROUNDS and took_s >= _LEAST_S):
-            candidate.slowness, candidate.ended_s, self._tried = took_s / fastest_s, self._now_s, None
-
-    def _choose(self) -> None:
-        """Use the fastest number from now on, or try one."""
-        known = {each.number: each.slowness for each in self._candidates if each.slowness}
-        if len(known) < len(self._candidates):
-            self._try(next(each for each in self._candidates if each.number not in known))
-            return
-        current, fastest = self._current, min(self._candidates, key=lambda each: known[each.number])
-        if known[fastest.number] < _MARGIN * known[current.number]:
+    def _choose(self) -> _Candidate | None:
+        """Use the fastest number from now on; returns one to try."""
+        if self.is_undecided:
+            return next(each for each in self._candidates if not each.slowness)
+        current, fastest = self._current, min(self._candidates, key=lambda each: each.slowness)
+        if fastest.slowness < _MARGIN * current.slowness:
             if self._now_s - current.began_s > _HELD_S:
                 current.pause_s = _FIRST_PAUSE_S
             current.ended_s, fastest.began_s, self._current = self._now_s, self._now_s, fastest
-            return
+            return None
         for each in self._candidates:  # more threads first
-            is_wanted = each.number > current.number or known[current.number] > _UNDISTURBED
+            is_wanted = each.number > current.number or current.slowness > _UNDISTURBED
             if each is not current and is_wanted and self._now_s - each.ended_s >= each.pause_s:
                 each.pause_s = min(2 * each.pause_s, _LONGEST_PAUSE_S)
-                self._try(each)
-                return
+                return each
+        return None
+
+
+def _use(number: int) -> None:
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)

@@ -6,15 +6,14 @@ the calls and its interpreter repeats them: the same kernels on the same numbers
     calls of a shape    1st: from Python    2nd: traced, then replayed    3rd, 4th, ...: replayed
 
 Every tensor that a function reads or writes must be an argument, or reachable from the objects passed to `Traced`:
-their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Those tensors are found
-by walking the objects. Tracing runs the function once more, on copies of the arguments; a tensor of the objects may
-only be written in a way that the replay repeats.
+their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Tracing runs the
+function once more, on copies of the arguments; a tensor of the objects may only be written in a way that the replay
+repeats.
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from types import FunctionType, MethodType
@@ -27,9 +26,7 @@ from torch import Tensor, nn
 from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
 from llama_ssp.ranks.comms import recording, take_error
 
-Leaf = Tensor | torch.ScriptObject
-"""A tensor, or weights in a packed format of torch."""
-
+Leaf = Tensor | torch.ScriptObject  # weights in a packed format of torch
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
@@ -73,19 +70,11 @@ class Traced(Generic[_Result]):
         moving = self._moving_tensors(bucket, version)
         if moving is None:
             return self._function(*arguments)
-        replay = self.replays[key]
-        if replay is None:
-            try:
-                replay = self.replays[key] = self._trace(arguments, moving)
-            except _CANNOT as error:
-                reason = str(error).strip().partition("\n")[0]
-                _log.warning("continuing without tracing: %s", reason)
-                self.failed = True
-                return self._function(*arguments)
         before = _is_optimizing()
-        _set_optimizing(False)  # as `_without_optimizer` does, but faster
+        _set_optimizing(False)  # its search takes as long as ten forwards and saves less
         try:
-            return replay(*arguments, *moving)
+            replay = self.replays[key] or self._trace(key, arguments, moving)
+            return replay(*arguments, *moving) if replay else self._function(*arguments)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
         finally:
@@ -114,19 +103,30 @@ class Traced(Generic[_Result]):
         self._moving[bucket] = [ref(tensor) for tensor in moving]
         return moving
 
-    def _trace(self, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]) -> Callable[..., _Result]:
-        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever."""
+    def _trace(
+        self, key: Hashable, arguments: tuple[Tensor, ...], moving: Sequence[Tensor]
+    ) -> Callable[..., _Result] | None:
+        """Trace as `torch.jit.trace` does, except that the trace can be freed: torch keeps its own for ever.
+
+        Returns None, after a warning, if an operator cannot be traced.
+        """
         inputs = *(argument.clone() for argument in arguments), *moving
         names = [f"input_{number}" for number in range(len(inputs))]
-        with _one_at_a_time, recording(), warnings.catch_warnings(), _without_optimizer():
-            warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
-            graph, _ = torch._C._create_graph_by_tracing(
-                lambda *tensors: self._function(*tensors[: len(arguments)]),
-                inputs, lambda _: "", True, False, self._weights, names,
-            )  # fmt: skip
-            _check_constants(graph)
-            replay = torch._C._create_function_from_graph("replay", graph)
-        return partial(replay, self._weights)
+        try:
+            with _one_at_a_time, recording(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
+                graph, _ = torch._C._create_graph_by_tracing(
+                    lambda *tensors: self._function(*tensors[: len(arguments)]),
+                    inputs, lambda _: "", True, False, self._weights, names,
+                )  # fmt: skip
+                _check_constants(graph)
+                replay = torch._C._create_function_from_graph("replay", graph)
+        except _CANNOT as error:
+            _log.warning("continuing without tracing: %s", str(error).strip().partition("\n")[0])
+            self.failed = True
+            return None
+        self.replays[key] = found = partial(replay, self._weights)
+        return found
 
 
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
@@ -149,17 +149,15 @@ def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], l
         elif isinstance(value, Leaf):
             weights.append(value)
         else:
-            for part in _parts(value, bucket=bucket):
+            for part in [value[bucket]] if isinstance(value, PerBucket) else _parts(value):
                 visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
 
     visit(roots, moves=False, bucket=bucket)
     return weights, moving
 
 
-def _parts(value: object, *, bucket: int) -> Iterable[object]:
+def _parts(value: object) -> Iterable[object]:
     """The members of an object that may be or hold tensors."""
-    if isinstance(value, PerBucket):
-        return (value[bucket],)
     if isinstance(value, nn.Module):
         return (*value.parameters(), *value.buffers())
     if isinstance(value, dict):
@@ -186,14 +184,3 @@ def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name 
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():
             shape = tuple(node.t("value").shape)
             raise RuntimeError(f"tracing would freeze a tensor of shape {shape} as a constant: pass it as an input")
-
-
-@contextmanager
-def _without_optimizer() -> Iterator[None]:
-    """Switch off the optimizer, whose search takes as long as ten forwards and saves less."""
-    before = _is_optimizing()
-    _set_optimizing(False)
-    try:
-        yield
-    finally:
-        _set_optimizing(before)

@@ -45,10 +45,6 @@ class Verifier:
         comm: the ranks that must agree.
         verify_rank: the rank in `comm` that decides; with a split, only for tokens without a draft.
         split: divides the rows among ranks that each hold the draft; None lets `verify_rank` decide all.
-
-    Attributes:
-        comm: see above.
-        needs_context: `draw` and `process` need the context of their positions.
     """
 
     def __init__(
@@ -79,8 +75,7 @@ class Verifier:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
             own = self._split.own_rows(static_shape(logits_BWV)[0])
-            own_context = context and context.part(own.start, own.stop)
-            return self._rule.process(logits_BWV[own.start : own.stop], own_context)
+            return self._rule.process(logits_BWV[own], context and Context(*(each[own] for each in context)))
         return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
 
     def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
@@ -89,10 +84,9 @@ class Verifier:
         if not self._split:
             verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
             return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
-        rows = self._split.own_rows(batch_size)
+        own = self._split.own_rows(batch_size)
         packed_R3 = self._stop_11.new_empty(0, 3)
-        if rows:
-            own = slice(rows.start, rows.stop)
+        if own.start < own.stop:
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
             verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)

@@ -17,21 +17,14 @@ from llama_ssp.shapes import static_shape
 
 
 class Rows(NamedTuple):
-    """Rows of a batch.
+    """Rows of a batch: token ids, of which `lengths_B` are prompt and text, and the keys of their uniforms.
 
-    Attributes:
-        tokens_BS: token ids: prompt, text and drafted tokens; what follows them is undefined.
-        lengths_B: tokens of prompt and text.
-        keys_B: the key of each row's random numbers; see `uniforms.row_key`.
+    Drafted tokens may stand behind the text; the slots behind them are undefined.
     """
 
     tokens_BS: Tensor
     lengths_B: Tensor
     keys_B: Tensor
-
-    def part(self, start: int, stop: int) -> "Rows":
-        """Some of the rows, as views."""
-        return Rows(*(each[start:stop] for each in self))
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""
@@ -39,19 +32,11 @@ class Rows(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The tokens before each scored position.
-
-    Tokens and keys are those of `Rows`. The last token before each scored position stands at `last_BT` (B, T), which
-    grows by 1 along T.
-    """
+    """The tokens before each scored position: those of `Rows` up to the one at `last_BT`, which grows by 1 along T."""
 
     tokens_BS: Tensor
     keys_B: Tensor
     last_BT: Tensor
-
-    def part(self, start: int, stop: int) -> "Context":
-        """Some of the rows, as views."""
-        return Context(*(each[start:stop] for each in self))
 
 
 Penalty = Callable[[Tensor, Context], Tensor]

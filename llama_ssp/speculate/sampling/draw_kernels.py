@@ -1,4 +1,4 @@
-"""Triton kernels that draw tokens as `processors.draw_units` does, to the same ids, in two launches instead of twenty.
+"""Triton kernels that draw tokens as `processors.draw` does, to the same ids, in two launches instead of twenty.
 
     sum_blocks     one program for each block of each row: the block's units
     pick_token     one program for each row: the block where the first uniform falls, the token where the second does

@@ -71,7 +71,7 @@ def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
     return probs.div_(probs.sum(-1, keepdim=True))
 
 
-def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) -> Tensor:
     """Draw one token per row, in proportion to the weights: first a block of tokens, then a token in the block.
 
     Each token uses two uniforms: one picks the block, one the token within it, both by inverting the cumulative
@@ -88,35 +88,25 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
         weights_BV: at least 0, with a sum above 0 and below 2: probabilities, or a residual of them. A row with a
             small sum has coarser shares, but is rarer in the same proportion.
         uniforms_BP: fp64 in [0, 1): for the block, and for the token in it.
+        units: 1 for weights that have been multiplied by `DRAW_UNITS`.
 
     Returns:
         int64 (B, 1); the boundaries between tokens are exact to within V 2^-53 over the row's sum.
     """
     vocab_size = static_shape(weights_BV)[-1]
-    if fused := _draw_on_gpu(weights_BV):
-        return fused(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(vocab_size))
-    if compiled := _draw_on_cpu(weights_BV):
-        return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), DRAW_UNITS, tokens_of_a_block(vocab_size))
-    return _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=vocab_size)
-
-
-def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
-    """Draw by weights that have been multiplied by `DRAW_UNITS`; see `draw`."""
-    if fused := _draw_on_gpu(units_BV):
-        return fused(units_BV, uniforms_BP, units=1.0, tokens_of_a_block=tokens_of_a_block(vocab_size))
-    if compiled := _draw_on_cpu(units_BV):
-        return compiled(units_BV.contiguous(), uniforms_BP.contiguous(), 1.0, tokens_of_a_block(vocab_size))
+    if weights_BV.dtype is torch.float32:
+        block_size = tokens_of_a_block(vocab_size)
+        if weights_BV.is_cpu and (compiled := _compiled_draw()):
+            return compiled(weights_BV.contiguous(), uniforms_BP.contiguous(), units, block_size)
+        if weights_BV.is_cuda and (fused := _fused_draw()):
+            return fused(weights_BV, uniforms_BP, units=units, tokens_of_a_block=block_size)
+    units_BV = weights_BV if units == 1.0 else weights_BV * units
     return _draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
-
-
-def _draw_on_cpu(weights_BV: Tensor) -> Draw | None:
-    """The draw in one operator, for fp32 on a CPU that it compiles for."""
-    return _compiled_draw() if weights_BV.device.type == "cpu" and weights_BV.dtype is torch.float32 else None
 
 
 @cache
 def _compiled_draw() -> Draw | None:
-    """The operator, compared with torch's operators."""
+    """The draw in one operator, on a CPU that it compiles for, compared with torch's operators."""
 
     def check(draw: Draw) -> None:
         weights_BV, uniforms_BP = _some_draws(8)
@@ -127,14 +117,9 @@ def _compiled_draw() -> Draw | None:
     return find_draw(check)
 
 
-def _draw_on_gpu(weights_BV: Tensor) -> Callable[..., Tensor] | None:
-    """The draw in two kernels, for fp32 on a GPU where Triton works."""
-    return _fused_draw() if weights_BV.device.type == "cuda" and weights_BV.dtype is torch.float32 else None
-
-
 @cache
 def _fused_draw() -> Callable[..., Tensor] | None:
-    """Compile the kernels, and compare their ids with those of torch's operators."""
+    """The draw in two kernels, on a GPU where Triton works, compared with torch's operators."""
     try:
         from llama_ssp.speculate.sampling.draw_kernels import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
 

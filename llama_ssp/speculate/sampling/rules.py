@@ -4,9 +4,8 @@ The rules are pure functions on tensors, vectorised over rows; the host reads no
 with the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects. The decoding loop
 applies the verdict: end of sequence, length limit.
 
-Where drafting overlaps verification (`verify_ahead`), rows stand in two places. The target scores K positions. A row
-with a block in flight has K - 1 drafted tokens at the first of them, and the first token of the next block follows: all
-K are examined. A row without one has that first token alone.
+Where drafting overlaps verification (`verify_ahead`), the target scores K positions. A row with a block in flight has
+K - 1 drafted tokens at the first of them, and the first token of the next block follows. Other rows have that alone.
 
     in flight        | d1 | d2 | d3 | next |     K = 4: four examined
     none in flight   | next |                    one examined
@@ -17,7 +16,7 @@ Shapes: B sequences, K drafted tokens, T = K + 1 target positions, V vocabulary,
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, draw_units, processor, rows_at
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
 
 _HINT_OF_TARGET = 2.0**-50
@@ -58,22 +57,15 @@ class Verdict(NamedTuple):
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Accept the longest prefix of the draft that keeps the target's distribution.
 
-    Args:
-        draft: ids and the probabilities they were drawn from.
-        target_probs_BTV: the target's probabilities at K + 1 positions, after the same processors.
-        draws: the uniforms of this round; `accept_BK` and `residual_BP` are used.
-
-    Returns:
-        The verdict. At the first rejection the next token is drawn from the residual, the positive part of target minus
-        draft. After K acceptances, or if rounding leaves no residual, it is drawn from the target's row.
-
-    Raises ConfigError if the two distributions differ in vocabulary.
+    The target's probabilities are those at K + 1 positions, after the same processors as the draft's. At the first
+    rejection the next token is drawn from the residual, the positive part of target minus draft. After K acceptances,
+    or if rounding leaves no residual, it is drawn from the target's row.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
+    num_rows, num_positions, _ = static_shape(target_probs_BTV)
     draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
-    num_accepted_B1 = _length_of_prefix(draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1))
+    num_accepted_B1 = (draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1)).cumprod(1).sum(1)
 
     # Few operators and no branches: after a large forward the CPU must load the code of each new operator into its
     # caches again, which costs more than the operator.
@@ -81,7 +73,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
-    return _verdict(num_accepted_B1, rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
+    return _verdict(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
 
 
 def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -90,15 +82,12 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
     Let p_i be the running product of target over draft probabilities, clipped to 1 at every step, and S_i the sum of
     the positive part of p_i target - draft after i tokens. A prefix of i tokens passes with probability
     S_i / (S_i + 1 - p_i), and the longest passing prefix is accepted, even if a shorter one fails.
-    For arguments and errors see `verify_speculative`.
-
-    Returns:
-        The verdict. The next token is drawn from the positive part of p target - draft after the accepted tokens. After
-        K acceptances, or if rounding leaves nothing, it is drawn from the target's row.
+    The next token is drawn from the positive part of p target - draft after the accepted tokens, otherwise as by
+    `verify_speculative`.
 
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
-    num_rows, num_positions, vocab_size = static_shape(target_probs_BTV)
+    num_rows, num_positions, _ = static_shape(target_probs_BTV)
     draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     # The product clipped to 1 at every step equals the product over its largest value so far. It is computed in fp64,
     # because a drafted token can be 2^62 times as probable under the target.
@@ -114,7 +103,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    return _verdict(num_accepted_B1, rest_BV, target_row_BV, uniforms_BP=draws.residual_BP, vocab_size=vocab_size)
+    return _verdict(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
 
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,22 +112,14 @@ def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor,
     if probs_BTV is None:
         probs_BTV = torch.zeros_like(target_probs_BTV)
         probs_BTV[:, :-1].scatter_(-1, ids_BK1, 1.0)
-    draft_size, vocab_size = static_shape(probs_BTV)[-1], static_shape(target_probs_BTV)[-1]
-    if draft_size != vocab_size:
-        raise ConfigError(
-            f"the draft has {draft_size} tokens and the target {vocab_size}: verification needs one vocabulary; "
-            "choose a draft with the target's tokenizer"
-        )
     return probs_BTV, target_probs_BTV.gather(-1, ids_BK1), probs_BTV.gather(-1, ids_BK1)
 
 
-def _verdict(
-    num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, *, uniforms_BP: Tensor, vocab_size: int
-) -> Verdict:
+def _verdict(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
     """Draw from the residual, or from the target if rounding leaves no residual; overwrites `target_row_BV`."""
     # A tiny fraction of the target decides if the residual is zero, and is lost in rounding otherwise.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
-    next_ids_B1 = draw_units(units_BV, uniforms_BP, vocab_size=vocab_size)
+    next_ids_B1 = draw(units_BV, uniforms_BP, units=1.0)
     return Verdict(num_accepted_B1, next_ids_B1, rest_BV.gather(1, next_ids_B1))
 
 
@@ -146,113 +127,65 @@ def verify_greedy(draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     """Accept the longest prefix of drafted tokens that have the target's largest logit; the next token has it too."""
     best_BT = target_logits_BTV.argmax(-1)  # NaN counts as the largest
     largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
-    num_accepted_B1 = _length_of_prefix((best_BT[:, :-1] == draft.ids_BK)[..., None])
+    num_accepted_B1 = (best_BT[:, :-1] == draft.ids_BK).cumprod(1).sum(1, keepdim=True)
     return Verdict(num_accepted_B1, best_BT.gather(-1, num_accepted_B1), largest_BT.gather(-1, num_accepted_B1))
 
 
-def _length_of_prefix(is_accepted_BK1: Tensor) -> Tensor:
-    """The number of tokens (B, 1) before the first rejected one of each row; K if none is rejected."""
-    return is_accepted_BK1.cumprod(1).sum(1)
-
-
-class Rule(Protocol):
+class Rule:
     """Draws tokens from logits, and verifies drafts that were drawn that way.
+
+    Args:
+        process: makes probabilities of logits; None at temperature 0.
+        verify: verifies by these probabilities; None for a rule that takes the token with the largest score.
+        penalize: comes before `process`.
+        races: every token runs a race with its probability as speed, by random numbers of its position alone. The
+            winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
+            if it wins the target's race too, so the text is the same for every draft, and without one.
+            Source: Daliri et al. 2024, arXiv:2408.07978.
 
     Attributes:
         needs_context: `draw` and `process` need the context of their positions.
     """
 
-    needs_context: bool
+    def __init__(
+        self,
+        process: Callable[[Tensor], Tensor] | None,
+        verify: Callable[..., Verdict] | None,
+        *,
+        penalize: Penalty | None = None,
+        races: bool = False,
+    ) -> None:
+        self._process, self._verify, self._penalize, self._races = process, verify, penalize, races
+        self.needs_context = races or penalize is not None
 
     def draw(
         self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row, from a draft's or from the target's logits.
 
-        Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if the rule's verification needs them.
+        Returns ids (B, 1), and the probabilities (B, V) they were drawn from, if verification needs them.
         """
+        given = logits_BV[:, None] if self.needs_context else logits_BV
+        scores = self.process(given, context)
+        scores_BV = scores[:, 0] if self.needs_context else scores
+        if self._verify is None:
+            return scores_BV.argmax(-1, keepdim=True), None
+        return draw(scores_BV, uniforms_BP), scores_BV
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
+        assert context or not self.needs_context
+        if context and self._penalize:
+            logits_BTV = self._penalize(logits_BTV, context)
+        scores_BTV = self._process(logits_BTV) if self._process else logits_BTV
+        if context and self._races:
+            vocab_size = static_shape(logits_BTV)[-1]
+            scores_BTV = scores_BTV / exponentials(context.keys_B, context.last_BT, vocab_size=vocab_size)
+        return scores_BTV
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
-
-
-class _OnProbabilities:
-    """A rule on processed probabilities."""
-
-    needs_context = False
-
-    def __init__(self, process: Callable[[Tensor], Tensor], verify: Callable[..., Verdict]) -> None:
-        self._process = process
-        self._verify = verify
-
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        probs_BV = self._process(logits_BV)
-        return draw(probs_BV, uniforms_BP), probs_BV
-
-    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:  # noqa: ARG002
-        return self._process(logits_BTV)
-
-    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self._verify(draft, target_BTV, draws=draws)
-
-
-class _OnLogits:
-    """The token with the largest score: its logit, or its place in the race of its position; uses no uniforms."""
-
-    needs_context = False
-
-    def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> tuple[Tensor, None]:  # noqa: ARG002
-        return self.process(logits_BV[:, None], context)[:, 0].argmax(-1, keepdim=True), None
-
-    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:  # noqa: ARG002
-        return logits_BTV
-
-    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:  # noqa: ARG002
-        return verify_greedy(draft, target_BTV)
-
-
-class _Race(_OnLogits):
-    """Every token runs a race with its probability as speed, by random numbers of its position alone.
-
-    The winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted if it
-    wins the target's race too, so the text is the same for every draft, and without one.
-
-    Source: Daliri et al. 2024, arXiv:2408.07978.
-    """
-
-    needs_context = True
-
-    def __init__(self, process: Callable[[Tensor], Tensor]) -> None:
-        self._process = process
-
-    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
-        assert context
-        vocab_size = static_shape(logits_BTV)[-1]
-        return self._process(logits_BTV) / exponentials(context.keys_B, context.last_BT, vocab_size=vocab_size)
-
-
-class _Penalized:
-    """A rule on penalized logits."""
-
-    needs_context = True
-
-    def __init__(self, rule: Rule, penalize: Penalty) -> None:
-        self._rule = rule
-        self._penalize = penalize
-        self.verify = rule.verify
-
-    def draw(
-        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        assert context
-        return self._rule.draw(self._penalize(logits_BV[:, None], context)[:, 0], uniforms_BP, context)
-
-    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
-        assert context
-        return self._rule.process(self._penalize(logits_BTV, context), context)
+        return self._verify(draft, target_BTV, draws=draws) if self._verify else verify_greedy(draft, target_BTV)
 
 
 def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False) -> Rule:
@@ -260,18 +193,13 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, bre
 
     For `breaks_ties` see `processor`.
     """
-    rule, penalize = _unpenalized(sampling, verification, breaks_ties=breaks_ties), penalty(sampling)
-    return _Penalized(rule, penalize) if penalize else rule
-
-
-def _unpenalized(sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool) -> Rule:
+    record, penalize = rule_of(verification.rule), penalty(sampling)
     if sampling.temperature == 0:
-        return _OnLogits()
-    record = rule_of(verification.rule)
+        return Rule(None, None, penalize=penalize)
     if record.draws_by_position:
-        return _Race(processor(sampling))
+        return Rule(processor(sampling), None, penalize=penalize, races=True)
     if record.needs_probs:
-        return _OnProbabilities(processor(sampling, breaks_ties=breaks_ties), record.load_verify())
+        return Rule(processor(sampling, breaks_ties=breaks_ties), record.load_verify(), penalize=penalize)
     *others, last = at_every_temperature()
     raise ConfigError(
         f"verification={record.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
@@ -280,28 +208,18 @@ def _unpenalized(sampling: SamplingConfig, verification: VerificationConfig, *, 
     )
 
 
-class AheadVerdict(NamedTuple):
-    """A verdict whose next token follows `num_accepted_B1` others, and where all examined tokens were accepted.
-
-    `goes_on_B1` is 1 in rows where the next token is the drafted one, so that the block behind it stays in flight.
-    """
-
-    verdict: Verdict
-    goes_on_B1: Tensor
-
-
 def verify_ahead(
     rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
-) -> AheadVerdict:
+) -> tuple[Verdict, Tensor]:
     """Examine the tokens in flight and the first of the block that follows.
 
-    Args:
-        rule: decides as in any other round, once for K tokens and once for one.
-        in_flight: the K - 1 tokens, and of their probabilities the first K - 1 rows; ignored in rows without.
-        following: the next block, K tokens; only the first is examined.
-        target_BKV: the output of the rule's `process` for the target's logits.
-        ahead_B: K - 1 in rows with a block in flight, 0 in the others.
-        draws: the uniforms of this round.
+    The rule, whose `process` has made `target_BKV`, decides as in any other round, once for K tokens and once for one.
+    K - 1 tokens are in flight in rows where `ahead_B` is K - 1, none where it is 0; of their probabilities the first
+    K - 1 rows count. K tokens follow.
+
+    Returns:
+        A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted; and
+        (B, 1) 1 where the next token is the drafted one, so that the block behind it stays in flight, else 0.
     """
     first_B1, first_probs_BTV = following.ids_BK[:, :1], None
     if following.probs_BTV is not None:
@@ -312,22 +230,16 @@ def verify_ahead(
         torch.cat([target_BKV[:, :1]] * 2, dim=1),
         draws=draws._replace(accept_BK=draws.accept_BK[:, :1]),
     )
-    if in_flight.ids_BK.shape[1]:
+    if num_ahead := in_flight.ids_BK.shape[1]:
+        # What is in flight and the first of the next block; the bonus token, from any row, is dropped.
+        ids_BK, probs_BTV = torch.cat([in_flight.ids_BK, first_B1], dim=1), None
+        if in_flight.probs_BTV is not None and first_probs_BTV is not None:
+            probs_BTV = torch.cat([in_flight.probs_BTV[:, :num_ahead], first_probs_BTV], dim=1)
+        target_BTV = torch.cat([target_BKV, target_BKV[:, -1:]], dim=1)
+        whole = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
         is_ahead_B1 = ahead_B[:, None] > 0
-        whole = _whole(rule, in_flight, Draft(first_B1, first_probs_BTV), target_BKV, draws=draws)
         verdict = Verdict(*(torch.where(is_ahead_B1, *each) for each in zip(whole, verdict, strict=True)))
-    goes_on_B1 = verdict.num_accepted_B1 > ahead_B[:, None]
-    next_ids_B1 = torch.where(goes_on_B1, first_B1, verdict.next_ids_B1)
-    goes_on_B1 = goes_on_B1.long()
-    return AheadVerdict(
-        Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1), goes_on_B1=goes_on_B1
-    )
-
-
-def _whole(rule: Rule, in_flight: Draft, first: Draft, target_BKV: Tensor, *, draws: Draws) -> Verdict:
-    """The verdict on what is in flight and the first of the next block; its bonus token, from any row, is dropped."""
-    ids_BK, probs_BTV = torch.cat([in_flight.ids_BK, first.ids_BK], dim=1), None
-    if in_flight.probs_BTV is not None and first.probs_BTV is not None:
-        num_ahead = in_flight.ids_BK.shape[1]
-        probs_BTV = torch.cat([in_flight.probs_BTV[:, :num_ahead], first.probs_BTV], dim=1)
-    return rule.verify(Draft(ids_BK, probs_BTV), torch.cat([target_BKV, target_BKV[:, -1:]], dim=1), draws=draws)
+    is_drafted_B1 = verdict.num_accepted_B1 > ahead_B[:, None]
+    next_ids_B1 = torch.where(is_drafted_B1, first_B1, verdict.next_ids_B1)
+    goes_on_B1 = is_drafted_B1.long()
+    return Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1), goes_on_B1

@@ -2,19 +2,20 @@
 
 A uniform depends only on (seed, prompt, sample index, start of the round, offset in the round, purpose), not on the
 batch, the placement, a refill, a resumption, or other prompts. A prompt is its token ids and how many equal ones came
-before it. There is no generator state and the host reads nothing, so a round
-can run on the meta device and inside a CUDA graph. Module `processors` turns uniforms into tokens.
+before it. There is no generator state and the host reads nothing, so a round can run on the meta device and inside a
+CUDA graph. Module `processors` turns uniforms into tokens.
 
 Method: a row's key plus a two-dimensional Weyl lattice over (start, counter) passes through the finaliser of
 SplitMix64. All arithmetic is int64 with wrap-around, the same on every device.
 
-Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, N = 3 K + 4 uniforms per round, M rounds.
+    uniforms of a round   | draft: P K | accept: K | residual: P | plain: P |    N = 3 K + 4
+
+Shapes: B sequences, K drafted tokens, P = 2 uniforms per draw, N uniforms per round, M rounds.
 """
 
 import hashlib
 import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -33,18 +34,10 @@ _COUNTER_STEP = _signed(0x91E10DA5C79E7B1D)
 _MIX_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _MIX_SHIFTS = (30, 27, 31)
 _TOP_53_BITS = _signed(-1 << 11)
-_MAX_OFFSETS = 1 << 16
+_NUM_PURPOSES, _MAX_OFFSETS = 4, 1 << 16
+"""Each purpose, in the order of `Draws`, has counters of its own."""
 PER_DRAW = 2
 """P: uniforms per drawn token; see `processors.draw`."""
-
-
-class Purpose(IntEnum):
-    """The use of a uniform; each purpose has its own counters."""
-
-    draft = 0
-    accept = 1
-    residual = 2
-    plain = 3
 
 
 class Draws(NamedTuple):
@@ -99,7 +92,7 @@ def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Te
 
     It is a function of key and position alone.
     """
-    first = len(Purpose) * _MAX_OFFSETS  # after the counters of all purposes
+    first = _NUM_PURPOSES * _MAX_OFFSETS  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
     starts_BT = torch.add(keys_B[:, None], positions_BT, alpha=_START_STEP)
     bits_BTV = _mix_(starts_BT[..., None] + steps_V * _COUNTER_STEP).bitwise_and_(_TOP_53_BITS)
@@ -115,15 +108,13 @@ class UniformTable:
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
-        num_offsets = {Purpose.draft: PER_DRAW * num_draft_tokens, Purpose.accept: num_draft_tokens}
-        counters = [
-            purpose * _MAX_OFFSETS + offset
-            for purpose in Purpose
-            for offset in range(num_offsets.get(purpose, PER_DRAW))
-        ]
         self.device = device
         self._num_draft_tokens = num_draft_tokens
-        self.num_uniforms = len(counters)
+        self._sizes = [PER_DRAW * num_draft_tokens, num_draft_tokens, PER_DRAW, PER_DRAW]
+        self.num_uniforms = sum(self._sizes)
+        counters = [
+            purpose * _MAX_OFFSETS + offset for purpose, size in enumerate(self._sizes) for offset in range(size)
+        ]
         self._steps_N = torch.tensor([_signed(counter * _COUNTER_STEP) for counter in counters], device=device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=device)
 
@@ -140,7 +131,7 @@ class UniformTable:
     def split(self, uniforms_BN: Tensor, num_draft_tokens: int | None = None) -> Draws:
         """Split the uniforms of one round by purpose, as views; of a round that drafts fewer tokens, the first ones."""
         num = self._num_draft_tokens
-        draft_BX, accept_BK, *others = uniforms_BN.split_with_sizes([PER_DRAW * num, num, PER_DRAW, PER_DRAW], dim=1)
+        draft_BX, accept_BK, *others = uniforms_BN.split_with_sizes(self._sizes, dim=1)
         draft_BKP = draft_BX.unflatten(1, (num, PER_DRAW))
         if num_draft_tokens not in {None, num}:
             draft_BKP, accept_BK = draft_BKP[:, :num_draft_tokens], accept_BK[:, :num_draft_tokens]

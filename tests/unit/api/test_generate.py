@@ -52,7 +52,7 @@ def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     fresh = Pair(models=pair.models, config=pair.config)
     for seed in range(10):
         fresh.generate(PROMPTS[seed % 3], max_new_tokens=8, seed=seed, stop="never found" if seed % 2 else ())
-    assert len(traced) == 3, "the draft, the verification and the prefill, each once"
+    assert len(traced) == 2, "the draft and the verification, each once"
 
 
 def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.draw import NEEDS, Draw
 from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, draw_units, tokens_of_a_block
+from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, tokens_of_a_block
 from tests.helpers.lanes import grid
 from tests.helpers.operator_count import OperatorCount
 
@@ -87,11 +87,11 @@ def test_draws_in_fp32_on_cpus_are_this_operator_and_give_torchs_ids() -> None:
     weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
     assert operators_of(lambda: draw(weights, uniforms)) == ONE
     units = weights * DRAW_UNITS
-    assert operators_of(lambda: draw_units(units, uniforms, vocab_size=100)) == ONE
+    assert operators_of(lambda: draw(units, uniforms, units=1.0)) == ONE
     rows, numbers = torch.randn(2, 3, 100).softmax(-1)[:, 1], torch.rand(2, 5, dtype=torch.float64)[:, 1:3]
     wanted = by_torch(rows, numbers)
     assert torch.equal(draw(rows, numbers), wanted)
-    assert torch.equal(draw_units(rows * DRAW_UNITS, numbers, vocab_size=100), wanted)
+    assert torch.equal(draw(rows * DRAW_UNITS, numbers, units=1.0), wanted)
 
 
 def test_draws_in_other_formats_and_on_other_devices_are_torchs_operators() -> None:

@@ -22,8 +22,8 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import Dtype
-from llama_ssp.speculate.drafters.drafter import CatchUp
-from llama_ssp.speculate.engine.round import EagerExecutor
+from llama_ssp.speculate.drafters.drafter import catch_up
+from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import make_decoder as decoder_of
 from tests.helpers.models import tiny_model
@@ -83,7 +83,7 @@ def test_positions_that_repeat_are_right_when_they_are_said_to() -> None:
     for runner in pair("llama", batch_size=2):
         runner.allocate(batch_size=2, capacity=128)
         lengths_B1 = torch.tensor([[80], [30]])
-        CatchUp(runner).read(ids_BT, lengths_B1, num_unread=130, num_kept=2, bucket=128, known=lambda ids: ids)
+        catch_up(runner, ids_BT, lengths_B1, num_unread=130, num_kept=2, bucket=128)
         found.append(runner.forward(ids_BT.gather(1, lengths_B1 - 2), lengths_B1 - 2, bucket=128))
     one, other = found
     assert_close(one, other)
@@ -199,7 +199,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
                 runner._use_gpu_layers(fuses=False)
-        decoder.executor = EagerExecutor()
+        decoder.executor = Executor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]
         updates = [update for updates in decoder.run(wanted) for update in updates]

@@ -1,7 +1,6 @@
 """A draft with another vocabulary drafts what its model says of its own text, and the target's text stays its own."""
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,28 +11,20 @@ from torch import Tensor
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
-from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Draft
-from tests.helpers.decoders import ScriptedLength, complete, make_decoder
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, requests
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.own_vocabulary import ALIGNMENT, NUM_OWN_IDS, intersection_drafter, own_text
 from tests.helpers.prefix_runner import PrefixRunner
-from tests.helpers.recorded import FakeRecorder
 from tests.helpers.text_laws import counted
 
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
 SAMPLING = SamplingConfig(temperature=0.9)
 PENALIZED = SamplingConfig(temperature=1.2, top_p=0.95, repetition_penalty=1.3, frequency_penalty=0.2)
-
-
-def requests(num_tokens: int = 40) -> list[Request]:
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
 class Checked(IntersectionDrafter):
@@ -82,10 +73,6 @@ def decoder(
     )
 
 
-def outcome(completions: Sequence[RowCompletion]) -> list[object]:
-    return [(c.token_ids, c.accepted_lengths, c.finish_reason) for c in completions]
-
-
 @grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
 def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_draft_tokens: int, lag: int) -> None:
     made = decoder(
@@ -104,7 +91,7 @@ def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_d
 def test_every_draft_is_right_after_rounds_without_one(num_pauses: int) -> None:
     made = decoder(kind=Checked, sampling=SAMPLING, replay=False, batch_size=2)
     made.length = ScriptedLength([*[DraftChoice(0)] * num_pauses, DraftChoice(3), DraftChoice(2)])
-    wanted = [Request(index=i, prompt_ids=ids, max_new_tokens=90) for i, ids in enumerate(PROMPTS[:2])]
+    wanted = [replace(request, max_new_tokens=90) for request in requests()[:2]]
     assert {len(done.token_ids) for done in complete(made, wanted)} == {90}
     assert isinstance(made.round.drafters[0], Checked)
     assert made.round.drafters[0].num_checked > 4
@@ -122,40 +109,6 @@ def test_a_text_as_long_as_the_drafts_context_goes_on_without_growing() -> None:
     assert int(drafter._text._most) == 45
 
 
-@grid(batch_size=[1, 3], num_draft_tokens=[1, 5])
-def test_greedy_text_is_the_targets_own(batch_size: int, num_draft_tokens: int) -> None:
-    target = PrefixRunner(sharpness=1.0)
-    made = decoder(num_draft_tokens=num_draft_tokens, batch_size=batch_size)
-    for done in complete(made, requests()):
-        assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
-
-
-@grid(batch_size=[1, 3], temperature=[0.0, 0.9], recorded=[False, True])
-def test_replayed_rounds_give_the_same_text(batch_size: int, temperature: float, recorded: bool) -> None:
-    wanted = outcome(complete(decoder(batch_size=batch_size, temperature=temperature, replay=False), requests(80)[:3]))
-    recorder = FakeRecorder()
-    made = decoder(batch_size=batch_size, temperature=temperature, replay=recorder if recorded else True)
-    for _ in range(2):
-        assert outcome(complete(made, requests(80)[:3])) == wanted
-    if recorded:
-        assert recorder.num_replayed > recorder.num_recorded > 0
-    else:
-        assert isinstance(made.executor, TracedExecutor)
-        drafts = made.executor.traced["draft"]
-        assert not drafts.failed
-        assert any(drafts.replays.values())
-
-
-@pytest.mark.parametrize("sampling", [SAMPLING, PENALIZED], ids=["temperature", "penalized"])
-def test_under_coupled_a_seed_has_one_text_over_a_draft_with_another_tokenizer_too(sampling: SamplingConfig) -> None:
-    plain = make_decoder(PrefixRunner(sharpness=1.0), None, sampling=sampling, rule_name="coupled")
-    alone = complete(plain, requests())
-    many: list[dict[str, Any]] = [{}, {"num_draft_tokens": 1, "batch_size": 5}, {"draft_seed": 2, "replay": False}]
-    for options in many:
-        drafted = complete(decoder(sampling=sampling, rule_name="coupled", **options), requests())
-        assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
-
-
 @pytest.mark.parametrize("rule_name", ["speculative", "coupled"])
 def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
     """Its text, its positions and what penalties count are then the target's."""
@@ -164,11 +117,11 @@ def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
     draft.table[renamed], draft.head[:, renamed] = target.table, target.head
     alignment = Alignment(shared=tuple(renamed), pieces=tuple((token,) for token in renamed))
     vocabularies = VocabularyMap.of(alignment, draft_size=11, device=torch.device("cpu"))
-    translator: Any = SimpleNamespace(ids=lambda ids: [renamed[token] for token in ids])
     made = make_decoder(
         target, None, sampling=PENALIZED, rule_name=rule_name, batch_size=3,
         make_drafter=lambda rule: IntersectionDrafter(
-            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies, translator=translator
+            draft, rule=rule, num_draft_tokens=3, vocabularies=vocabularies,
+            encode=lambda ids: [renamed[token] for token in ids],
         ),
     )  # fmt: skip
     for done in complete(made, requests()):

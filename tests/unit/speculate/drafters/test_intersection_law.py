@@ -5,6 +5,7 @@ The draft has five tokens of its own. `SHARED` says which of them is each of the
 Shapes: G tables, V = 4 tokens of the target, D = 5 of the draft, t length of a prefix.
 """
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -16,7 +17,7 @@ from llama_ssp.speculate.drafters.intersection import VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.rules import Rule, Verdict, make_rule, verify_block, verify_speculative
 from tests.helpers.exact_law import exact_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
@@ -82,26 +83,19 @@ def test_temperature_0_gives_the_targets_best_text(num_draft_tokens: int) -> Non
     torch.testing.assert_close(measured, joint_law(best), rtol=0, atol=1e-12)
 
 
-class NotRenormalised:
-    """The shipped rule, whose draft says the probabilities that its tokens have among all tokens of the draft."""
-
-    needs_context = False
-
-    def __init__(self, rule: Rule) -> None:
-        self.process, self.verify = rule.process, rule.verify
+class NotRenormalised(Rule):
+    """A rule whose draft says the probabilities that its tokens have among all tokens of the draft."""
 
     def draw(self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         probs_BV = logits_BV.exp()
         return draw(probs_BV, uniforms_BP), probs_BV
 
 
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
-def test_an_intersection_that_is_not_renormalised_is_found(rule_name: str) -> None:
-    sampling = SamplingConfig(temperature=1.0)
-    shipped = make_rule(sampling, VerificationConfig(rule=rule_name))
+@pytest.mark.parametrize("verify", [verify_speculative, verify_block])
+def test_an_intersection_that_is_not_renormalised_is_found(verify: Callable[..., Verdict]) -> None:
     for is_planted in (False, True):
         # The harness draws the rest of a text by the rule too, so its target's logits are log probabilities as well.
-        rule = NotRenormalised(shipped) if is_planted else shipped
+        rule = (NotRenormalised if is_planted else Rule)(processor(SamplingConfig(temperature=1.0)), verify)
         target = random_table(seed=12, num_tables=3, max_length=1)
         target = TableModel(tuple(logits.log_softmax(-1) for logits in target.logits))
         draft = moved(SHARED["three"], num_draft_tokens=1, is_normalised=True)

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.drafters.shared import BatchSplit, BatchSplitDrafter, BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.prefix_runner import PrefixRunner
@@ -64,17 +62,3 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
     assert draft.ids_BK.max() == 10, "the draft has read a token that it lacks"
     assert draft.probs_BTV is not None
     assert draft.probs_BTV[:, :4].isnan().all()
-
-
-def test_a_cache_that_was_made_anew_is_known_through_all_that_stand_before_the_model() -> None:
-    comm = Comm.single()
-    drafters: list[BroadcastDrafter | BatchSplitDrafter] = [
-        BroadcastDrafter(model_drafter(vocab_size=11), comm=comm, src=0, num_draft_tokens=4, device=CPU),
-        BatchSplitDrafter(
-            model_drafter(vocab_size=11), split=BatchSplit(comm, [0]), num_draft_tokens=4, device=CPU
-        ),
-    ]  # fmt: skip
-    for drafter in drafters:
-        before = drafter.num_allocations
-        drafter.allocate(batch_size=2, num_slots=10)
-        assert drafter.num_allocations == before + 1

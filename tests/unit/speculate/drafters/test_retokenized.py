@@ -106,7 +106,7 @@ def test_a_text_longer_than_the_cache_loses_its_beginning(monkeypatch: pytest.Mo
     (done,) = complete(made, [Request(index=0, prompt_ids=prompts()[-1][:10], max_new_tokens=24)])
     assert len(done.token_ids) == 24
     assert drafter._num_slots == 40
-    assert len(drafter._into_draft.ids([*prompts()[-1][:10], *done.token_ids])) > 40, "the text fits"
+    assert len(drafter._own_ids_from([*prompts()[-1][:10], *done.token_ids], 0)) > 40, "the text fits"
 
 
 def test_a_cache_of_accepted_drafts_is_right_too(tmp_path: Path) -> None:
@@ -160,12 +160,16 @@ def test_sampled_texts_have_the_targets_law(rule_name: str) -> None:
         assert chisquare(counts, expected).pvalue > 1e-4 / 4
 
 
-def test_the_step_on_the_host_is_shown_as_other() -> None:
-    drafter = decoder().round.drafters[0]
+def test_the_step_on_the_host_is_shown_as_other_once_the_device_has_passed_the_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = decoder()
+    drafter = made.round.drafters[0]
     assert isinstance(drafter, RetokenizedDrafter)
-    with drafter.timing_host():
-        pass
-    drafter._host_s += 2.0
-    assert drafter.take_host_s(2.0) == 2.0
-    assert drafter.take_host_s(9.0) > 0.0
-    assert drafter.take_host_s(9.0) == 0.0
+    drafter._host_s = 5.0
+    monkeypatch.setattr(made.clock, "take", lambda: (2.0, 1.0))
+    (done,) = complete(made, requests()[:1])
+    num_rounds = len(done.accepted_lengths)
+    assert done.part_s["draft"] == pytest.approx(2.0 * num_rounds - 5.0, abs=1.0)
+    assert done.part_s["verify"] == num_rounds
+    assert sum(done.part_s.values()) == pytest.approx(made.rounds_s)

@@ -24,12 +24,9 @@ class RepeatConfig(DrafterConfig):
 
 class Repeat:
     on_host = False
-    is_point_mass = True
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0
-
-    reads_skipped = True
 
     def __init__(self, num_draft_tokens, back, device):
         import torch

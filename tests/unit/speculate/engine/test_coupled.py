@@ -14,6 +14,7 @@ from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.uniforms import exponentials
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.draws import keys_of
+from tests.helpers.kinds import Make, kinds
 from tests.helpers.prefix_runner import PrefixRunner
 
 SAMPLINGS = {
@@ -46,6 +47,15 @@ def test_a_seed_has_one_text_whatever_drafts(name: str) -> None:
     assert len({tuple(text) for text in alone.values()}) == len(REQUESTS), "samples differ"
     for options in DRAFTS:
         assert texts(SAMPLINGS[name], **options) == alone, options
+
+
+@kinds
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_seed_has_one_text_in_rounds_of_every_kind(make: Make, name: str) -> None:
+    alone = texts(SAMPLINGS[name])
+    for options in ({}, {"batch_size": 5}, {"replay": False}):
+        made = make(3.0, sampling=SAMPLINGS[name], rule_name="coupled", **options)
+        assert {done.request: done.token_ids for done in complete(made, REQUESTS)} == alone
 
 
 def test_a_draft_that_is_the_target_is_always_accepted() -> None:

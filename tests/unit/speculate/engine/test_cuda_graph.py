@@ -1,7 +1,7 @@
 """Rounds that are recorded and replayed give the text of rounds launched one by one, whatever changes between them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
@@ -11,27 +11,17 @@ from llama_ssp import load
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
-from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.decoders import complete, make_decoder
-from tests.helpers.lanes import grid
-from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.decoders import complete, make_decoder, outcome, requests
+from tests.helpers.kinds import Make, kinds
 from tests.helpers.recorded import FakeRecorder
 
 pytestmark = pytest.mark.seconds
 
 T = TypeVar("T")
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
-
-
-def _requests(num_tokens: int = 40) -> list[Request]:
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
-
-
-def _outcome(completions: Sequence[RowCompletion]) -> list[object]:
-    return [(c.token_ids, c.accepted_lengths, c.finish_reason, c.num_target_forwards) for c in completions]
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +32,23 @@ def shipped() -> tuple[Runner, Runner]:
     return models.target, models.draft
 
 
-@grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3, 8], temperature=[0.0, 0.9])
-def test_replayed_rounds_give_the_same_text(num_draft_tokens: int, batch_size: int, temperature: float) -> None:
-    def decoder(*, replay: FakeRecorder | bool) -> Decoder:
-        draft = PrefixRunner(seed=1, sharpness=1.0) if num_draft_tokens else None
-        return make_decoder(
-            PrefixRunner(sharpness=1.0), draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
-            temperature=temperature, eos_ids=[4], replay=replay,
-        )  # fmt: skip
-
+@kinds
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_replayed_rounds_give_the_same_text(make: Make, batch_size: int, temperature: float) -> None:
     recorder = FakeRecorder()
-    captured = decoder(replay=recorder)
-    assert _outcome(complete(captured, _requests())) == _outcome(complete(decoder(replay=False), _requests()))
+    eager, traced, captured = (
+        make(1.0, batch_size=batch_size, temperature=temperature, eos_ids=[4], replay=replay)
+        for replay in (False, True, recorder)
+    )
+    expected = outcome(complete(eager, requests()))
+    for _ in range(2):
+        assert outcome(complete(traced, requests())) == outcome(complete(captured, requests())) == expected
     assert recorder.num_replayed > 4 * recorder.num_recorded > 0
-
-
-@pytest.mark.heavy
-def test_each_width_of_the_cache_is_recorded_once_for_all_runs(shipped: tuple[Runner, Runner]) -> None:
-    recorder = FakeRecorder()
-    captured = make_decoder(*shipped, batch_size=2, replay=recorder)
-    eager = make_decoder(*shipped, batch_size=2)
-    wanted = [Request(index=i, prompt_ids=(5, 6, 7 + i), max_new_tokens=100) for i in range(3)]
-    outcome = _outcome(complete(captured, wanted))
-    assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
-    shorter = [Request(index=9, prompt_ids=(8, 9, 10, 11), max_new_tokens=50)]
-    outcome += _outcome(complete(captured, shorter)) + _outcome(complete(captured, wanted))
-    assert recorder.num_recorded == 4
-    expected = _outcome(complete(eager, wanted))
-    assert outcome == expected + _outcome(complete(eager, shorter)) + expected
+    assert isinstance(traced.executor, TracedExecutor)
+    for of_stage in traced.executor.traced.values():
+        assert not of_stage.failed
+        assert any(of_stage.replays.values())
 
 
 def test_the_first_round_of_a_width_is_not_recorded(shipped: tuple[Runner, Runner]) -> None:
@@ -88,33 +67,12 @@ def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(number: int, s
     recorder = FakeRecorder()
     captured = make_decoder(*shipped, replay=recorder)
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=40)]
-    first = _outcome(complete(captured, wanted))
+    first = outcome(complete(captured, wanted))
     num_recorded = recorder.num_recorded
     for batch_size in (2, 1):
         shipped[number].allocate(batch_size=batch_size, capacity=200)
-    assert _outcome(complete(captured, wanted)) == first
+    assert outcome(complete(captured, wanted)) == first
     assert recorder.num_recorded == 2 * num_recorded
-
-
-@pytest.mark.heavy
-def test_longer_requests_than_ever_are_recorded_anew(shipped: tuple[Runner, Runner]) -> None:
-    captured = make_decoder(*shipped, replay=FakeRecorder())
-    for runner in shipped:
-        runner.allocate(batch_size=1, capacity=300)
-    for num_tokens in (70, 90, 30):
-        wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=num_tokens)]
-        assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped), wanted))
-
-
-def test_where_room_was_made_ahead_nothing_is_recorded_again(shipped: tuple[Runner, Runner]) -> None:
-    recorder = FakeRecorder()
-    captured = make_decoder(*shipped, batch_size=4, replay=recorder)
-    short, long = ([Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=number)] for number in (8, 40))
-    captured.make_room(long)
-    complete(captured, short)
-    assert recorder.num_recorded == 2
-    assert _outcome(complete(captured, long)) == _outcome(complete(make_decoder(*shipped), long))
-    assert recorder.num_recorded == 2
 
 
 def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped: tuple[Runner, Runner]) -> None:
@@ -125,7 +83,9 @@ def test_what_is_recorded_ahead_is_not_recorded_while_texts_are_written(shipped:
         captured.make_room(wanted)
         captured.warm_up(wanted)
     assert recorder.num_recorded == 4, "a draft and a verification for each of the widths 64 and 107"
-    assert _outcome(complete(captured, wanted)) == _outcome(complete(make_decoder(*shipped, batch_size=2), wanted))
+    shorter = [Request(index=9, prompt_ids=(8, 9, 10, 11), max_new_tokens=50)]
+    for texts in (wanted, shorter, wanted):
+        assert outcome(complete(captured, texts)) == outcome(complete(make_decoder(*shipped, batch_size=2), texts))
     assert recorder.num_recorded == 4
 
 
@@ -135,7 +95,7 @@ def test_rows_that_are_idle_in_a_later_run_do_no_harm(shipped: tuple[Runner, Run
     long = [Request(index=index, prompt_ids=tuple(range(5, 35)), max_new_tokens=5) for index in range(3)]
     short = [Request(index=9, prompt_ids=(8, 9, 10), max_new_tokens=5)]
     for wanted in (long, short, long):
-        assert _outcome(complete(captured, wanted)) == _outcome(complete(eager, wanted))
+        assert outcome(complete(captured, wanted)) == outcome(complete(eager, wanted))
 
 
 @pytest.mark.parametrize("unrecordable", ["aten::argmax", "aten::cumprod"], ids=["in the draft", "in the verification"])
@@ -145,8 +105,8 @@ def test_what_cannot_be_recorded_is_one_warning_and_goes_on_without(
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=90)]
     captured = make_decoder(*shipped, replay=FakeRecorder(unrecordable))
     with caplog.at_level(logging.WARNING):
-        outcomes = [_outcome(complete(captured, wanted)) for _ in range(2)]
-    assert outcomes == [_outcome(complete(make_decoder(*shipped), wanted))] * 2
+        outcomes = [outcome(complete(captured, wanted)) for _ in range(2)]
+    assert outcomes == [outcome(complete(make_decoder(*shipped), wanted))] * 2
     (record,) = caplog.records
     assert f"{unrecordable} cannot be recorded" in record.getMessage()
     assert "and more" not in record.getMessage()
@@ -160,7 +120,7 @@ def test_a_gpu_that_is_full_ends_the_run(shipped: tuple[Runner, Runner]) -> None
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        complete(make_decoder(*shipped, replay=Full()), _requests()[:1])
+        complete(make_decoder(*shipped, replay=Full()), requests()[:1])
 
 
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:

@@ -4,7 +4,6 @@ Where the exchange runs is not shown here: it follows the forward.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,17 +11,16 @@ import torch
 
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from tests.helpers.decoders import complete
+from tests.helpers.decoders import complete, outcome, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.kinds import near_pair
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
-from tests.unit.speculate.engine.test_overlap import near_pair, requests
 
 pytestmark = pytest.mark.seconds
 
@@ -32,11 +30,6 @@ PIECES_OF_A_REFILL = 3
 """Before it: a draft, its exchange, and the rows that it fills."""
 
 
-def outcome(completions: Sequence[RowCompletion]) -> list[object]:
-    """All that a run decides."""
-    return [(c.token_ids, c.accepted_lengths, c.draft_lengths, c.finish_reason) for c in completions]
-
-
 @grid(num_draft_tokens=[1, 2, 4], batch_size=[1, 5], temperature=[0.0, 0.9], waits=[False, True])
 def test_replayed_rounds_give_the_same_text(
     num_draft_tokens: int, batch_size: int, temperature: float, waits: bool
@@ -44,7 +37,7 @@ def test_replayed_rounds_give_the_same_text(
     def decoder(recorder: FakeRecorder | None) -> Decoder:
         return overlapped_decoder(
             *near_pair(1.0), num_draft_tokens=num_draft_tokens, batch_size=batch_size, temperature=temperature,
-            eos_ids=[4], waits=waits, recorder=recorder, traced=False,
+            eos_ids=[4], waits=waits, replay=recorder or False,
         )  # fmt: skip
 
     recorder = FakeRecorder()
@@ -70,12 +63,12 @@ def test_ranks_that_replay_give_the_text_of_one_that_does_not(
         "waits": waits,
         "num_draft_tokens": 4,
     }
-    alone = outcome(complete(overlapped_decoder(*near_pair(1.0), traced=False, **options), requests(24)))
+    alone = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests(24)))
     recorders = [FakeRecorder() for _ in range(num_ranks)]
 
     def one_rank(comm: ThreadComm) -> list[object]:
         made = overlapped_decoder(
-            *near_pair(1.0), comm=comm, num_target_ranks=num_target_ranks, recorder=recorders[comm.rank], **options
+            *near_pair(1.0), comm=comm, num_target_ranks=num_target_ranks, replay=recorders[comm.rank], **options
         )
         return outcome(complete(made, requests(24)))
 
@@ -88,30 +81,14 @@ def test_ranks_that_replay_give_the_text_of_one_that_does_not(
 def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(
     unrecordable: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"temperature": 0.9, "num_draft_tokens": 4, "batch_size": 2, "traced": False}
-    made = overlapped_decoder(*near_pair(1.0), recorder=FakeRecorder(unrecordable), **options)
-    expected = outcome(complete(overlapped_decoder(*near_pair(1.0), **options), requests()))
+    options: dict[str, Any] = {"temperature": 0.9, "num_draft_tokens": 4, "batch_size": 2}
+    made = overlapped_decoder(*near_pair(1.0), replay=FakeRecorder(unrecordable), **options)
+    expected = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests()))
     with caplog.at_level(logging.WARNING):
         assert outcome(complete(made, requests())) == expected
     assert isinstance(made.executor, GraphExecutor)
     assert made.executor.failed
     assert len(caplog.records) == 1
-
-
-def test_results_that_are_read_a_round_late_change_no_text() -> None:
-    """As on a GPU; rows that wait need them at once."""
-    for waits in (False, True):
-        prompt, late = (
-            overlapped_decoder(
-                *near_pair(1.0), temperature=0.9, num_draft_tokens=4, batch_size=3, waits=waits, traced=False
-            )
-            for _ in range(2)
-        )
-        late._lag = 1
-        expected = complete(prompt, requests())
-        found = complete(late, requests())
-        assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-        assert [each.accepted_lengths for each in found] == [each.accepted_lengths for each in expected]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -129,7 +106,7 @@ def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits(wa
     alone = outcome(complete(overlapped_decoder(*pair(), num_left=3, **options), requests()))
 
     def one_rank(comm: ThreadComm) -> list[object]:
-        made = overlapped_decoder(*pair(), comm=comm, recorder=FakeRecorder(), num_left=3, **options)
+        made = overlapped_decoder(*pair(), comm=comm, replay=FakeRecorder(), num_left=3, **options)
         return outcome(complete(made, requests()))
 
     assert on_ranks(comms, one_rank) == [alone] * 2
@@ -143,7 +120,7 @@ def test_rounds_that_are_only_timed_stay_within_the_cache(monkeypatch: pytest.Mo
     pair = (PrefixRunner(), PrefixRunner())
     for runner in pair:
         runner.reads_by_length = True
-    made = overlapped_decoder(*pair, num_draft_tokens=8, traced=False)
+    made = overlapped_decoder(*pair, num_draft_tokens=8, replay=False)
     made.make_room(requests())
     made._is_cuda = True
     assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots, refills=True)) == 2

@@ -131,9 +131,3 @@ def test_logits_that_are_nan_end_the_scoring_on_every_rank() -> None:
         return str(caught.value)
 
     assert len(set(on_ranks(thread_comms(2), scored))) == 1
-
-
-def test_no_text_needs_no_forward() -> None:
-    target = PrefixRunner()
-    assert scores_of(target, [], batch_size=4, comm=Comm.single()) == []
-    assert target.num_forwards == 0

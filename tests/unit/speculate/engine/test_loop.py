@@ -3,25 +3,20 @@
 from collections.abc import Sequence
 from itertools import count, groupby
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from llama_ssp.errors import NumericError
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
-from tests.helpers.decoders import advance, complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, outcome, requests
+from tests.helpers.kinds import Make, kinds
 from tests.helpers.prefix_runner import PrefixRunner
-
-PROMPTS = [(1,), (2, 3, 4, 5, 6), (7, 7), (0, 9, 8, 1, 2, 3, 4), (5, 6, 5), (10,), (3, 1, 4, 1, 5, 9, 2, 6)]
-
-
-def requests(num_tokens: int = 40) -> list[Request]:
-    """One request per prompt, of different lengths."""
-    return [Request(index=i, prompt_ids=ids, max_new_tokens=num_tokens - 3 * i) for i, ids in enumerate(PROMPTS)]
 
 
 @pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
@@ -38,26 +33,32 @@ def test_a_wish_to_stop_counts_where_every_row_ends_in_its_prefill(max_new_token
     assert num_ended <= 4
 
 
+@kinds
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
-@pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
-def test_greedy_text_is_the_targets_own(draft_seed: int, num_draft_tokens: int, batch_size: int) -> None:
-    target, draft = PrefixRunner(seed=0), PrefixRunner(seed=draft_seed)
-    decoder = make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size)
-    for completion in complete(decoder, requests()):
+def test_greedy_text_is_the_targets_own(make: Make, batch_size: int, lag: int) -> None:
+    target, made = PrefixRunner(), make(3.0, batch_size=batch_size)
+    made._lag = lag
+    for completion in complete(made, requests()):
         request = completion.request
         assert completion.token_ids == target.greedy(request.prompt_ids, request.max_new_tokens)
         assert completion.finish_reason == "length"
 
 
-def test_reading_results_a_round_late_changes_nothing() -> None:
-    target = PrefixRunner()
-    decoder = make_decoder(target, PrefixRunner(seed=1), batch_size=3, eos_ids=[4])
-    prompt = complete(decoder, requests())
-    decoder._lag = 1
-    late = complete(decoder, requests())
-    assert [c.token_ids for c in late] == [c.token_ids for c in prompt]
-    assert [c.accepted_lengths for c in late] == [c.accepted_lengths for c in prompt]
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 5])
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["always accepted", "mostly rejected"])
+def test_greedy_text_is_that_of_every_k(draft_seed: int, num_draft_tokens: int) -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
+    for done in complete(make_decoder(target, draft, num_draft_tokens=num_draft_tokens, batch_size=3), requests()):
+        assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
+
+
+@kinds
+def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
+    """As on a GPU; rows that wait for a block need them at once."""
+    prompt, late = (make(1.0, batch_size=3, eos_ids=[4], temperature=0.9) for _ in range(2))
+    late._lag = 1
+    assert outcome(complete(late, requests())) == outcome(complete(prompt, requests()))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -77,35 +78,40 @@ def test_plain_decoding_is_the_same_loop_without_a_draft() -> None:
         assert completion.num_target_forwards == request.max_new_tokens
 
 
-@pytest.mark.parametrize("draft_seed", [0, 1])
-def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(draft_seed: int) -> None:
-    target = PrefixRunner(seed=0)
-    ended_inside = 0
+@kinds
+def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make: Make) -> None:
+    target, ended_inside, drafts = PrefixRunner(), 0, False
     for eos in range(target.vocab_size):
-        decoder = make_decoder(target, PrefixRunner(seed=draft_seed), num_draft_tokens=4, batch_size=2, eos_ids=[eos])
-        for completion in complete(decoder, requests()):
+        made = make(3.0, batch_size=2, eos_ids=[eos])
+        drafts = bool(made.round.drafters)
+        for completion in complete(made, requests()):
             request = completion.request
             wanted = target.greedy(request.prompt_ids, request.max_new_tokens)
             wanted = wanted[: wanted.index(eos) + 1] if eos in wanted else wanted
             assert completion.token_ids == wanted
             assert completion.finish_reason == ("eos" if wanted[-1] == eos else "length")
             ended_inside += bool(completion.accepted_lengths) and completion.accepted_lengths[-1] not in (0, 4)
-    assert draft_seed or ended_inside, "no row ended inside a draft: the test shows nothing"
+    assert ended_inside or not drafts, "no row ended inside a draft: the test shows nothing"
 
 
+@kinds
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_logits_that_are_no_numbers_end_the_run(lag: int, temperature: float) -> None:
-    target, draft = PrefixRunner(), PrefixRunner(seed=1)
-    decoder = make_decoder(target, draft, batch_size=2, temperature=temperature)
-    decoder._lag = lag
+def test_logits_that_are_no_numbers_end_the_run(make: Make, lag: int, temperature: float) -> None:
+    made = make(3.0, batch_size=2, temperature=temperature)
+    made._lag = lag
     wanted = [Request(index=index, prompt_ids=(2, 3), max_new_tokens=30) for index in range(2)]
-    assert len(complete(decoder, wanted)) == 2
-    for model in (target, draft) if temperature else (target,):  # a greedy draft's ids are checked, not believed
+    assert len(complete(made, wanted)) == 2
+    drafter: Any = made.round.drafters[0] if made.round.drafters else None
+    models: list[Any] = [made.round.target]
+    if temperature and isinstance(drafter, BroadcastDrafter):  # a greedy draft's ids are checked, not believed
+        models.append(drafter._inner.runner)  # type: ignore[union-attr]
+    for model in models:
+        before = float(model.head[3, 5])
         model.head[3, 5] = torch.nan
         with pytest.raises(NumericError, match=r"prompt 1, token [1-9].*: logits became NaN: the weights of"):
-            complete(decoder, wanted)
-        model.head[3, 5] = 0.5
+            complete(made, wanted)
+        model.head[3, 5] = before
 
 
 def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
@@ -119,13 +125,13 @@ def test_a_run_to_its_length_goes_on_behind_an_end_of_sequence() -> None:
     assert len(completion.token_ids) == 1
 
 
-def test_sampled_text_does_not_depend_on_the_batch() -> None:
-    def texts(batch_size: int) -> list[list[int]]:
-        draft = PrefixRunner(seed=1, sharpness=1.0)
-        decoder = make_decoder(PrefixRunner(sharpness=1.0), draft, temperature=0.9, batch_size=batch_size)
-        return [completion.token_ids for completion in complete(decoder, requests())]
-
-    assert texts(1) == texts(3) == texts(7)
+@kinds
+def test_sampled_text_does_not_depend_on_the_batch(make: Make) -> None:
+    one, three, seven = (
+        [done.token_ids for done in complete(make(1.0, temperature=0.9, batch_size=batch_size), requests())]
+        for batch_size in (1, 3, 7)
+    )
+    assert one == three == seven
 
 
 def test_samples_of_one_prompt_differ_and_repeat() -> None:
@@ -150,13 +156,6 @@ def test_a_prompt_may_leave_room_for_one_token_only() -> None:
     assert second.token_ids == target.greedy((4,), 2)
 
 
-def test_a_long_prompt_is_read_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
-    target = PrefixRunner()
-    for completion in complete(make_decoder(target, PrefixRunner(seed=1), batch_size=8), requests()):
-        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
-
-
 @pytest.mark.parametrize(("num_prompt_tokens", "num_chunks"), [(1, 1), (6, 2), (7, 3)])
 def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     num_prompt_tokens: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -164,8 +163,9 @@ def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 3)
     target = PrefixRunner()
     decoder = make_decoder(target, None, replay=False)
-    wanted = [Request(index=0, prompt_ids=(1,) * num_prompt_tokens, max_new_tokens=5)]
-    (completion,) = complete(decoder, wanted)
+    prompt_ids = (1, 5, 3, 4, 2, 6, 8)[:num_prompt_tokens]
+    (completion,) = complete(decoder, [Request(index=0, prompt_ids=prompt_ids, max_new_tokens=5)])
+    assert completion.token_ids == target.greedy(prompt_ids, 5)
     assert completion.num_target_forwards == target.num_forwards == num_chunks + 4
 
 
@@ -218,32 +218,17 @@ def test_an_accepted_draft_costs_one_target_forward_for_k_plus_one_tokens() -> N
     assert completion.num_target_forwards == target.num_forwards == 11
 
 
-def test_a_round_reads_no_value_from_the_device() -> None:
-    target, draft = PrefixRunner(device="meta"), PrefixRunner(device="meta")
-    decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
-    round_, buckets = decoder.round, Buckets(step=64, num_slots=64)
-    for runner in (target, draft):
-        runner.allocate(batch_size=2, capacity=64)
-    round_.drafters[0].allocate(batch_size=2, num_slots=64)
-    state = BatchState.empty(2, num_slots=64, num_rounds=41, table=round_.uniforms)
-    prompts = BatchState.of(
-        requests()[:2], num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
-    )
-    lengths = [len(request.prompt_ids) for request in requests()[:2]]
-    assert round_.prefill(prompts, range(2), lengths=lengths, buckets=buckets).is_meta
-    assert advance(decoder, state, bucket=64).is_meta
-
-
+@kinds
 @pytest.mark.parametrize("batch_size", [1, 3])
 @torch.inference_mode()
-def test_a_wish_to_stop_ends_the_loop_after_the_round(batch_size: int) -> None:
+def test_a_wish_to_stop_ends_the_loop_after_the_round(make: Make, batch_size: int) -> None:
     stop_request = StopRequest()
-    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, stop_request=stop_request)
+    made = make(3.0, batch_size=batch_size, stop_request=stop_request)
     num_tokens = 0
-    for updates in decoder.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
+    for updates in made.run([Request(index=i, prompt_ids=(1,), max_new_tokens=100) for i in range(batch_size)]):
         num_tokens += sum(len(update.new_ids) for update in updates)
         stop_request.requested = num_tokens > 10 * batch_size
-    assert decoder.stopped
+    assert made.stopped
     assert num_tokens < 20 * batch_size
 
 

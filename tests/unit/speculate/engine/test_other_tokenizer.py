@@ -1,7 +1,6 @@
 """A NeoX and a Neo with two tokenizers complete a text as the NeoX alone does, on one rank and wherever they sit."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import load, speculative_generate
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.runner import NullRunner
-from llama_ssp.ranks.comms import Comm, Mesh
-from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.session.loading import build_decoder
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
@@ -28,10 +25,9 @@ from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
-from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
+from tests.helpers.layouts import ALONE, texts_of_ranks
 from tests.helpers.other_tokenizer import PROMPT, TEXT, save_pair
-from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.texts import library_greedy
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
 
@@ -127,49 +123,20 @@ def test_pairs_that_cannot_be_are_refused(folder: Path) -> None:
 
 
 def _texts(layout: Layout, *, matching: Matching, temperature: float, batch_size: int) -> list[list[list[int]]]:
-    """What each rank writes; drafts of ranks whose word does not count are other models."""
-    target_tokenizer, draft_tokenizer = byte_level(), sentencepiece_like()
-    drafting = thread_comms(len(layout.draft_ranks))
+    tokenizers = byte_level(), sentencepiece_like()
     config = RunConfig(
-        task=GenerateConfig(),
-        model=ModelConfig(name="target"),
+        task=GenerateConfig(), model=ModelConfig(name="target"),
         draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own, matching=matching),
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(temperature=temperature),
-        verification=VerificationConfig(),
-        batch_size=batch_size,
-    )
+        placement=PlacementConfig(), sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(), batch_size=batch_size,
+    )  # fmt: skip
     prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
     requests = [
-        Request(index=index, prompt_ids=tuple(target_tokenizer(text).input_ids), max_new_tokens=16)
+        Request(index=index, prompt_ids=tuple(tokenizers[0](text).input_ids), max_new_tokens=16)
         for index, text in enumerate(prompts)
     ]
-
-    def one_rank(comm: ThreadComm) -> list[list[int]]:
-        drafts = comm.rank in layout.draft_ranks
-        draft = None
-        if drafts and layout.draft_kind is REPLICATED:
-            draft = Comm.single()
-        elif drafts:
-            draft = drafting[layout.draft_ranks.index(comm.rank)]
-        counts = layout.draft_kind is REPLICATED or comm.rank == layout.draft_source_rank
-        target = PrefixRunner(len(target_tokenizer), sharpness=0.7)
-        nowhere = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
-        tokenizer: Any = None
-        models = Models(
-            target=target if comm.rank in layout.target_ranks else nowhere,
-            draft=PrefixRunner(len(draft_tokenizer), seed=1 if counts else 2, sharpness=0.7) if drafts else None,
-            drafts=True,
-            mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft),
-            tokenizer=tokenizer,
-            eos_ids=(3,),
-            context=512,
-            tokenizers=TokenizerPair(target_tokenizer, draft_tokenizer),
-        )
-        decoder = build_decoder(models, config, speculative=True)
-        return [completion.token_ids for completion in complete(decoder, requests)]
-
-    return on_ranks(thread_comms(len(layout.ranks)), one_rank)
+    sizes = len(tokenizers[0]), len(tokenizers[1])
+    return texts_of_ranks(layout, config, requests, sizes=sizes, sharpness=0.7, tokenizers=TokenizerPair(*tokenizers))
 
 
 LAYOUTS = [
@@ -187,8 +154,7 @@ LAYOUTS = [
 def test_all_ranks_write_what_one_rank_writes(
     target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, matching: Matching
 ) -> None:
-    alone = Layout(target_ranks=(0,), draft_ranks=(0,), draft_kind=ONE_RANK)
-    (wanted,) = _texts(alone, matching=matching, temperature=temperature, batch_size=1)
+    (wanted,) = _texts(ALONE, matching=matching, temperature=temperature, batch_size=1)
     layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
     found = _texts(layout, matching=matching, temperature=temperature, batch_size=3)
     assert found == [wanted] * len(layout.ranks)

@@ -101,9 +101,7 @@ def counted_round(
         Request(index=row, prompt_ids=tuple(range(2, 2 + prompt_tokens - row)), max_new_tokens=20)
         for row in range(batch_size)
     ]
-    prompts = BatchState.of(
-        requests, num_slots=state.num_slots, num_rounds=state.num_rounds, table=round_.uniforms, seed=0
-    )
+    prompts = BatchState.of(requests, num_slots=num_slots, num_rounds=21, table=round_.uniforms, seed=0)
     buckets = Buckets(step=SHORT, num_slots=num_slots)
     lengths = [len(request.prompt_ids) for request in requests]
     round_.prefill(prompts, range(batch_size), lengths=lengths, buckets=buckets)

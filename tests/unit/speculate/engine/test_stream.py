@@ -1,7 +1,5 @@
 """Streamed pieces are whole characters, know their origin, and add up to the text."""
 
-import random
-
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
@@ -70,25 +68,6 @@ def test_a_text_that_ends_inside_a_character_is_flushed() -> None:
     assert joined(pieces) == tokenizer.decode(ids) == "a\ufffd"
 
 
-def test_special_tokens_are_not_shown() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("a"), 0, *tokenizer.encode("b"), 1]
-    stream = IncrementalText(tokenizer, [0])
-    assert joined(stream.push(ids) + stream.flush()) == "ab"
-
-
-def test_the_space_of_a_continuation_is_kept() -> None:
-    tokenizer = sentencepiece_like()
-    stream = IncrementalText(tokenizer, ids_of(tokenizer, "<s>", "▁Hello"))
-    assert joined(stream.push(ids_of(tokenizer, "▁world", "</s>", "▁", "▁", "▁world"))) == " world   world"
-
-
-def test_the_space_at_the_start_of_a_text_is_dropped() -> None:
-    tokenizer = sentencepiece_like()
-    stream = IncrementalText(tokenizer, ids_of(tokenizer, "<s>"))
-    assert joined(stream.push(ids_of(tokenizer, "▁Hello", "▁world"))) == "Hello world"
-
-
 def test_a_prompt_of_many_bytes_does_not_spoil_the_text_behind_it() -> None:
     """The context of 8 tokens begins inside a character of the prompt, which makes its whole run of bytes invalid."""
     tokenizer = sentencepiece_like()
@@ -97,41 +76,12 @@ def test_a_prompt_of_many_bytes_does_not_spoil_the_text_behind_it() -> None:
     assert joined(stream.push(bytes_of(tokenizer, "好🙂") + ids_of(tokenizer, "▁world"))) == "好🙂 world"
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_valid_text_adds_up_for_a_sentencepiece_tokenizer(seed: int) -> None:
-    tokenizer = sentencepiece_like()
-    choice = random.Random(seed)
-    parts = [ids_of(tokenizer, word) for word in ("▁Hello", "▁", "▁▁", "turn", "\n", "</s>")]
-    parts += [bytes_of(tokenizer, letter) for letter in ("é", "你", "🙂")]
-    prompt_ids = ids_of(tokenizer, "<s>", "▁world")
-    ids = [token_id for _ in range(40) for token_id in choice.choice(parts)]
-    stream = IncrementalText(tokenizer, prompt_ids)
-    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=True)
-    assert "world" + joined(stream.push(ids) + stream.flush()) == whole
-
-
 def test_garbage_is_shown_after_a_while_and_good_text_follows() -> None:
     tokenizer = byte_level()
     (half,) = tokenizer.encode("🙂")[:1]
     stream = IncrementalText(tokenizer, [])
     assert "\ufffd" in joined(stream.push([half] * 20))
     assert joined(stream.push(tokenizer.encode("good🙂"))).endswith("good🙂")
-
-
-def test_the_work_for_a_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_level()
-    longest = 0
-    decode = tokenizer.decode
-
-    def watched(token_ids: list[int], **options: bool) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
-        return str(decode(token_ids, **options))
-
-    monkeypatch.setattr(tokenizer, "decode", watched)
-    stream = IncrementalText(tokenizer, tokenizer.encode(TEXT * 5))
-    stream.push(tokenizer.encode(TEXT * 5) + [0] * 50 + tokenizer.encode("🙂")[:1] * 50)
-    assert longest <= 20
 
 
 def test_a_transformers_streamer_prints_the_completion(capsys: pytest.CaptureFixture[str]) -> None:

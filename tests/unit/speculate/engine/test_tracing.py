@@ -22,7 +22,7 @@ from llama_ssp.models.quantization.precision import Nf4Linear
 from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 from llama_ssp.ranks.comms import Comm, is_recording
 from llama_ssp.ranks.memory import anonymous_bytes
-from llama_ssp.speculate.engine.tracing import Traced, find_tensors
+from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
@@ -169,15 +169,6 @@ def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
     on_ranks(comms, rounds)
 
 
-def test_weights_go_with_the_runner() -> None:
-    lean = runner()
-    replayed_texts(lean)
-    watched = [weakref.ref(lean._layers[0].qkv.weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[attr-defined, union-attr]
-    del lean
-    gc.collect()
-    assert [each() for each in watched] == [None, None]
-
-
 @pytest.mark.heavy
 def test_recordings_go_with_what_made_them() -> None:
     """Torch keeps a page of text for each operator, and what `torch.jit.trace` makes for ever."""
@@ -256,26 +247,6 @@ def test_a_workspace_that_was_made_again_is_not_kept_alive() -> None:
     gc.collect()
     assert watched() is None
     assert found(0, version=1).tolist() == [2, 2, 2]
-
-
-def test_all_that_a_model_reads_is_found_by_walking_it() -> None:
-    lean = runner()
-    lean.allocate(batch_size=1, capacity=40)
-    ids_BT = torch.ones(1, 2, dtype=torch.int64)
-    lean.forward(ids_BT, torch.arange(2)[None], bucket=16)
-    weights, moving = find_tensors((lean,), bucket=16)
-    assert lean._cache
-    wholes = [whole for whole in lean._cache._wholes if whole is not None]
-    assert wholes
-    assert {id(whole) for whole in wholes} <= {id(tensor) for tensor in moving}
-    assert not {id(tensor) for tensor in moving} & {id(weight) for weight in weights}
-    assert len(weights) > 5 * len(wholes)
-
-
-def test_what_is_recorded_is_done_once() -> None:
-    count = torch.zeros(1)
-    recorded = Traced(lambda count: count.add_(1))
-    assert [recorded(0, count).item() for _ in range(4)] == [1, 2, 3, 4]
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import AheadVerdict, Draft, Rule, make_rule, verify_ahead
+from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, make_rule, verify_ahead
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.exact_law import _law, draw_law
 from tests.helpers.lanes import grid
@@ -25,7 +25,7 @@ SAMPLINGS = {
     "min-p": SamplingConfig(temperature=1.3, min_p=0.25),
     "greedy": SamplingConfig(temperature=0.0),
 }
-Decide = Callable[..., AheadVerdict]
+Decide = Callable[..., tuple[Verdict, Tensor]]
 Path = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -180,18 +180,20 @@ def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size:
 def test_a_bonus_token_before_a_block_in_flight_is_found() -> None:
     """A block that was drafted behind one token, kept behind another."""
 
-    def faulty(rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, **others: Tensor) -> AheadVerdict:
+    def faulty(
+        rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, **others: Tensor
+    ) -> tuple[Verdict, Tensor]:
         verdict, goes_on_B1 = verify_ahead(rule, in_flight, following, target_BKV, **others)  # type: ignore[arg-type]
         best_B1 = target_BKV[:, -1].argmax(-1, keepdim=True)
         next_ids_B1 = torch.where(goes_on_B1 > 0, best_B1, verdict.next_ids_B1)
-        return AheadVerdict(verdict._replace(next_ids_B1=next_ids_B1), goes_on_B1)
+        return verdict._replace(next_ids_B1=next_ids_B1), goes_on_B1
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
 
 
 def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
-    def faulty(*arguments: object, **others: object) -> AheadVerdict:
+    def faulty(*arguments: object, **others: object) -> tuple[Verdict, Tensor]:
         verdict, goes_on_B1 = verify_ahead(*arguments, **others)  # type: ignore[arg-type]
-        return AheadVerdict(verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0), goes_on_B1)
+        return verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0), goes_on_B1
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3

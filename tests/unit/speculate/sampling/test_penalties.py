@@ -10,7 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Rows, count_tokens, penalty
 from llama_ssp.speculate.sampling.processors import processor
-from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_speculative
 from tests.helpers.exact_law import exact_law
 from tests.helpers.lanes import heavy
 from tests.helpers.table_models import TableModel, joint_law, random_table
@@ -68,27 +68,19 @@ def test_the_text_has_exactly_the_penalized_targets_law(
     assert error < 1e-12
 
 
-class WithoutDraftedTokens:
-    """The shipped rule, whose target counts prompt and text alone."""
-
-    needs_context = True
-
-    def __init__(self, sampling: SamplingConfig) -> None:
-        self._rule = make_rule(sampling, VerificationConfig())
-        self.draw, self.verify = self._rule.draw, self._rule.verify
+class WithoutDraftedTokens(Rule):
+    """A rule whose target counts prompt and text alone."""
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         assert context
-        first_BTV = [
-            self._rule.process(logits_BTV[:, t : t + 1], context._replace(last_BT=context.last_BT[:, :1]))
-            for t in range(logits_BTV.shape[1])
-        ]
-        return torch.cat(first_BTV, dim=1)
+        process, first = super().process, context._replace(last_BT=context.last_BT[:, :1])
+        return torch.cat([process(logits_B1V, first) for logits_B1V in logits_BTV.split(1, dim=1)], dim=1)
 
 
 def test_a_penalty_that_leaves_out_the_drafted_tokens_is_caught() -> None:
     sampling = PENALIZED["repetition"]
-    assert law_error(WithoutDraftedTokens(sampling), sampling, num_draft_tokens=2) > 1e-3
+    rule = WithoutDraftedTokens(processor(sampling), verify_speculative, penalize=penalty(sampling))
+    assert law_error(rule, sampling, num_draft_tokens=2) > 1e-3
 
 
 def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:

@@ -95,12 +95,6 @@ def test_leading_dimensions_and_the_callers_logits_do_not_matter(sampling: Sampl
     assert torch.equal(probs_BTV[1, 2], processor(sampling)(logits_BTV[1, 2]))
 
 
-def test_half_precision_logits_become_fp32_and_fp64_is_kept() -> None:
-    process = processor(SamplingConfig())
-    dtypes = [process(torch.zeros(1, 4, dtype=d)).dtype for d in (torch.bfloat16, torch.float16, torch.float64)]
-    assert dtypes == [torch.float32, torch.float32, torch.float64]
-
-
 def test_blocks_then_tokens_change_just_at_their_cumulative_shares() -> None:
     assert tokens_of_a_block(7) == 2
     probs_V = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.6, 0.3, 0.0], dtype=torch.float64)

@@ -52,10 +52,12 @@ def pair(num_draft_tokens: int) -> tuple[TableModel, TableModel]:
     return target, random_table(seed=20 + num_draft_tokens, num_tables=3, max_length=num_draft_tokens)
 
 
-def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int) -> float:
+def law_error(rule: Rule, sampling: SamplingConfig, *, num_draft_tokens: int, is_point_mass: bool = False) -> float:
     """The largest difference between a rule's law of K + 1 tokens and the target's."""
     target, draft = pair(num_draft_tokens)
-    measured = exact_law(rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens)
+    measured = exact_law(
+        rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass
+    )
     process = processor(sampling)
     expected = joint_law(tuple(process(logits) for logits in target.logits))
     return float((measured - expected).abs().max())
@@ -72,6 +74,17 @@ def test_the_text_has_exactly_the_targets_law(
     assert law_error(rule, sampling, num_draft_tokens=num_draft_tokens) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["temperature", "all"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, heavy(3)])
+@rules
+def test_a_draft_without_probabilities_keeps_the_targets_law(
+    verification: VerificationConfig, num_draft_tokens: int, name: str
+) -> None:
+    """Such as tokens looked up in the prompt."""
+    rule = make_rule(SAMPLINGS[name], verification)
+    assert law_error(rule, SAMPLINGS[name], num_draft_tokens=num_draft_tokens, is_point_mass=True) < 1e-12
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 @pytest.mark.parametrize("rule_name", rule_module.rules())
 def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: str, num_draft_tokens: int) -> None:
@@ -82,61 +95,58 @@ def test_temperature_0_gives_the_targets_best_text_under_every_rule(rule_name: s
     torch.testing.assert_close(measured, joint_law(best), rtol=0, atol=1e-12)
 
 
-class Planted:
-    """The shipped rule at temperature 0.6, with a fault in what it is given."""
-
-    needs_context = False
-
-    def __init__(self) -> None:
-        self.shipped = make_rule(COLD, SPECULATIVE)
-
-    def draw(
-        self, logits_BV: Tensor, uniforms_BP: Tensor, _context: Context | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_BP)
-
-    def process(self, logits_BTV: Tensor, _context: Context | None = None) -> Tensor:
-        return self.shipped.process(logits_BTV)
-
-    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(draft, target_BTV, draws=draws)
+def one_draw_for_two_purposes(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+    """Resamples with the number that accepted or rejected the first drafted token."""
+    draws = draws._replace(residual_BP=draws.accept_BK[:, :1].expand(-1, 2))
+    return verify_speculative(draft, target_BTV, draws=draws)
 
 
-class RawDraftProbabilities(Planted):
+def residual_not_renormalised(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+    """Reads the residual as if it summed to 1; what is missing falls to the last token."""
+    num_accepted_B1, _, weights_B1 = verify_speculative(draft, target_BTV, draws=draws)
+    assert draft.probs_BTV is not None
+    residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
+    cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
+    next_ids_B1 = (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3)
+    return Verdict(num_accepted_B1, next_ids_B1, weights_B1)
+
+
+class RawDraftProbabilities(Rule):
     """Keeps the draft's probabilities as they were before the processors."""
 
     def draw(
-        self, logits_BV: Tensor, uniforms_BP: Tensor, _context: Context | None = None
+        self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return self.shipped.draw(logits_BV, uniforms_BP)[0], logits_BV.softmax(-1)
-
-
-class OneDrawForTwoPurposes(Planted):
-    """Resamples with the number that accepted or rejected the first drafted token."""
-
-    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        return self.shipped.verify(
-            draft, target_BTV, draws=draws._replace(residual_BP=draws.accept_BK[:, :1].expand(-1, 2))
-        )
-
-
-class ResidualNotRenormalised(Planted):
-    """Reads the residual as if it summed to 1; what is missing falls to the last token."""
-
-    def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        num_accepted_B1, _, weights_B1 = self.shipped.verify(draft, target_BTV, draws=draws)
-        assert draft.probs_BTV is not None
-        residual_BTV = (target_BTV - draft.probs_BTV).clamp_min(0)
-        cumulative_BV = residual_BTV[torch.arange(residual_BTV.shape[0]), num_accepted_B1[:, 0]].cumsum(-1)
-        next_ids_B1 = (cumulative_BV <= draws.residual_BP[:, :1]).sum(-1, keepdim=True).clamp_max(3)
-        return Verdict(num_accepted_B1, next_ids_B1, weights_B1)
+        return super().draw(logits_BV, uniforms_BP, context)[0], logits_BV.softmax(-1)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
-@pytest.mark.parametrize("fault", [RawDraftProbabilities, OneDrawForTwoPurposes, ResidualNotRenormalised])
-def test_the_harness_catches_a_planted_fault(fault: type[Planted], num_draft_tokens: int) -> None:
-    assert law_error(Planted(), COLD, num_draft_tokens=num_draft_tokens) < 1e-12
-    assert law_error(fault(), COLD, num_draft_tokens=num_draft_tokens) > 1e-3
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RawDraftProbabilities(processor(COLD), verify_speculative),
+        Rule(processor(COLD), one_draw_for_two_purposes),
+        Rule(processor(COLD), residual_not_renormalised),
+    ],
+    ids=["raw probabilities", "one draw for two", "not renormalised"],
+)
+def test_the_harness_catches_a_planted_fault(rule: Rule, num_draft_tokens: int) -> None:
+    assert law_error(Rule(processor(COLD), verify_speculative), COLD, num_draft_tokens=num_draft_tokens) < 1e-12
+    assert law_error(rule, COLD, num_draft_tokens=num_draft_tokens) > 1e-3
+
+
+@verifiers
+def test_a_copied_token_that_is_taken_for_a_drawn_one_is_found(verify: Verify) -> None:
+    """Its probability is taken to be 0.7."""
+
+    def less_than_certain(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        probs_BTV = torch.zeros_like(target_BTV)
+        probs_BTV[:, :-1] = 0.1
+        probs_BTV[:, :-1].scatter_(-1, draft.ids_BK[..., None], 0.7)
+        return verify(Draft(draft.ids_BK, probs_BTV), target_BTV, draws=draws)
+
+    rule = Rule(processor(COLD), less_than_certain)
+    assert law_error(rule, COLD, num_draft_tokens=1, is_point_mass=True) > 1e-3
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
@@ -286,11 +296,3 @@ def test_no_value_is_read_between_the_keys_and_the_verdict(
 def test_a_rule_that_would_change_the_law_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"temperature=0\.6 would not keep.*temperature 0.*verification=speculative"):
         make_rule(COLD, VerificationConfig(rule="greedy"))
-
-
-@verifiers
-def test_two_vocabularies_are_refused(verify: Verify) -> None:
-    draft, target_probs = one_draft()
-    half_BP = torch.full((4, 2), 0.5, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="draft has 4 tokens and the target 3"):
-        verify(draft, target_probs[..., :3], draws=numbers(accept_B=half_BP[:, 0], residual_BP=half_BP))

@@ -120,19 +120,6 @@ def test_a_rows_numbers_do_not_depend_on_its_batch_nor_on_how_many_tokens_are_dr
     assert torch.equal(alone.plain_BP, joint.plain_BP[5:6])
 
 
-def test_numbers_are_whole_multiples_of_two_to_the_minus_53_in_fp64() -> None:
-    numbers = table(64, 64)
-    assert numbers.dtype == torch.float64
-    assert torch.equal(numbers * 2.0**53, (numbers * 2.0**53).floor())
-    assert bool(((numbers * 2.0**53).long() & 1).any())
-
-
-def test_plain_rounds_have_no_drafted_numbers() -> None:
-    draws = draws_of(UniformTable(0, CPU), keys(3), torch.arange(3))
-    assert draws.draft_BKP.shape[:2] == draws.accept_BK.shape == (3, 0)
-    assert draws.plain_BP.shape == (3, 2)
-
-
 def test_the_numbers_of_a_key_are_those_of_every_earlier_version() -> None:
     # A resumed run must go on with the text that it would have had.
     draws = draws_of(UniformTable(2, CPU), keys(2, seed=42, sample=3), torch.tensor([17, 1000]))
