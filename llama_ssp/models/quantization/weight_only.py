@@ -8,13 +8,13 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
-from llama_ssp.models.triton_tools import attempt
 from llama_ssp.ranks.comms import is_recording
 from llama_ssp.settings.formats import FEW_ROWS, UNPACKED_WEIGHTS
 from llama_ssp.settings.formats import INT4_GROUP as GROUP
@@ -25,8 +25,6 @@ _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 """Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
 _LARGEST_BYTE, _STEPS = 127, 15
-
-ProductOfFewRows = Callable[..., Tensor]
 
 
 class QuantizedForm(Linear):
@@ -112,7 +110,7 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
         if self.native:
             return
         num_inputs = weight_OI.shape[1]
-        kernel = kernel_of_gpus("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
+        kernel = find_few_rows("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
         super().__init__(quantize(), num_inputs, bias_O, kernel)
 
     def unpack(self, outputs: slice, into_CI: Tensor) -> None:
@@ -146,35 +144,6 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return bytes_OI.to(torch.int8), scales_O
 
 
-@cache
-def kernel_of_gpus(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
-    """Triton's kernel for a few rows, tried with small operands for 256 inputs; None for a CPU, which unpacks.
-
-    It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
-    with inputs in fp16 and in bf16, if the GPU computes in that.
-    Without it a warning says, once, what the format of this `name` costs.
-    """
-    if device != "cuda":
-        return None
-    samples = {
-        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
-        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
-    }
-    instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
-    return attempt(partial(_tried_kernel, samples[name]), instead=instead)
-
-
-def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
-    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
-
-    weight_OI, scales = (operand.cuda() for operand in operands)
-    halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
-    for dtype in (scales.dtype,) if scales.is_floating_point() else halves:
-        for num_rows in (1, FEW_ROWS):
-            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
-    return product_of_few_rows
-
-
 class Int4WeightOnlyLinear(WeightOnlyLinear):
     """The format `int4_weight_only`.
 
@@ -193,7 +162,7 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
             self.native = NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
             return
-        kernel = kernel_of_gpus("int4_weight_only", weight_OI.device.type, torch.float16)
+        kernel = find_few_rows("int4_weight_only", weight_OI.device.type, torch.float16)
         # The kernel reads the words of neighbouring outputs together.
         operands = codes_OI, words_OG.t().contiguous()
         super().__init__(operands, num_inputs, bias_O, kernel)
@@ -202,7 +171,7 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         """See `WeightOnlyLinear`."""
         codes_OI, words_GO = self._operands
         if into_CI.is_cuda and self._few_rows:
-            from llama_ssp.models.quantization.few_rows_kernel import unpack_codes  # noqa: PLC0415 - imports Triton
+            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return

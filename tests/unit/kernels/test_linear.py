@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels import linear
+from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.linear import (
     HalfLinear,
@@ -25,7 +26,6 @@ from llama_ssp.kernels.linear import (
     native_floats,
     native_of,
 )
-from llama_ssp.models.llama.rotary import RmsNorm
 from llama_ssp.models.quantization.precision import Int8Linear, Precision
 from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
 from llama_ssp.weights import int4_rows

@@ -103,7 +103,7 @@ def test_a_kernel_is_tried_in_every_variant_that_this_gpu_may_need(
     tried = []
     kernels = ModuleType("few_rows_kernel")
     kernels.__dict__["product_of_few_rows"] = lambda x_MI, *_: tried.append((x_MI.dtype, len(x_MI)))
-    monkeypatch.setitem(sys.modules, "llama_ssp.models.quantization.few_rows_kernel", kernels)
+    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _is_emulated: has_bf16)
     assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.int32))))

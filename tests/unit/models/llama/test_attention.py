@@ -16,10 +16,11 @@ from torch import Tensor
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.architectures.sizes import PAGE_SLOTS
-from llama_ssp.models import varlen
+from llama_ssp.kernels import attention_by_length as varlen
+from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen, torch_attention
+from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.drafters.drafter import CatchUp
@@ -198,7 +199,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
             for runner in (pair.models.target, pair.models.draft):
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
-                runner._use_gpu_layers(fuses=False)
+                runner._use_own_kernels(fuses=False)
         decoder.executor = EagerExecutor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]

@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-
 from llama_ssp.models.quantization.few_rows_tiles import STEP, Tiles, tiles_of
+
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid
 from tests.helpers.ptx import run_ptx
@@ -100,7 +100,7 @@ def test_large_matrices_in_int4_leave_an_h200_waiting_for_memory(capability: int
 INTERPRETED = """
 import numpy, torch, triton.language as tl
 from triton.runtime import interpreter
-from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows, unpack_codes
+from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
 from llama_ssp.weights import int4_rows
 
 create_dot = interpreter.InterpreterBuilder.create_dot

@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-
 from llama_ssp.models.quantization.few_rows_tiles import STEP, Tiles, tiles_of
+
 from tests.helpers.lanes import grid
 
 H200 = 132
