@@ -12,22 +12,27 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+import numpy
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import attention_gpu, between_gpu, product_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
+from llama_ssp.weights import int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import build_checkpoint
@@ -326,6 +331,72 @@ def draws() -> None:
     assert ((ids >= 0) & (ids < 100)).all()
 
 
+def dot_of_bf16() -> None:
+    """Teach the interpreter, which keeps bf16 as its bits, to multiply them."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:  # noqa: ANN401 - Triton is untyped
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: create_dot(
+        self, widened(a), widened(b), *others
+    )
+
+
+Operands = tuple[Tensor, Tensor]
+
+
+def of_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What the kernel takes of weights in int8, and the weights in fp64."""
+    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
+    scales = (2.0 ** -torch.randint(3, 9, (num_outputs,))).to(dtype)
+    return (weight, scales), weight.double() * scales.double()[:, None]
+
+
+def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What it takes of weights in int4, and the weights."""
+    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
+    scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128)), codes[:, ::128] + 1
+    weight, words = int4_rows.split(int4_rows.pack(codes, scales, zeros))
+    numbers = (codes.double().unflatten(1, (-1, 128)) - zeros[..., None]) * scales[..., None]
+    return (weight, words.t().contiguous()), numbers.flatten(1)
+
+
+def few_rows() -> None:
+    """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
+    dot_of_bf16()
+    cases = (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176)
+    for dtype, (make, num_outputs, num_inputs) in product((torch.float32, torch.float16, torch.bfloat16), cases):
+        operands, numbers = make(num_outputs, num_inputs, dtype)
+        x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
+        wanted = x.double() @ numbers.t()
+        for num_rows, num_processors in ((1, 1), (9, 1), (40, 1), (5, 132)):
+            y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
+            if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
+                assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
+            else:
+                assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, num_outputs, num_inputs, num_rows)
+    for make in (of_bytes, of_halves):
+        operands, numbers = make(16, 2176, torch.float16)
+        x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
+        wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
+        for num_processors in (1, 132):
+            y = product_of_few_rows(x, *operands, bias_O=bias, residual_MO=residual, num_processors=num_processors)
+            assert torch.equal(y, wanted)
+        operands, numbers = make(40, 768, torch.float32)
+        x = torch.randn(3, 768)
+        wanted = x.double() @ numbers.t()
+        y = product_of_few_rows(x, *operands, num_processors=1)
+        assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
+    for dtype, num_outputs, num_inputs in ((torch.float16, 5, 128), (torch.float32, 9, 17 * 128)):
+        (codes, words), numbers = of_halves(num_outputs, num_inputs, torch.float16)
+        some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
+        unpack_codes(codes[some_outputs], words[:, some_outputs], found)
+        assert torch.equal(found, numbers[some_outputs].to(dtype))
+
+
 def main() -> None:
     """Check every part."""
     varlen.LONG_SLOTS = 0  # ours for all forwards that it can serve
@@ -345,6 +416,7 @@ def main() -> None:
         "whole models": whole_models,
         "several ranks": several_ranks,
         "draws": draws,
+        "few rows": few_rows,
     }
     for name, part in parts.items():
         part()
