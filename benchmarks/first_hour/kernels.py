@@ -22,7 +22,7 @@ from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.linear import Linear, PlainLinear
-from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -208,17 +208,14 @@ def fused_products(where: Where) -> Iterator[str]:
 
     for (name, (outputs, inputs)), rows in product(MATRICES.items(), (1, 5, 32)):
         x, added = (_some(rows, inputs, like=(where, torch.float16)) for _ in range(2))
-        norm = _some(inputs, like=(where, torch.float16))
+        norm = _norm(_some(inputs, like=(where, torch.float16)))
         weights = [
             _some(outputs, inputs, like=(where, torch.float16)) for _ in range(copies(2 * outputs * inputs, where))
         ]
-        weight, multiply = product_gpu.NormWeight(norm, 1.0, EPS), product_gpu.product
-        normed = functional.rms_norm((x + added).double(), (inputs,), norm.double(), EPS)
+        normed = functional.rms_norm((x + added).double(), (inputs,), norm.weight_E.double(), EPS)
         gate, up = (normed @ weights[0].double().t()).chunk(2, dim=-1)
-        pieces = [
-            lambda matrix=matrix: multiply(x, matrix, norm=weight, added_MI=added, gates=True)[1]  # noqa: B023
-            for matrix in weights
-        ]
+        fused = [product_gpu.product(norm, weight, None, gates=True, dtype=None) for weight in weights]
+        pieces = [lambda multiply=multiply: multiply(x, added)[1] for multiply in fused]  # noqa: B023
         wanted = functional.silu(gate) * up
         yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
 
@@ -294,12 +291,16 @@ def draws(where: Where) -> Iterator[str]:
             yield f"{name}: frequencies are off by {z:.1f} standard errors"
 
 
+def _norm(weight_E: Tensor) -> RmsNorm:
+    module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
+    module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
+    return RmsNorm(module)
+
+
 def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
-        module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
-        module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
-        return RmsNorm(module)(x_ME.add_(added_ME))
+        return _norm(weight_E)(x_ME.add_(added_ME))
     from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
 
     return between_gpu.add_norm(x_ME, added_ME, weight_E, EPS)
@@ -318,8 +319,8 @@ CHECKS: dict[str, Check] = {
     "norms": norms,
     "products": partial(products, kind=PlainLinear, bits=16),
     "products-fused": fused_products,
-    "int8": partial(products, kind=Int8WeightOnlyLinear, bits=8),
-    "int4": partial(products, kind=Int4WeightOnlyLinear, bits=4),
+    "int8": partial(products, kind=int8_weight_only_linear, bits=8),
+    "int4": partial(products, kind=int4_weight_only_linear, bits=4),
     "draws": draws,
 }
 """`attention-split-batches` is the one that pytorch's issue 194167 says to be wrong; no path may use it then."""

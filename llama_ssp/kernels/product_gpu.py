@@ -1,37 +1,34 @@
 """The product of few rows with 16-bit weights and all that stands around it, in Triton: `gpu_kernels=fused`.
 
-It computes x W^T with the sum of the ranks added to the residual and the RMS norm before it, and the bias, the gate of
-the MLP or the residual behind it. For few rows a product reads its weights and hardly computes, so what surrounds it is
-free, where a kernel of its own costs a launch and a trip through memory. Each program computes some outputs of all rows
-and reads each of its weights once. No GPU has timed it, so it is off by default.
+It computes x W^T with the RMS norm before it, which may add the sum of the ranks to x, and the bias and the gate of the
+MLP behind it; cuBLAS adds the residual itself. For few rows a product reads its weights and hardly computes, so what
+surrounds it is free, where a kernel of its own costs a launch and a trip through memory. Each program computes some
+outputs of all rows and reads each of its weights once. No GPU has timed it, so it is off by default.
 
 Shapes: M rows, I inputs, O outputs.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.kernels.between import RmsNorm
+
 OUTPUTS, INPUTS, NUM_STAGES = 32, 128, 5
 """Outputs of a program, inputs of a step, and steps in flight."""
 _LEAST_ROWS = 16
 """What one instruction multiplies; fewer rows are padded."""
-
-
-class NormWeight(NamedTuple):
-    """The weight (I,) of an RMS norm, multiplied by `scale` so that no product with it overflows, and its epsilon."""
-
-    weight_I: Tensor
-    scale: float
-    eps: float
+_SMALLEST_EXPONENT = -14
+"""Of normal numbers in fp16."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def product_kernel(  # type: ignore[no-untyped-def]
-    x, added, summed, norm, weight, bias, residual, y,
+    x, added, summed, norm, weight, bias, y,
     num_rows, num_outputs, num_inputs, eps, unscale,
     GATES: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -60,14 +57,12 @@ def product_kernel(  # type: ignore[no-untyped-def]
         if added is not None:
             x_tile += tl.load(added + places + inputs[None, :], mask=is_here, other=0.0)
             tl.store(summed + places + inputs[None, :], x_tile, mask=is_here & (tl.program_id(0) == 0))
-        if norm is not None:
-            exact = x_tile.to(tl.float32)
-            squares += tl.sum(exact * exact, 1)
-            factors = tl.load(norm + inputs, mask=is_input, other=0.0).to(tl.float32)
-            x_tile = (exact * factors[None, :]).to(x_tile.dtype)
+        exact = x_tile.to(tl.float32)
+        squares += tl.sum(exact * exact, 1)
+        factors = tl.load(norm + inputs, mask=is_input, other=0.0).to(tl.float32)
+        x_tile = (exact * factors[None, :]).to(x_tile.dtype)
         total = tl.dot(x_tile, tl.trans(weights), total)
-    if norm is not None:
-        total *= (tl.rsqrt(squares / num_inputs + eps) * unscale)[:, None]
+    total *= (tl.rsqrt(squares / num_inputs + eps) * unscale)[:, None]
     if bias is not None:
         total += tl.load(bias + weight_rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if GATES:
@@ -76,38 +71,31 @@ def product_kernel(  # type: ignore[no-untyped-def]
         gate = gate.to(y.dtype.element_ty).to(tl.float32)
         total = gate / (1.0 + tl.exp(-gate)) * up.to(y.dtype.element_ty).to(tl.float32)
     here = rows[:, None].to(tl.int64) * num_outputs + outputs[None, :]
-    is_here_too = is_row[:, None] & is_output[None, :]
-    if residual is not None:
-        total += tl.load(residual + here, mask=is_here_too, other=0.0).to(tl.float32)
-    tl.store(y + here, total.to(y.dtype.element_ty), mask=is_here_too)
+    tl.store(y + here, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 def product(
-    x_MI: Tensor,
-    weight_OI: Tensor,
-    *,
-    norm: NormWeight | None = None,
-    added_MI: Tensor | None = None,
-    bias_O: Tensor | None = None,
-    residual_MO: Tensor | None = None,
-    gates: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute norm(x + added) W^T + bias + residual for few rows; all tensors are contiguous.
+    norm: RmsNorm, weight_OI: Tensor, bias_O: Tensor | None, *, gates: bool, dtype: torch.dtype | None
+) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """The product for few rows: maps x and what is added to it to their sum and norm(sum) W^T + bias.
 
-    With `gates` the weight is that of gate and up, one after the other, and the result silu(gate) * up. The residual is
-    overwritten by the result. `dtype` is that of the result, by default that of x.
-
-    Returns x + added, which is x if nothing is added, and the result.
+    With `gates` the weight is that of gate and up, one after the other, and the result silu(gate) * up. `dtype` is that
+    of the result, None for that of x. All tensors are contiguous.
     """
-    num_rows, num_inputs = x_MI.shape
-    num_outputs = weight_OI.shape[0] // 2 if gates else weight_OI.shape[0]
-    summed_MI = x_MI if added_MI is None else torch.empty_like(x_MI)
-    y_MO = x_MI.new_empty(num_rows, num_outputs, dtype=dtype) if residual_MO is None else residual_MO
-    product_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
-        x_MI, added_MI, summed_MI, norm and norm.weight_I, weight_OI, bias_O, residual_MO, y_MO,
-        num_rows, num_outputs, num_inputs, norm.eps if norm else 0.0, 1 / norm.scale if norm else 1.0,
-        GATES=gates, ROWS=max(int(triton.next_power_of_2(num_rows)), _LEAST_ROWS), OUTPUTS=OUTPUTS, INPUTS=INPUTS,
-        num_warps=4, num_stages=NUM_STAGES,
-    )  # fmt: skip
-    return summed_MI, y_MO
+    # No product of a finite x with the scaled weight overflows.
+    scale = 2.0 ** -math.ceil(math.log2(max(float(norm.weight_E.abs().max()), 2.0**_SMALLEST_EXPONENT)))
+    scaled_I, num_outputs = norm.weight_E * scale, weight_OI.shape[0] // (1 + gates)
+
+    def multiply(x_MI: Tensor, added_MI: Tensor | None) -> tuple[Tensor, Tensor]:
+        num_rows, num_inputs = x_MI.shape
+        summed_MI = x_MI if added_MI is None else torch.empty_like(x_MI)
+        y_MO = x_MI.new_empty(num_rows, num_outputs, dtype=dtype)
+        product_kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
+            x_MI, added_MI, summed_MI, scaled_I, weight_OI, bias_O, y_MO,
+            num_rows, num_outputs, num_inputs, norm.eps, 1 / scale,
+            GATES=gates, ROWS=max(int(triton.next_power_of_2(num_rows)), _LEAST_ROWS), OUTPUTS=OUTPUTS, INPUTS=INPUTS,
+            num_warps=4, num_stages=NUM_STAGES,
+        )  # fmt: skip
+        return summed_MI, y_MO
+
+    return multiply

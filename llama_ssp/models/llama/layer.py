@@ -7,12 +7,11 @@ output and down, and the next norm adds the sum of the ranks to the residual. Wh
 
     CPU                      norm, product and gate; for a few tokens on one rank the whole layer
     GPU                      all that stands between two products; see `kernels.between`
-    GPU, gpu_kernels=fused   for up to 32 tokens, norm, product and gate; product and residual
+    GPU, gpu_kernels=fused   for up to 32 tokens, norm, product and gate
 
 Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, all of this rank.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -35,8 +34,6 @@ Stream = tuple[Tensor, Tensor | None]
 _MOST_ROWS = 32
 """Of a fused product on a GPU."""
 _CHECKED_ROWS = (1, 5, 20)
-_SMALLEST_EXPONENT = -14
-"""Of normal numbers in fp16."""
 
 
 def added(stream: Stream) -> Tensor:
@@ -86,19 +83,9 @@ class NormedProduct:
         """Use one kernel for few rows of plain weights, whose result has this dtype; None for that of the weights."""
         from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
 
-        # No product of a finite x with the scaled weight overflows.
-        norm, linear = self._norm, self.linear
-        scale = 2.0 ** -math.ceil(math.log2(max(float(norm.weight_E.abs().max()), 2.0**_SMALLEST_EXPONENT)))
-        weight = product_gpu.NormWeight(norm.weight_E * scale, scale, norm.eps)
+        linear = self.linear
         assert isinstance(linear, PlainLinear)
-        self.fused = lambda x_ME, pending_ME: product_gpu.product(
-            x_ME, linear.weight_OI, norm=weight, bias_O=linear.bias_O, added_MI=pending_ME, gates=self._gates,
-            dtype=dtype,
-        )  # fmt: skip
-
-    def try_out(self, x_MI: Tensor) -> Tensor:
-        """The product of inputs that are not used otherwise."""
-        return self((x_MI, None))[1]
+        self.fused = product_gpu.product(self._norm, linear.weight_OI, linear.bias_O, gates=self._gates, dtype=dtype)
 
 
 class ResidualProduct:
@@ -107,10 +94,7 @@ class ResidualProduct:
     Attributes:
         is_shared: each rank holds some of the inputs, and the sum over the ranks waits for the next norm.
         linear: of this rank; without the bias if it is shared.
-        fused: the product with the residual in one kernel of a GPU; None where it is not used.
     """
-
-    fused: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
         weight, bias = take(module)
@@ -118,33 +102,13 @@ class ResidualProduct:
         self.is_shared = isinstance(module, RowLinear)
         self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
         self._bias_E = bias
-        self._width = weight.shape[0]
 
     def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
         """Add the output for x to the residual, which may be overwritten."""
         if self.is_shared:
             sum_ME = self._comm.all_reduce(self.linear(x_MI))
             return residual_ME, sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-        return self._added(x_MI, residual_ME), None
-
-    def _added(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
-        if self.fused and len(x_MI) <= _MOST_ROWS:
-            return self.fused(x_MI, residual_ME)
-        return self.linear.add(x_MI, residual_ME)
-
-    def fuse(self, _dtype: torch.dtype | None) -> None:
-        """Use one kernel for few rows of plain weights."""
-        from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
-
-        linear = self.linear
-        assert isinstance(linear, PlainLinear)
-        self.fused = lambda x_MI, residual_ME: product_gpu.product(
-            x_MI, linear.weight_OI, bias_O=linear.bias_O, residual_MO=residual_ME
-        )[1]
-
-    def try_out(self, x_MI: Tensor) -> Tensor:
-        """The product of inputs that are not used otherwise."""
-        return self._added(x_MI, x_MI.new_zeros(len(x_MI), self._width))
+        return self.linear.add(x_MI, residual_ME), None
 
 
 class Layer:
@@ -196,10 +160,8 @@ class Layer:
 
 def fuse_products(layers: Sequence[Layer], head: NormedProduct, *, head_dtype: torch.dtype | None) -> None:
     """Fuse products of plain weights in 16 bits where that gives what torch's operators do on this device."""
-    groups: dict[str, Sequence[NormedProduct | ResidualProduct]] = {
-        name: [getattr(layer, name) for layer in layers] for name in ("qkv", "output", "gate_up", "down")
-    }
-    for name, group in {**groups, "head": [head]}.items():
+    groups = {"qkv": [layer.qkv for layer in layers], "gate_up": [layer.gate_up for layer in layers], "head": [head]}
+    for name, group in groups.items():
         linear, dtype = group[0].linear, head_dtype if name == "head" else None
         is_plain = type(linear) is PlainLinear and linear.weight_OI.dtype in {torch.float16, torch.bfloat16}
         instead = f"continuing with torch's product instead of a fused one for {name}"
@@ -209,15 +171,15 @@ def fuse_products(layers: Sequence[Layer], head: NormedProduct, *, head_dtype: t
 
 
 @torch.inference_mode()
-def _try_fused(product: NormedProduct | ResidualProduct, dtype: torch.dtype | None, name: str) -> bool:
+def _try_fused(product: NormedProduct, dtype: torch.dtype | None, name: str) -> bool:
     assert isinstance(product.linear, PlainLinear)
     weight_OI, generator = product.linear.weight_OI, torch.Generator().manual_seed(0)
     inputs = [torch.randn(rows, weight_OI.shape[1], generator=generator).to(weight_OI) for rows in _CHECKED_ROWS]
-    wanted = [product.try_out(x_MI) for x_MI in inputs]
+    wanted = [product((x_MI, None))[1] for x_MI in inputs]
     product.fuse(dtype)
     try:
         for x_MI, expected in zip(inputs, wanted, strict=True):
-            check(f"fused product {name}", product.try_out(x_MI), expected)
+            check(f"fused product {name}", product((x_MI, None))[1], expected)
     except Exception:
         product.fused = None
         raise

@@ -25,13 +25,10 @@ between_gpu, product_gpu, linear_gpu, attention_gpu, draw_gpu = (
 MOST_SHARED = 163 * 1024
 """Bytes of a block on an A100."""
 PRODUCTS: dict[str, tuple[set[str], bool]] = {
-    "query-key-value": ({"norm"}, False),
-    "after a sum of the ranks": ({"norm", "added"}, False),
-    "gate-up": ({"norm"}, True),
-    "output": ({"residual"}, False),
-    "with a bias": ({"norm", "bias"}, False),
-}
-"""What stands around a product, and whether it gates."""
+    "query-key-value": (set(), False), "after a sum of the ranks": ({"added"}, False), "gate-up": (set(), True),
+    "with a bias": ({"bias"}, False),
+}  # fmt: skip
+"""What stands around a product in addition to the norm, and whether it gates."""
 
 
 def integers(*names: str) -> dict[str, str]:
@@ -46,8 +43,8 @@ def test_no_register_of_a_product_is_spilled_and_every_weight_is_multiplied_by_o
     given, gates = PRODUCTS[kind]
     constants: dict[str, object] = {"GATES": gates, "ROWS": rows}
     constants |= {"OUTPUTS": product_gpu.OUTPUTS, "INPUTS": product_gpu.INPUTS}
-    constants |= dict.fromkeys({"added", "norm", "bias", "residual"} - given)
-    types = dict.fromkeys(("x", "added", "summed", "norm", "weight", "bias", "residual", "y"), f"*{dtype}")
+    constants |= dict.fromkeys({"added", "bias"} - given)
+    types = dict.fromkeys(("x", "added", "summed", "norm", "weight", "bias", "y"), f"*{dtype}")
     types |= integers("num_rows", "num_outputs", "num_inputs") | {"eps": "fp32", "unscale": "fp32"}
     found = compile_kernel(
         product_gpu.product_kernel, types, constants, capability=capability, num_warps=4,
@@ -171,7 +168,8 @@ def compiled(bits: int, capability: int, dtype: str, num_rows: int, *, num_outpu
 
 def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
     """Weights of a warp in a step, if no other warp has them too."""
-    return int(tiles(1, num_outputs, value_bytes=VALUE_BYTES[dtype]).outputs) * linear_gpu.STEP // found.num_warps
+    outputs: int = tiles(1, num_outputs, value_bytes=VALUE_BYTES[dtype]).outputs
+    return outputs * int(linear_gpu.STEP) // found.num_warps
 
 
 @grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])

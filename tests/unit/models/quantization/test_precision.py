@@ -9,20 +9,12 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import precision, weight_only
-from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
-from llama_ssp.models.quantization.weight_only import (
-    Int4WeightOnlyLinear,
-    Int8WeightOnlyLinear,
-    QuantizedForm,
-    quantize_by_blocks,
-)
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.quantization.weight_only import quantize_by_blocks
+from llama_ssp.settings.formats import formats
 from tests.helpers.lanes import grid
 
-KINDS: dict[str, type] = {
-    "int8": Int8Linear, "nf4": Nf4Linear, "int8_weight_only": Int8WeightOnlyLinear,
-    "int4_weight_only": Int4WeightOnlyLinear,
-}  # fmt: skip
-FORMS = list(KINDS)
+FORMS = [form.name for form in formats().values() if form.is_quantized]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,12 +35,6 @@ def make(form: str, weight: Tensor, bias: Tensor | None = None, *, threshold: fl
 def unpacked(linear: Linear, num_inputs: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights that a form stands for: what it maps unit vectors to."""
     return linear(torch.eye(num_inputs, dtype=dtype)).t()
-
-
-def test_a_form_without_a_product_of_its_own_cannot_be_made() -> None:
-    unfinished = type("Unfinished", (QuantizedForm,), {})
-    with pytest.raises(TypeError, match="__call__"):
-        unfinished()
 
 
 @every_form
@@ -170,11 +156,6 @@ def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPat
 
     quantize_by_blocks(numbers(7, 128), quantize)
     assert seen == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize(("form", "kind"), KINDS.items())
-def test_each_name_has_its_form(form: str, kind: type) -> None:
-    assert type(make(form, numbers(16, 128))) is kind
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
