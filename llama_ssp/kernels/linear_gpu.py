@@ -88,7 +88,7 @@ def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: igno
     """The bytes as fp16 or bf16, which hold them exactly; by PTX without the slow integer-to-float instruction."""
     if PTX:
         program: tl.constexpr = _BYTES_TO_FP16 if tl.float16 == HALF else _BYTES_TO_BF16
-        numbers = tl.inline_asm_elementwise(program, "=r,=r,r", [bytes_tile], HALF, is_pure=True, pack=4)
+        numbers = tl.inline_asm_elementwise(program, "=r,=r,r", [bytes_tile], HALF.value, is_pure=True, pack=4)
     else:
         numbers = bytes_tile.to(tl.float32).to(HALF)
     return numbers
@@ -103,7 +103,7 @@ def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):
         nothing: tl.constexpr = 0x6400 if tl.float16 == HALF else 0x4300
         zeros = (zeros | nothing).to(tl.int16).to(HALF, bitcast=True)[:, :, None]
         low, high = tl.inline_asm_elementwise(
-            program, "=&r,=&r,=&r,=&r,r,r,r", [bytes_tile, zeros], (HALF, HALF), is_pure=True, pack=4
+            program, "=&r,=&r,=&r,=&r,r,r,r", [bytes_tile, zeros], (HALF.value, HALF.value), is_pure=True, pack=4
         )
     else:
         zeros = zeros.to(tl.float32)[:, :, None]
