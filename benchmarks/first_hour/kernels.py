@@ -19,11 +19,10 @@ from torch.nn import functional
 
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
+from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of
+from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.linear import Linear, PlainLinear
-from llama_ssp.models.cache import CacheView, StaticCache
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm
-from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
-from llama_ssp.models.varlen import Heads, VarlenAttention, capability_of
+from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -163,9 +162,9 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our split attention is for GPUs")
-    from llama_ssp.models.llama import split_kernels  # noqa: PLC0415 - imports Triton
+    from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
-    return attention(split_kernels.attend, where, most_queries=split_kernels.MOST_ROWS)
+    return attention(attention_gpu.attend, where, most_queries=attention_gpu.MOST_ROWS)
 
 
 def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 3, 32)) -> Iterable[str]:
@@ -205,21 +204,18 @@ def fused_products(where: Where) -> Iterator[str]:
     """Our product with the residual's sum and the norm before it, and the gate behind it."""
     if not where.is_gpu:
         skip("our products are for GPUs")
-    from llama_ssp.models.llama import kernels  # noqa: PLC0415 - imports Triton
+    from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
 
     for (name, (outputs, inputs)), rows in product(MATRICES.items(), (1, 5, 32)):
         x, added = (_some(rows, inputs, like=(where, torch.float16)) for _ in range(2))
-        norm = _some(inputs, like=(where, torch.float16))
+        norm = _norm(_some(inputs, like=(where, torch.float16)))
         weights = [
             _some(outputs, inputs, like=(where, torch.float16)) for _ in range(copies(2 * outputs * inputs, where))
         ]
-        weight, multiply = kernels.NormWeight(norm, 1.0, EPS), kernels.product
-        normed = functional.rms_norm((x + added).double(), (inputs,), norm.double(), EPS)
+        normed = functional.rms_norm((x + added).double(), (inputs,), norm.weight_E.double(), EPS)
         gate, up = (normed @ weights[0].double().t()).chunk(2, dim=-1)
-        pieces = [
-            lambda matrix=matrix: multiply(x, matrix, norm=weight, added_MI=added, gates=True)[1]  # noqa: B023
-            for matrix in weights
-        ]
+        fused = [product_gpu.product(norm, weight, None, gates=True, dtype=None) for weight in weights]
+        pieces = [lambda multiply=multiply: multiply(x, added)[1] for multiply in fused]  # noqa: B023
         wanted = functional.silu(gate) * up
         yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
 
@@ -228,24 +224,32 @@ def rotary(where: Where) -> Iterator[str]:
     """The rotation of queries and keys with the write to the cache, for rows in order and for chosen ones."""
     dtype = torch.float16 if where.is_gpu else torch.float32
     for num_rows, num, (num_heads, num_kv), dim in product((1, 3), (1, 5), ((32, 32), (32, 8)), (64, 128)):
-        heads = Heads(num_heads, num_kv, dim, dim**-0.5)
         positions = (
             torch.arange(num, device=where.device) + 7 * torch.arange(1, num_rows + 1, device=where.device)[:, None]
         )
+        slots = (positions + 64 * torch.arange(num_rows, device=where.device)[:, None]).flatten()
         angles = torch.rand(64, dim // 2, device=where.device) * 6
-        freqs_S1P = torch.polar(torch.ones_like(angles), angles)[:, None]
+        freqs_SP = torch.polar(torch.ones_like(angles), angles)
         qkv = _some(num_rows * num, num_heads + 2 * num_kv, dim, like=(where, dtype))
-        cache = StaticCache(num_layers=1, batch_size=num_rows, capacity=64, device=where.device)
-        view = cache.view(positions, bucket=64, cache_rows_B=None)
+        parts = qkv.new_zeros(2 * num_kv, 64 * num_rows, dim)
+        turns = freqs_SP[positions.flatten()][:, None]
         pairs = torch.view_as_complex(qkv[:, :-num_kv].double().unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(pairs * freqs_S1P[positions.flatten()].to(torch.complex128)).flatten(-2)
+        turned = torch.view_as_real(pairs * turns.to(torch.complex128)).flatten(-2)
         wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
-        for way, place in _placings(freqs_S1P, positions, view).items():
+        ways = {"in order": partial(rotate_write, freqs_cis_M1P=turns, slots_M=slots)}
+        if where.is_gpu:
+            from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
 
-            def placed(place: PlaceHeads = place) -> Tensor:
-                queries, _, _ = place(qkv.clone(), 0, heads, ())  # noqa: B023
-                parts = view.buffer(0, lambda: qkv[:, num_heads:]).parts  # noqa: B023
-                return torch.cat([queries, parts[:, view.slots_M].transpose(0, 1)], 1)  # noqa: B023
+            own = partial(
+                between_gpu.rotate_write, turns_SP2=torch.view_as_real(freqs_SP), positions_BT=positions.contiguous()
+            )
+            ways = {"in order": own, "by slots": partial(own, slots_M=slots)}
+        for way, place in ways.items():
+
+            def placed(place: Callable[..., None] = place) -> Tensor:
+                own_qkv = qkv.clone()  # noqa: B023
+                place(own_qkv, parts=parts, num_heads=num_heads, norms=())  # noqa: B023
+                return torch.cat([own_qkv[:, :num_heads], parts[:, slots].transpose(0, 1)], 1)  # noqa: B023
 
             name = f"{num_rows} rows, {num} positions, {num_heads} over {num_kv} heads of {dim}, {way}"
             yield from judge(name, [placed], wanted, where)
@@ -287,27 +291,19 @@ def draws(where: Where) -> Iterator[str]:
             yield f"{name}: frequencies are off by {z:.1f} standard errors"
 
 
+def _norm(weight_E: Tensor) -> RmsNorm:
+    module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
+    module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
+    return RmsNorm(module)
+
+
 def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
-        module = torch.nn.RMSNorm(len(weight_E)).to(weight_E)
-        module.weight.data, module.variance_epsilon = weight_E, EPS  # type: ignore[assignment]
-        return RmsNorm(module)(x_ME.add_(added_ME))
-    from llama_ssp.models.llama import kernels  # noqa: PLC0415 - imports Triton
+        return _norm(weight_E)(x_ME.add_(added_ME))
+    from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - imports Triton
 
-    return kernels.add_norm(x_ME, added_ME, weight_E, EPS)
-
-
-def _placings(freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView) -> dict[str, PlaceHeads]:
-    """What rotates heads and writes them to a cache: in the order of its rows, and by slots."""
-    if not positions_BT.is_cuda:
-        return {"in order": PlaceByOperators(freqs_cis_S1P[positions_BT.flatten()], view)}
-    from llama_ssp.models.llama.kernels import rotate_write  # noqa: PLC0415 - imports Triton
-
-    return {
-        name: PlaceByKernel(rotate_write, freqs_cis_S1P, positions_BT.contiguous(), slots, view.buffer)
-        for name, slots in {"in order": None, "by slots": view.slots_M}.items()
-    }
+    return between_gpu.add_norm(x_ME, added_ME, weight_E, EPS)
 
 
 def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
@@ -323,8 +319,8 @@ CHECKS: dict[str, Check] = {
     "norms": norms,
     "products": partial(products, kind=PlainLinear, bits=16),
     "products-fused": fused_products,
-    "int8": partial(products, kind=Int8WeightOnlyLinear, bits=8),
-    "int4": partial(products, kind=Int4WeightOnlyLinear, bits=4),
+    "int8": partial(products, kind=int8_weight_only_linear, bits=8),
+    "int4": partial(products, kind=int4_weight_only_linear, bits=4),
     "draws": draws,
 }
 """`attention-split-batches` is the one that pytorch's issue 194167 says to be wrong; no path may use it then."""

@@ -263,9 +263,8 @@ class NativeLinear(Linear):
 
 
 def native_of(linear: Linear) -> NativeLinear | None:
-    """What computes a layer, or a quantized form of one; None if that is no compiled product."""
-    found = linear if isinstance(linear, NativeLinear) else getattr(linear, "native", None)
-    return found if isinstance(found, NativeLinear) else None
+    """The layer, if it is a compiled product."""
+    return linear if isinstance(linear, NativeLinear) else None
 
 
 def fits(kind: str, shape: torch.Size) -> bool:

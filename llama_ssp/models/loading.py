@@ -17,14 +17,13 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, NotRequired, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import family_of, record_of
-from llama_ssp.architectures.sharding import RankShard, cut_of, split_model
+from llama_ssp.architectures.sharding import cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
@@ -42,16 +41,7 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.tensor_parallel import (
-    ColumnLinear,
-    GatheredLinear,
-    LocalModule,
-    RowLinear,
-    Slice,
-    is_row_parallel,
-    is_sharded,
-    shard,
-)  # fmt: skip
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, LocalModule, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.schema import ModelShape, WholeParts
@@ -59,51 +49,65 @@ from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
-Key = TypeVar("Key", bound=Hashable)
 
-READ_AHEAD = 2
+_READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
 
-class ReadAhead(Generic[Key]):
+class Loading(TypedDict):
+    """Keyword arguments of the functions that load a model.
+
+    Attributes:
+        dtype: of weights and cache; None for that of the origin. Buffers keep their dtype.
+        progress: called after each parameter with the bytes read so far and the total bytes.
+        precision: of the linear layers; they are quantized as they are read.
+        whole: what each of several ranks holds whole; by default nothing.
+        fuses: see `LeanRunner`.
+    """
+
+    dtype: torch.dtype | None
+    progress: NotRequired[Progress | None]
+    precision: NotRequired[Precision]
+    whole: NotRequired[WholeParts]
+    fuses: NotRequired[bool]
+
+
+class ReadAhead:
     """Reads tensors ahead, for callers that take them mostly in the expected order.
 
     Args:
-        read: reads a tensor; also called from threads.
+        read: reads the tensor of a key; also called from threads.
         keys: of all tensors, in the expected order.
         num_ahead: how many are read ahead, each by its own thread; 0 reads on demand.
     """
 
-    def __init__(self, read: Callable[[Key], Tensor], keys: Sequence[Key], *, num_ahead: int) -> None:
+    def __init__(self, read: Callable[[Any], Tensor], keys: Sequence[Any], *, num_ahead: int) -> None:
         self._read = read
         self._next = dict(pairwise(keys))
         self._num_ahead = num_ahead
         self._pool = ThreadPoolExecutor(num_ahead, thread_name_prefix="read") if num_ahead else None
         self._wanted = set(keys)
-        self._coming: dict[Key, Future[Tensor]] = {}
+        self._coming: dict[Any, Future[Tensor]] = {}
 
-    def take(self, key: Key) -> Tensor:
+    def take(self, key: Any) -> Tensor:  # noqa: ANN401 - any hashable
         """Return a tensor, or raise what `read` raised in its thread; drop it, and start to read the next ones."""
         self._wanted.discard(key)
         coming = self._coming.pop(key, None)
-        self._look_ahead(key)
-        tensor = coming.result() if coming else self._read(key)
-        if self._pool and not self._wanted:
-            self._pool.shutdown()
-        return tensor
-
-    def _look_ahead(self, key: Key) -> None:
         following = self._next.get(key)
         while self._pool and following is not None and len(self._coming) < self._num_ahead:
             if following in self._wanted and following not in self._coming:
                 self._coming[following] = self._pool.submit(self._read, following)
             following = self._next.get(following)
+        tensor = coming.result() if coming else self._read(key)
+        if self._pool and not self._wanted:
+            self._pool.shutdown()
+        return tensor
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """A row of the table: a stored tensor or a slice of it, and the device that it goes to."""
 
     source: str
@@ -111,42 +115,50 @@ class Row(NamedTuple):
     device: torch.device
 
 
-@dataclass(kw_only=True, eq=False)
 class Weights:
     """Loads the parameters of a model, all at once or module by module, and moves the buffers.
 
-    Loading module by module bounds memory for callers that convert the values.
+    Loading module by module bounds memory for callers that convert the values. The attention becomes the one that the
+    precision needs.
 
-    Attributes:
+    Args:
         model: with its sharded modules, parameters on the meta device.
+        origin: of the values.
         sources: from `find_sources` for the whole model.
-        dtype, device: of the parameters; buffers keep their dtype.
-        progress: called after each parameter with the bytes read so far and the total bytes.
-        num_ahead: how many tensors are read ahead, by as many threads.
+        device: of parameters and buffers.
         places: the devices of modules that go elsewhere, by name.
+        loading: see `Loading`.
     """
 
-    model: PreTrainedModel
-    origin: WeightSource
-    sources: Mapping[str, str]
-    dtype: torch.dtype
-    device: torch.device
-    progress: Progress | None
-    num_ahead: int
-    places: Mapping[str, torch.device]
-
-    def __post_init__(self) -> None:
-        self._table = {name: self._row(name, source) for name, source in self.sources.items()}
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        origin: WeightSource,
+        sources: Mapping[str, str],
+        device: torch.device,
+        *,
+        places: Mapping[str, torch.device] | None = None,
+        **loading: Unpack[Loading],
+    ) -> None:
+        precision = loading.get("precision", UNQUANTIZED)
+        check_packed(model, origin, sources, precision.quantization)
+        if precision.rounds_inputs:
+            model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
+        self._model, self._origin, self._device, self._places = model, origin, device, places or {}
+        self._dtype, self._progress = loading["dtype"] or origin.dtype, loading.get("progress")
+        self._table = {name: self._row(name, source) for name, source in sources.items()}
         self._uses = Counter(self._table.values())
         # Of packed weights, the bytes that they had unpacked; tied ones once.
-        self._sizes = {row: getattr(*self._find(name)).numel() * self.dtype.itemsize
+        self._sizes = {row: getattr(*self._find(name)).numel() * self._dtype.itemsize
                        for name, row in self._table.items()}  # fmt: skip
-        self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=self.num_ahead)
-        self._tied: dict[Row, nn.Parameter] = {}
+        # On a CPU an unquantized weight is loaded once it is read: reading ahead would take memory alone.
+        num_ahead = _READ_AHEAD if precision.kernel or device.type != "cpu" else 0
+        self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
+        self._tied: dict[_Row, nn.Parameter] = {}
         self._done_bytes = 0
-        for module in self.model.modules():
+        for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to(self.device))
+                setattr(module, name, buffer.to(device))
 
     def fill(self, prefix: str = "") -> None:
         """Load the parameters whose names begin with `prefix`, in order; CheckpointError if a file has changed."""
@@ -159,28 +171,27 @@ class Weights:
                 self._done_bytes += self._sizes[row]
                 if self._uses[row] > 1:
                     self._tied[row] = parameter
-            module, leaf = self._find(name)
-            setattr(module, leaf, parameter)
-            if self.progress:
-                self.progress(self._done_bytes, sum(self._sizes.values()))
+            setattr(*self._find(name), parameter)
+            if self._progress:
+                self._progress(self._done_bytes, sum(self._sizes.values()))
 
     def _find(self, name: str) -> tuple[nn.Module, str]:
         path, _, leaf = name.rpartition(".")
-        return self.model.get_submodule(path), leaf
+        return self._model.get_submodule(path), leaf
 
-    def _row(self, name: str, source: str) -> Row:
+    def _row(self, name: str, source: str) -> _Row:
         module, leaf = self._find(name)
         cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
-        device = next((place for path, place in self.places.items() if name.startswith(f"{path}.")), self.device)
-        return Row(source=source, cut=cut, device=device)
+        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
+        return _Row(source, cut, device)
 
-    def _read(self, row: Row) -> Tensor:
+    def _read(self, row: _Row) -> Tensor:
         dim, parts = (row.cut.dim, [row.cut.part]) if row.cut else (None, [])
-        return self.origin.read(row.source, dim=dim, parts=parts, dtype=self.dtype, device=row.device)
+        return self._origin.read(row.source, dim=dim, parts=parts, dtype=self._dtype, device=row.device)
 
 
 @contextmanager
-def returning_memory() -> Iterator[None]:
+def _returning_memory() -> Iterator[None]:
     """While weights are converted, return freed host memory to the system; with glibc only.
 
     Otherwise freed tensors leave holes in the heap that later tensors do not fit into, which add up to another copy of
@@ -201,24 +212,6 @@ def _call_malloc(function: str, *arguments: int) -> None:
         getattr(library, function)(*arguments)
 
 
-class Loading(TypedDict):
-    """Keyword arguments of the functions that load a model.
-
-    Attributes:
-        dtype: of weights and cache; None for that of the origin.
-        progress: called after each parameter with the bytes read so far and the total bytes.
-        precision: of the linear layers; they are quantized as they are read.
-        whole: what each of several ranks holds whole; by default nothing.
-        fuses: see `LeanRunner`.
-    """
-
-    dtype: torch.dtype | None
-    progress: NotRequired[Progress | None]
-    precision: NotRequired[Precision]
-    whole: NotRequired[WholeParts]
-    fuses: NotRequired[bool]
-
-
 def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> Runner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
@@ -231,7 +224,7 @@ def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **load
     """
     model, weights = _prepare(origin, device=device, comm=comm, **loading)
     if is_llama_kind(model.config):
-        with returning_memory():
+        with _returning_memory():
             return LeanRunner(
                 model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED),
                 fuses=loading.get("fuses", False),
@@ -250,10 +243,12 @@ def load_modules(
 
 
 def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
-    """Fill the modules of transformers with weights in the given precision."""
+    """Fill the modules of transformers with weights in the given precision, linear layers one by one."""
     if quantize := loading.get("precision", UNQUANTIZED).kernel:
-        with returning_memory():
-            quantize_modules(model, quantize, fill=weights.fill)
+        with _returning_memory():
+            for name, module in list(_linear_layers(model)):
+                weights.fill(f"{name}.")
+                model.set_submodule(name, QuantizedLinear(module, quantize))
     weights.fill()
 
 
@@ -265,30 +260,7 @@ def _prepare(
     sources = find_sources(model, origin)
     quantization, whole = loading.get("precision", UNQUANTIZED).quantization, loading.get("whole", WholeParts.none)
     shard(model, origin.shape, comm, quantization=quantization, whole=whole)
-    return model, weights_for(model, origin, sources, device, **loading)
-
-
-def weights_for(
-    model: PreTrainedModel,
-    origin: WeightSource,
-    sources: Mapping[str, str],
-    device: torch.device,
-    *,
-    places: Mapping[str, torch.device] | None = None,
-    **loading: Unpack[Loading],
-) -> Weights:
-    """Make the `Weights` of an empty model, and set the attention that the precision needs."""
-    precision = loading.get("precision", UNQUANTIZED)
-    check_packed(model, origin, sources, precision.quantization)
-    if precision.rounds_inputs:
-        model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
-    dtype, progress = loading["dtype"] or origin.dtype, loading.get("progress")
-    # On a CPU an unquantized weight is loaded once it is read: reading ahead would take memory alone.
-    num_ahead = READ_AHEAD if precision.kernel or device.type != "cpu" else 0
-    return Weights(
-        model=model, origin=origin, sources=sources, places=places or {},
-        dtype=dtype, device=device, progress=progress, num_ahead=num_ahead,
-    )  # fmt: skip
+    return model, Weights(model, origin, sources, device, **loading)
 
 
 def build_empty(origin: WeightSource) -> PreTrainedModel:
@@ -402,18 +374,13 @@ class QuantizedLinear(nn.Module):
         return self._row.summed(y_BTO) if self._row else y_BTO
 
 
-def quantize_modules(model: PreTrainedModel, quantize: Kernel, *, fill: Callable[[str], None]) -> None:
-    """Quantize the linear layers of a sharded, empty model, one by one as `fill` loads them."""
-    for name, module in list(_linear_layers(model)):
-        fill(f"{name}.")
-        model.set_submodule(name, QuantizedLinear(module, quantize))
-
-
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
 ) -> None:  # fmt: skip
-    """Raise every error that `load_model` would raise, without loading weights; for `compiles` see `check_quantizable`.
+    """Raise every error that `load_model` would raise, without loading weights.
+
+    `compiles` says that layers take compiled products where those fit, as on a CPU without `int8_threshold`.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -424,7 +391,7 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     check_packed(model, origin, find_sources(model, origin), quantization)
-    check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
+    _check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
@@ -450,48 +417,43 @@ def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[
         )
 
 
-def check_quantizable(
-    model: PreTrainedModel, shape: ModelShape, quantization: str,
-    *,
-    num_ranks: int, whole: WholeParts = WholeParts.none, compiles: bool = False,
-) -> None:  # fmt: skip
-    """Check that a whole model, before `tensor_parallel.shard`, can be quantized; reads no weights.
+def _check_quantizable(
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool
+) -> None:
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized.
 
-    `compiles` says that layers take compiled products where those fit, as on a CPU without `int8_threshold`.
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    layers = dict(_linear_layers(model))
+    cut_dims = {name: cut_dim(model, name, whole=whole) if num_ranks > 1 else None for name in layers}
+
+    def sizes(name: str, dim: int) -> set[int]:
+        """Those of a layer, or of its slices on all ranks."""
+        if cut_dims[name] == dim:
+            return {len(shard.features(cut_of(name))) for shard in shards}
+        return {layers[name].weight.shape[dim]}
+
     if (package := storage.package) and find_spec(package.name) is None:
         has_product = compiles and quantization in COMPILED and product_of(COMPILED[quantization]) is not None
-        if not has_product or (odd := _of_no_whole_blocks(model, shards, whole)):
+        odd = [name for name in layers if any(size % BLOCK for size in sizes(name, 0) | sizes(name, 1))]
+        if odd or not has_product:
             where = f" for {summary(odd)}, whose sizes are no multiples of {BLOCK}" if has_product else ""
             raise ConfigError(
                 f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
                 "or use quantization=int8_weight_only, which needs none"
             )
-    for name, module in _linear_layers(model) if storage.group > 1 else ():
-        is_cut = num_ranks > 1 and is_row_parallel(model, name, whole=whole)
-        for width in {len(s.features(cut_of(name))) for s in shards} if is_cut else {module.in_features}:
+    for name in layers if storage.group > 1 else ():
+        for width in sizes(name, 1):
             if width % storage.group:
+                is_cut = cut_dims[name] == 1
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
                 raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
                     f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
                 )
-
-
-def _of_no_whole_blocks(model: PreTrainedModel, shards: Sequence[RankShard], whole: WholeParts) -> list[str]:
-    """The linear layers that compiled products do not fit on some rank."""
-    odd = []
-    for name, module in _linear_layers(model):
-        sizes = {module.weight.shape[0], module.weight.shape[1]}
-        if len(shards) > 1 and is_sharded(model, name, whole=whole):
-            sizes |= {len(shard.features(cut_of(name))) for shard in shards}
-        if any(size % BLOCK for size in sizes):
-            odd.append(name)
-    return odd
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

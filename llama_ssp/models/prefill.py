@@ -13,7 +13,7 @@ more of them.
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -123,58 +123,31 @@ def _read_at_once(runner: Runner, prompts: Prompts, rows_R: Tensor, *, bucket: i
     )[:, 0]
 
 
-class _Span(NamedTuple):
-    """The tokens `start` to `stop` of the prompt at a place; `is_end` if they are its last ones."""
-
-    place: int
-    start: int
-    stop: int
-    is_end: bool
-
-
 def _read_packed(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+    device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
+    lengths_R, rows_R = torch.tensor(prompts.lengths), torch.tensor(rows)
+    all_places = torch.arange(len(rows)).repeat_interleave(lengths_R)
+    all_positions = torch.cat([torch.arange(length) for length in prompts.lengths])
+    chunk = PREFILL_CHUNK * len(rows)  # as many tokens as padded prompts have
     found = []
-    for spans in _chunks(prompts.lengths):
-        lengths = [span.stop - span.start for span in spans]
-        first = [0, *accumulate(lengths)]
-        positions_M = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        places_M, rows_M = (
-            torch.tensor(values).repeat_interleave(torch.tensor(lengths))
-            for values in ([span.place for span in spans], [rows[span.place] for span in spans])
+    for places_M, positions_M in zip(all_places.split(chunk), all_positions.split(chunk), strict=True):
+        places_C, counts_C = places_M.unique_consecutive(return_counts=True)
+        first_C1 = torch.cat([torch.zeros(1, dtype=torch.int64), counts_C.cumsum(0)])
+        last_C = first_C1[1:] - 1
+        used_C = positions_M[last_C] + 1
+        slots_M, rows_M, on_device_M = to_device(
+            torch.stack([places_M * num_slots + positions_M, rows_R[places_M], positions_M]), device
         )
-        device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
-        slots_M, rows_M, positions_M = to_device(
-            torch.stack([places_M * num_slots + positions_M, rows_M, positions_M]), device
-        )
-        rows_C, last_C = to_device([[rows[span.place] for span in spans], [stop - 1 for stop in first[1:]]], device)
-        used_C, first_C1 = (
-            to_device(torch.tensor(values, dtype=torch.int32), device)
-            for values in ([span.stop for span in spans], first)
-        )
+        rows_C, score_C = to_device(torch.stack([rows_R[places_C], last_C]), device)
         logits_1CV = runner.forward(
             prompts.tokens_RS.flatten().index_select(0, slots_M)[None],
-            positions_M[None],
+            on_device_M[None],
             bucket=buckets.covering(prompts.longest),
-            score_positions_BR=last_C[None],
-            pieces=Pieces(rows_M, rows_C, used_C, first_C1, max(lengths)),
+            score_positions_BR=score_C[None],
+            pieces=Pieces(
+                rows_M, rows_C, to_device(used_C.int(), device), to_device(first_C1.int(), device), int(counts_C.max())
+            ),
         )
-        found.append(logits_1CV[0, : sum(span.is_end for span in spans)])  # only the last one may go on
+        num_ended = int((used_C == lengths_R[places_C]).sum())  # only the last prompt may go on
+        found.append(logits_1CV[0, :num_ended])
     return torch.cat(found)
-
-
-def _chunks(lengths: Sequence[int]) -> Iterator[list[_Span]]:
-    """Cut packed prompts into chunks of as many tokens as padded ones have."""
-    size = PREFILL_CHUNK * len(lengths)
-    chunk, room = list[_Span](), size
-    for place, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            stop = min(start + room, length)
-            chunk.append(_Span(place, start, stop, is_end=stop == length))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield chunk
-                chunk, room = [], size
-    if chunk:
-        yield chunk

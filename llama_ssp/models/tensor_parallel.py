@@ -10,7 +10,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,8 +33,7 @@ from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """This rank's part of a parameter along one dimension."""
 
     dim: int
@@ -69,7 +68,7 @@ class ColumnLinear(LocalModule):
     """Some of the outputs of a linear layer, with their biases."""
 
     def __init__(self, whole: nn.Linear, part: range) -> None:
-        super().__init__(whole, {"weight": Slice(dim=0, part=part), "bias": Slice(dim=0, part=part)})
+        super().__init__(whole, {"weight": Slice(0, part), "bias": Slice(0, part)})
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to this rank's outputs (B, T, O)."""
@@ -93,7 +92,7 @@ class RowLinear(LocalModule):
     """Some of the inputs of a linear layer; the bias is whole and is added to the sum."""
 
     def __init__(self, whole: nn.Linear, part: range, *, comm: Comm) -> None:
-        super().__init__(whole, {"weight": Slice(dim=1, part=part)})
+        super().__init__(whole, {"weight": Slice(1, part)})
         self._comm = comm
 
     def forward(self, x_BTI: Tensor) -> Tensor:
@@ -107,33 +106,26 @@ class RowLinear(LocalModule):
 
 
 class VocabularyEmbedding(LocalModule):
-    """Some of the rows of an embedding; ranks without a token's row contribute zeros."""
+    """Some of the rows of an embedding; ranks without a token's row contribute zeros.
+
+    That of Gemma multiplies its output by `embed_scale`.
+    """
+
+    embed_scale: Tensor | None
 
     def __init__(self, whole: nn.Embedding, part: range, *, comm: Comm) -> None:
-        super().__init__(whole, {"weight": Slice(dim=0, part=part)})
+        super().__init__(whole, {"weight": Slice(0, part)})
         self._part = part
         self._comm = comm
+        self.register_buffer("embed_scale", getattr(whole, "embed_scale", None), persistent=False)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Look token ids up; the result is (B, T, E)."""
         rows_BT = ids_BT - self._part.start
         elsewhere_BT = (rows_BT < 0) | (rows_BT >= len(self._part))
         embedded_BTE = functional.embedding(rows_BT.masked_fill_(elsewhere_BT, 0), self.weight)
-        return self._comm.all_reduce(embedded_BTE.masked_fill_(elsewhere_BT[..., None], 0))
-
-
-class ScaledVocabularyEmbedding(VocabularyEmbedding):
-    """The embedding of Gemma, whose output is multiplied by a constant."""
-
-    embed_scale: Tensor
-
-    def __init__(self, whole: nn.Embedding, part: range, *, scale: Tensor, comm: Comm) -> None:
-        super().__init__(whole, part, comm=comm)
-        self.register_buffer("embed_scale", scale, persistent=False)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Look token ids up; the result is (B, T, E)."""
-        return super().forward(ids_BT) * self.embed_scale.to(self.weight.dtype)
+        embedded_BTE = self._comm.all_reduce(embedded_BTE.masked_fill_(elsewhere_BT[..., None], 0))
+        return embedded_BTE if self.embed_scale is None else embedded_BTE * self.embed_scale.to(self.weight.dtype)
 
 
 def shard(
@@ -165,14 +157,12 @@ def shard(
             _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
 
 
-def is_row_parallel(model: PreTrainedModel, name: str, *, whole: WholeParts = WholeParts.none) -> bool:
-    """Whether `shard` splits a module along its inputs."""
-    return _style(tp_plan_of(model), name) == "rowwise" and not stays_whole(name, whole)
-
-
-def is_sharded(model: PreTrainedModel, name: str, *, whole: WholeParts = WholeParts.none) -> bool:
-    """Whether `shard` splits a module."""
-    return not _style(tp_plan_of(model), name).startswith("replicated") and not stays_whole(name, whole)
+def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
+    """The dimension of a linear layer's weight that `shard` cuts; None if the layer stays whole."""
+    style = _style(tp_plan_of(model), name)
+    if style.startswith("replicated") or stays_whole(name, whole):
+        return None
+    return int(style == "rowwise")
 
 
 def _style(plan: dict[str, str], name: str) -> str:
@@ -191,8 +181,6 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
             local = GatheredLinear(module, part, comm=comm, sizes=widths(shards, cut))
         case "rowwise", nn.Linear(in_features=found):
             local = RowLinear(module, part, comm=comm)
-        case "embedding_rowwise", nn.Embedding(num_embeddings=found, embed_scale=Tensor() as scale):
-            local = ScaledVocabularyEmbedding(module, part, scale=scale, comm=comm)
         case "embedding_rowwise", nn.Embedding(num_embeddings=found):
             local = VocabularyEmbedding(module, part, comm=comm)
         case _:

@@ -109,7 +109,7 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
     StorageFormat(
         name="int8",
         order=1,
-        kernel="llama_ssp.models.quantization.precision:Int8Linear",
+        kernel="llama_ssp.models.quantization.precision:int8_linear",
         settings={"int8_threshold": "threshold"},
         matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
         row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
@@ -146,7 +146,7 @@ register(  # our own: one byte per weight, and a scale per output in the model's
         name="int8_weight_only",
         order=3,
         short_name="int8wo",
-        kernel="llama_ssp.models.quantization.weight_only:Int8WeightOnlyLinear",
+        kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
         matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
         row_bytes=lambda value_bytes: value_bytes,
         fp32_on_cpus=True,
@@ -161,7 +161,7 @@ register(  # half a byte per weight, and a word of 4 bytes per 128 weights; also
         name="int4_weight_only",
         order=4,
         short_name="int4wo",
-        kernel="llama_ssp.models.quantization.weight_only:Int4WeightOnlyLinear",
+        kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
         matrix_bytes=_int4_bytes,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,

@@ -31,7 +31,7 @@ def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
 
 @every_case
 def test_products_are_those_of_the_numbers(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows
+    from llama_ssp.kernels.linear_gpu import product_of_few_rows
 
     x_MI, weights, numbers_OI = operands(bits, shape, dtype)
     wanted = x_MI.double() @ numbers_OI.t()
@@ -44,7 +44,7 @@ def test_products_are_those_of_the_numbers(bits: int, shape: tuple[int, int], dt
 
 @every_case
 def test_a_row_has_the_same_bits_alone_and_among_others(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows
+    from llama_ssp.kernels.linear_gpu import product_of_few_rows
 
     x_MI, weights, _ = operands(bits, shape, dtype)
     whole_MO = product_of_few_rows(x_MI, *weights)

@@ -6,29 +6,33 @@
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate, product
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+import numpy
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime import interpreter
 
-from llama_ssp.models import varlen
-from llama_ssp.models.cache import StaticCache
-from llama_ssp.models.llama import kernels, split_kernels
+from llama_ssp.kernels import attention_by_length as varlen
+from llama_ssp.kernels import attention_gpu, between_gpu, product_gpu
+from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
+from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
+from llama_ssp.kernels.draw_gpu import draw_tokens
+from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.gpu_layers import GpuLayers, OwnKernels
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, RmsNorm
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.speculate.sampling.draw_kernels import draw_tokens
+from llama_ssp.weights import int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import build_checkpoint
@@ -85,74 +89,71 @@ def split_rows() -> None:
 
     With few parts, those of longer rows have several steps.
     """
-    whole = split_kernels.most_parts(1)
+    whole = attention_gpu.most_parts(1)
     for most, (num, num_kv, dim), window in (
         (128, (1, 1, 16), None),
         (4, (6, 2, 24), 3),
         (4, (8, 1, 16), 40),
     ):
-        split_kernels._NUM_PROGRAMS = most
+        attention_gpu._NUM_PROGRAMS = most
         heads = Heads(num, num_kv, dim, dim**-0.5)
         for queries, lengths in (((1, 1, 1), (1, 17, 70)), ((5, 2, 5), (5, 16, 65))):
             found, wanted = (
                 by_lengths(attend, heads, queries=queries, lengths=lengths, window=window)
-                for attend in (split_kernels.attend, varlen_attention)
+                for attend in (attention_gpu.attend, varlen_attention)
             )
             assert_near(found, wanted, tolerance=2e-3)
         if window is None:
             one, five = (
-                by_lengths(split_kernels.attend, heads, queries=(number,), lengths=(70,), window=None)
+                by_lengths(attention_gpu.attend, heads, queries=(number,), lengths=(70,), window=None)
                 for number in (1, 5)
             )
             assert torch.equal(one[-1], five[-1])
-    split_kernels._NUM_PROGRAMS = whole
+    attention_gpu._NUM_PROGRAMS = whole
 
 
 def products() -> None:
     """Every combination of what surrounds a product, with sizes that no tile divides."""
-    num_inputs, num_outputs, eps = 200, 70, 1e-2
-    for num_rows, has_norm, is_added, has_bias, gates in product((5, 20), *[(False, True)] * 4):
+    num_inputs, num_outputs = 200, 70
+    for num_rows, is_added, has_bias, gates in product((5, 20), *[(False, True)] * 3):
         x, added = some(num_rows, num_inputs), some(num_rows, num_inputs) if is_added else None
         weight = some((2 if gates else 1) * num_outputs, num_inputs) * num_inputs**-0.5
-        bias, norm_weight = some(len(weight)) if has_bias else None, some(num_inputs)
-        residual = None if gates else some(num_rows, num_outputs)
+        bias, norm = some(len(weight)) if has_bias else None, norm_of(some(num_inputs))
         stream = x if added is None else x + added
-        normed = functional.rms_norm(stream.float(), (num_inputs,), norm_weight.float(), eps) if has_norm else stream
-        wanted = functional.linear(normed.float(), weight.float(), None if bias is None else bias.float())
+        normed = functional.rms_norm(stream.float(), (num_inputs,), norm.weight_E.float(), norm.eps)
+        wanted = functional.linear(normed, weight.float(), None if bias is None else bias.float())
         if gates:
             gate, up = wanted.chunk(2, dim=-1)
             wanted = functional.silu(gate) * up
-        norm = kernels.NormWeight(norm_weight / 4, 0.25, eps) if has_norm else None
-        summed, found = kernels.product(x, weight, norm=norm, added_MI=added, bias_O=bias, gates=bool(gates))
+        summed, found = product_gpu.product(norm, weight, bias, gates=bool(gates), dtype=None)(x, added)
         assert torch.equal(summed, stream)
         assert_near(found, wanted.to(DTYPE))
-        if residual is not None:
-            _, found = kernels.product(x, weight, norm=norm, added_MI=added, bias_O=bias, residual_MO=residual.clone())
-            assert_near(found, (wanted + residual.float()).to(DTYPE))
-    x, weight = torch.full((1, 64), 6e4, dtype=DTYPE), torch.full((32, 64), 0.5, dtype=DTYPE)
-    large = kernels.NormWeight(torch.full((64,), 1.0, dtype=DTYPE), 1 / 8, 1e-5)
-    _, found = kernels.product(x, weight, norm=large)
+    large, weight = torch.full((1, 64), 6e4, dtype=DTYPE), torch.full((32, 64), 0.5, dtype=DTYPE)
+    norm = norm_of(torch.full((64,), 8.0, dtype=DTYPE))
+    _, found = product_gpu.product(norm, weight, None, gates=False, dtype=None)(large, None)
     assert_near(found, torch.full((1, 32), 256.0, dtype=DTYPE))
 
 
 def rotary_and_cache() -> None:
     """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
     for head_dim, has_norms, in_order in product((8, 12), (False, True), (False, True)):
-        heads, num_slots, batch_size = Heads(6, 2, head_dim, 1.0), 10, 3
+        num_heads, num_kv, num_slots = 6, 2, 10
         positions = torch.tensor([[3, 4], [0, 1], [8, 9]])
+        rows = torch.tensor([[0], [1], [2]] if in_order else [[2], [0], [1]])
+        slots = (rows * num_slots + positions).flatten()
         angles = torch.randn(num_slots, head_dim // 2, generator=GENERATOR)
-        freqs = torch.polar(torch.full_like(angles, 1.5), angles)[:, None]
+        freqs = torch.polar(torch.full_like(angles, 1.5), angles)
         norms = [norm_of(some(head_dim)) for _ in range(2 if has_norms else 0)]
-        rows = None if in_order else torch.tensor([2, 0, 1])
-        qkv, found = some(positions.numel(), 10, head_dim), []
-        for is_ours in (True, False):
-            cache = StaticCache(num_layers=1, batch_size=batch_size, capacity=num_slots, device=CPU)
-            view = cache.view(positions, bucket=num_slots, cache_rows_B=rows)
-            by_operators = PlaceByOperators(freqs.index_select(0, positions.flatten()), view)
-            slots = None if in_order else view.slots_M
-            by_kernel = PlaceByKernel(kernels.rotate_write, freqs, positions, slots, view.buffer)
-            queries, *_ = (by_kernel if is_ours else by_operators)(qkv.clone(), 0, heads, norms)
-            found.append((queries, cache.shown[num_slots][0].parts))
+        qkv, found = some(positions.numel(), num_heads + 2 * num_kv, head_dim), []
+        turns = torch.view_as_real(freqs)
+        by_kernel = partial(between_gpu.rotate_write, turns_SP2=turns, positions_BT=positions)
+        for place in (
+            partial(by_kernel, slots_M=None if in_order else slots),
+            partial(rotate_write, freqs_cis_M1P=freqs[positions.flatten()][:, None], slots_M=slots),
+        ):
+            own, parts = qkv.clone(), torch.zeros(2 * num_kv, len(rows) * num_slots, head_dim, dtype=DTYPE)
+            place(own, parts=parts, num_heads=num_heads, norms=norms)
+            found.append((own[:, :num_heads], parts))
         for ours, theirs in zip(*found, strict=True):
             assert_near(ours, theirs, tolerance=2e-3)
 
@@ -160,28 +161,31 @@ def rotary_and_cache() -> None:
 def wrong_kernels_are_not_used() -> None:
     """Each is held to torch's operators, and takes no other with it."""
     model = modules("qwen3", DTYPE)
-    turn, normed, gate, multiply = kernels.rotate_write, kernels.add_norm, kernels.gated, kernels.product
+    turn, normed, gate, multiply = (
+        between_gpu.rotate_write, between_gpu.add_norm, between_gpu.gated, product_gpu.product
+    )  # fmt: skip
     wrongs: dict[str, Any] = {
-        "rotate_write": lambda qkv, turns, *others, **options: turn(qkv, -turns, *others, **options),
+        "rotate_write": lambda qkv, *, turns_SP2, **options: turn(qkv, turns_SP2=-turns_SP2, **options),
         "add_norm": lambda *arguments: normed(*arguments) * 1.1,
         "gated": lambda gate_up: gate(gate_up) / 0,
-        "product": lambda *arguments, **options: (arguments[0], multiply(*arguments, **options)[1].roll(1, 0)),
+        "product": lambda *given, **options: lambda *x: (x[0], multiply(*given, **options)(*x)[1].roll(1, 0)),
     }
     for name, wrong in wrongs.items():
-        right = getattr(kernels, name)
-        setattr(kernels, name, wrong)
-        layers = gpu_layers(LeanRunner(deepcopy(model), comm=Comm.single()), fuses=True)
-        setattr(kernels, name, right)
-        assert [each for each in OwnKernels._fields if not getattr(layers.kernels, each)] == [name] * (
-            name != "product"
-        )
-        assert all(bool(part.fused) == (name != "product") for part in (layers.head, layers.layers[1].down))
+        module = product_gpu if name == "product" else between_gpu
+        right = getattr(module, name)
+        setattr(module, name, wrong)
+        runner = LeanRunner(deepcopy(model), comm=Comm.single())
+        runner._use_own_kernels(fuses=True)
+        setattr(module, name, right)
+        missing = [each for each, kernel in vars(runner._own).items() if not kernel]
+        assert missing == [name] * (name != "product")
+        assert all(bool(part.fused) == (name != "product") for part in (runner._head, runner._layers[1].qkv))
 
 
 def choice_of_attention() -> None:
     """Ours is compared with a mask, and serves few queries of several long rows with few heads: by shapes alone."""
-    heads, right, served = Heads(16, 1, 16, 0.25), split_kernels.attend, list[int]()
-    ours: Any = split_kernels
+    heads, right, served = Heads(16, 1, 16, 0.25), attention_gpu.attend, list[int]()
+    ours: Any = attention_gpu
 
     def counted(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
         served.append(1)
@@ -212,17 +216,11 @@ def norm_of(weight: Tensor) -> RmsNorm:
     return RmsNorm(Module())
 
 
-def gpu_layers(runner: LeanRunner, *, fuses: bool) -> GpuLayers:
-    runner._use_gpu_layers(fuses=fuses)
-    assert runner._gpu_layers
-    return runner._gpu_layers
-
-
 def on_gpu(runner: LeanRunner, *, fuses: bool) -> LeanRunner:
     """The same runner as on a GPU, with our attention for all forwards that it can serve."""
-    layers = gpu_layers(runner, fuses=fuses)
-    assert all(layers.kernels)
-    assert bool(layers.head.fused) == fuses
+    runner._use_own_kernels(fuses=fuses)
+    assert runner.is_fused
+    assert bool(runner._head.fused) == fuses
     return runner
 
 
@@ -244,7 +242,7 @@ def rounds(runner: LeanRunner) -> list[Tensor]:
 def residual_and_norm() -> None:
     x, added, weight = some(3, 100), some(3, 100), some(100)
     wanted = x + added
-    found = kernels.add_norm(x, added, weight, 1e-2)
+    found = between_gpu.add_norm(x, added, weight, 1e-2)
     assert torch.equal(x, wanted)
     assert_near(found, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
 
@@ -252,7 +250,7 @@ def residual_and_norm() -> None:
 def gate() -> None:
     gate_up = some(3, 2200) * 5
     wanted = functional.silu(gate_up[:, :1100]) * gate_up[:, 1100:]
-    assert_near(kernels.gated(gate_up), wanted, tolerance=2e-3)
+    assert_near(between_gpu.gated(gate_up), wanted, tolerance=2e-3)
 
 
 def whole_models() -> None:
@@ -326,13 +324,80 @@ def draws() -> None:
     assert ((ids >= 0) & (ids < 100)).all()
 
 
+def dot_of_bf16() -> None:
+    """Teach the interpreter, which keeps bf16 as its bits, to multiply them."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:  # noqa: ANN401 - Triton is untyped
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *others: create_dot(
+        self, widened(a), widened(b), *others
+    )
+
+
+Operands = tuple[Tensor, Tensor]
+
+
+def of_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What the kernel takes of weights in int8, and the weights in fp64."""
+    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
+    scales = (2.0 ** -torch.randint(3, 9, (num_outputs,))).to(dtype)
+    return (weight, scales), weight.double() * scales.double()[:, None]
+
+
+def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What it takes of weights in int4, and the weights."""
+    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
+    scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128)), codes[:, ::128] + 1
+    weight, words = int4_rows.split(int4_rows.pack(codes, scales, zeros))
+    numbers = (codes.double().unflatten(1, (-1, 128)) - zeros[..., None]) * scales[..., None]
+    return (weight, words.t().contiguous()), numbers.flatten(1)
+
+
+def few_rows() -> None:
+    """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
+    dot_of_bf16()
+    cases = (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176)
+    for dtype, (make, num_outputs, num_inputs) in product((torch.float32, torch.float16, torch.bfloat16), cases):
+        operands, numbers = make(num_outputs, num_inputs, dtype)
+        x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
+        wanted = x.double() @ numbers.t()
+        for num_rows, num_processors in ((1, 1), (9, 1), (40, 1), (5, 132)):
+            y = product_of_few_rows(x[:num_rows], *operands, num_processors=num_processors)
+            if dtype is torch.bfloat16:  # which the interpreter cuts off rather than rounds
+                assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
+            else:
+                assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, num_outputs, num_inputs, num_rows)
+    for make in (of_bytes, of_halves):
+        operands, numbers = make(16, 2176, torch.float16)
+        x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
+        wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
+        for num_processors in (1, 132):
+            y = product_of_few_rows(x, *operands, bias_O=bias, residual_MO=residual, num_processors=num_processors)
+            assert torch.equal(y, wanted)
+        operands, numbers = make(40, 768, torch.float32)
+        x = torch.randn(3, 768)
+        wanted = x.double() @ numbers.t()
+        y = product_of_few_rows(x, *operands, num_processors=1)
+        assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
+    for dtype, num_outputs, num_inputs in ((torch.float16, 5, 128), (torch.float32, 9, 17 * 128)):
+        (codes, words), numbers = of_halves(num_outputs, num_inputs, torch.float16)
+        some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
+        unpack_codes(codes[some_outputs], words[:, some_outputs], found)
+        assert torch.equal(found, numbers[some_outputs].to(dtype))
+
+
 def main() -> None:
     """Check every part."""
     varlen.LONG_SLOTS = 0  # ours for all forwards that it can serve
-    of_threads = {kernels: ("product", "rotate_write", "add_norm", "gated"), split_kernels: ("attend",)}
-    for module, names in of_threads.items():
-        for name in names:
-            setattr(module, name, one_at_a_time(getattr(module, name)))
+    make, module = product_gpu.product, product_gpu
+    module.product = lambda *given, **options: one_at_a_time(make(*given, **options))
+    for name in ("rotate_write", "add_norm", "gated"):
+        setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
+    attention_gpu.attend = one_at_a_time(attention_gpu.attend)
     parts = {
         "products": products,
         "rotary and cache": rotary_and_cache,
@@ -344,6 +409,7 @@ def main() -> None:
         "whole models": whole_models,
         "several ranks": several_ranks,
         "draws": draws,
+        "few rows": few_rows,
     }
     for name, part in parts.items():
         part()

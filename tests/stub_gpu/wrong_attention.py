@@ -6,7 +6,7 @@ import sys
 import torch
 
 from benchmarks.gpu_nodes import CUDA, LAYER, Case, layer_nodes, load
-from llama_ssp.models import varlen
+from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources, weights_for
+from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources
 from llama_ssp.planning.memory import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
@@ -82,7 +82,7 @@ def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loadin
     _log.info("layers on each device: %s; %d offloaded (offload=%s)", counts, len(row.waiting), place.offload.name)
     host = torch.device("cpu")
     places = {name: where if isinstance(where, torch.device) else host for name, where in placed.items()}
-    weights = weights_for(model, origin, sources, place.devices[0], places=places, **loading)
+    weights = Weights(model, origin, sources, place.devices[0], places=places, **loading)
     on_disk = [names.layers[number] for number in row.waiting] if place.offload is Offload.disk else []
     index = _write_to_disk(model, weights, on_disk, place.folder)
     fill_modules(model, weights, loading)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.models.cache import CachedRunner, LibraryCache
-from llama_ssp.models.huggingface.families import check_servable, mask_argument
+from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.runner import Pieces
 from llama_ssp.ranks.comms import Comm
 
@@ -21,7 +21,7 @@ class ModuleRunner(CachedRunner):
     the logits.
 
     Args:
-        model: in evaluation mode, its parameters without gradients; ConfigError if it fails `check_servable`.
+        model: in evaluation mode, its parameters without gradients.
         comm: the ranks that share it.
     """
 
@@ -29,7 +29,6 @@ class ModuleRunner(CachedRunner):
     repeats_operators = False
 
     def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
-        check_servable(model.config)
         parameter = next(model.parameters())  # of the embeddings, whose device takes the ids and returns the logits
         super().__init__(model.config, parameter)
         self.comm = comm

@@ -1,8 +1,8 @@
 """The three ways in which the lean decoder attends over its cache: compiled, by masks, and by the lengths of its rows.
 
                     compiled               by masks                     by lengths
-    kernel          `native.attention`,    torch's, for masked          torch's flash attention by lengths;
-                    with rotary and cache  queries                      see `varlen`
+    kernel          `kernels.attention`,   torch's, for masked          torch's flash attention by lengths;
+                    with rotary and cache  queries                      see `kernels.attention_by_length`
     reads           each row up to each    a bucket of slots, some of   each row up to its last position,
                     token's own position   them masked                  in pages
     grouped heads   in the kernel          queries folded into rows     in the kernel
@@ -11,59 +11,76 @@
                     llvmlite works         older GPUs and torch         the kernel
 
 Rounded inputs need the bits of single steps: the compiled way gives them anyhow, masks position by position.
-`LeanRunner` chooses once, when it is built. Each forward prepares one `Attend` for each window of the layers, or one
-`LayerAttention`, which also turns queries and keys and writes to the cache.
+`LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
 
 Shapes: B sequences, T positions, M = B * T tokens, Q = T * G queries of a group, S slots, H query heads, N key-value
-heads, G = H / N, D head dim, X = H + 2 N, O = X * D, X pages of P slots, C sequences of the kernel, E = H * D.
+heads, G = H / N, D head dim, P = D / 2, X = H + 2 N heads or pages of slots, O = X * D, C sequences of the kernel,
+E = H * D.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.attention import Attention
+from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
+from llama_ssp.kernels.between import Heads, RmsNorm, norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.cache import CacheView, Workspace
-from llama_ssp.models.llama.rotary import PlaceHeads, RmsNorm, norm_heads
+from llama_ssp.models.cache import BufferOf, CacheView, Workspace
 from llama_ssp.models.runner import Pieces
-from llama_ssp.models.varlen import Heads, VarlenAttention, window_size
 from llama_ssp.shapes import static_shape
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
-"""Maps queries (M, H, D), keys and values as `CacheView.update` returns them, and the heads to (M, H * D)."""
+"""Maps queries (M, H, D), keys and values as `LayerBuffer` has them, and the heads to (M, H * D)."""
+
+LayerAttention = Callable[[Tensor, int, Heads, Sequence[RmsNorm]], Tensor]
+"""Attention of one forward, with all that comes between the products around it.
+
+Maps queries, keys and values (M, O) of a layer, its number, its heads, and the norms of query and key heads in models
+that have them, to (M, H * D).
+"""
 
 
-class LayerAttention(Protocol):
-    """Attention of one forward, with all that comes between the products around it."""
+class Rotations(Workspace):
+    """The complex rotary factors of all positions."""
 
-    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
-        """Map queries, keys and values of layer `number` to (M, H * D); `norms` are as in `PlaceHeads`."""
+    def __init__(self, rotary: Any, *, capacity: int, device: torch.device) -> None:  # noqa: ANN401
+        angles_SP = torch.arange(capacity, device=device)[:, None] * rotary.inv_freq.float()
+        self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
-class PlacedAttention(NamedTuple):
-    """A `LayerAttention` of two parts."""
+@dataclass(frozen=True, slots=True)
+class PlacedAttention:
+    """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
 
-    place: PlaceHeads
+    Attributes:
+        rotate_write: that of `kernels.between` or of `between_gpu`, for the tokens of this forward.
+        buffer: gives a layer's part of the cache.
+        cache_rows_B: see `CacheView`.
+        attend: over the cache.
+    """
+
+    rotate_write: Callable[..., None]
+    buffer: BufferOf
+    cache_rows_B: Tensor | None
     attend: Attend
 
     def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
         """See `LayerAttention`."""
         qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
-        return self.attend(*self.place(qkv_MXD, number, heads, norms), heads)
+        buffer = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
+        self.rotate_write(qkv_MXD, parts=buffer.parts, num_heads=heads.num, norms=norms)
+        return self.attend(qkv_MXD.narrow(1, 0, heads.num), *buffer.rows(self.cache_rows_B), heads)
 
 
-def placed_attention(place: PlaceHeads, attend: Mapping[int | None, Attend]) -> dict[int | None, LayerAttention]:
-    """The attention of a forward in two parts, by window."""
-    return {window: PlacedAttention(place, way) for window, way in attend.items()}
-
-
-class CompiledAttention(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CompiledAttention:
     """A `LayerAttention` of one operator, whose bits do not depend on other tokens.
 
     Attributes:
@@ -82,32 +99,26 @@ class CompiledAttention(NamedTuple):
 
     def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
         """See `LayerAttention`."""
-        num_heads, num_kv_heads, head_dim, scale = heads
 
         def split() -> Tensor:
-            return qkv_MO.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+            return qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
 
         if norms:
-            norm_heads(split(), heads, norms)
-        parts = self.view.buffer(number, lambda: split().narrow(1, num_heads, 2 * num_kv_heads)).parts
-        return self.attention(
-            qkv_MO, self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, num_heads, scale, self.window or 0
-        )
+            norm_heads(split(), norms, num_heads=heads.num)
+        parts = self.view.buffer(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv)).parts
+        place = self.freqs_cis_S1P, self.positions_BT, self.view.slots_M
+        return self.attention(qkv_MO, *place, parts, heads.num, heads.scale, self.window or 0)
 
     def with_products(self, layer: WholeLayer, x_ME: Tensor, number: int, heads: Heads) -> Tensor:
         """Layer `number` in one operator, products included."""
-        shape = x_ME.shape[0], 2 * heads.num_kv, heads.dim
-        parts = self.view.buffer(number, lambda: x_ME.new_empty(shape)).parts
+        parts = self.view.buffer(number, lambda: x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)).parts
         place = TokenPlaces(self.freqs_cis_S1P, self.positions_BT, self.view.slots_M)
         return layer(x_ME, place, parts, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedAttention:
-    """Attention of one forward by a mask, whose rows are those of the queries of a group.
-
-    With `by_position` the positions of a round are computed one by one.
-    """
+    """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
 
     mask_B1QS: Tensor
     batch_size: int
@@ -133,46 +144,8 @@ class MaskedAttention:
         return attended_ME
 
 
-class RowLengths(NamedTuple):
-    """What attention by lengths knows of one forward, as its kernel takes it: int32 on the device.
-
-    Attributes:
-        used_C: slots that each sequence's last query sees.
-        pages_CX: each sequence's pages, in order.
-        first_query_C1, first_slot_C1: running sums of the queries and of the slots of the sequences, from 0 on.
-        num_queries: of each sequence, the most of any.
-        num_slots: of each sequence.
-    """
-
-    used_C: Tensor
-    pages_CX: Tensor
-    first_query_C1: Tensor
-    first_slot_C1: Tensor
-    num_queries: int
-    num_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class LengthAttention:
-    """Attention of one forward by the lengths of its rows."""
-
-    varlen: VarlenAttention
-    rows: RowLengths
-    window: int | None
-
-    def __call__(self, queries_MHD: Tensor, keys_XPND: Tensor, values_XPND: Tensor, heads: Heads) -> Tensor:
-        """See `Attend`."""
-        rows = self.rows
-        attended_MHD = self.varlen(
-            queries_MHD, keys_XPND, values_XPND, rows.first_query_C1, rows.first_slot_C1, rows.num_queries,
-            rows.num_slots, scale=heads.scale, window_size=window_size(self.window),
-            enable_gqa=heads.num != heads.num_kv, seqused_k=rows.used_C, block_table=rows.pages_CX,
-        )  # fmt: skip
-        return attended_MHD.flatten(1)
-
-
 class LengthTables(Workspace):
-    """Tables of a paged cache, in which a forward looks up its `RowLengths`.
+    """Tables of a paged cache, in which a forward looks up what attention by lengths takes: int32 on the device.
 
     Args:
         num_slots: S, whole pages.
@@ -185,43 +158,48 @@ class LengthTables(Workspace):
         self._pages_BX = torch.arange(num_pages, dtype=torch.int32, device=device).view(batch_size, -1)
         self._sums: dict[tuple[int, int], Tensor] = {}
 
-    def rows(self, positions_BT: Tensor, *, cache_rows_B: Tensor | None, consecutive: bool) -> RowLengths:
-        """Look the rows of a forward up; every token is a sequence of its own if positions are not consecutive."""
-        batch_size, num_positions = static_shape(positions_BT)
-        pages_CX = self._pages_BX if cache_rows_B is None else self._pages_BX.index_select(0, cache_rows_B)
-        num_sequences, num_queries, last_C = batch_size, num_positions, positions_BT[:, -1]
-        if not consecutive:
-            num_sequences, num_queries, last_C = batch_size * num_positions, 1, positions_BT.flatten()
-            pages_CX = pages_CX.repeat_interleave(num_positions, 0)
-        return RowLengths(
-            used_C=self._used_S.index_select(0, last_C),
-            pages_CX=pages_CX,
-            first_query_C1=self._running_sum(num_sequences, num_queries),
-            first_slot_C1=self._running_sum(num_sequences, self._num_slots),
-            num_queries=num_queries,
-            num_slots=self._num_slots,
-        )
+    def attends(
+        self,
+        varlen: VarlenAttention,
+        windows: Iterable[int | None],
+        positions_BT: Tensor,
+        *,
+        cache_rows_B: Tensor | None,
+        consecutive: bool,
+        pieces: Pieces | None,
+    ) -> dict[int | None, Attend]:
+        """The attention of a forward by window.
 
-    def rows_of_pieces(self, pieces: Pieces) -> RowLengths:
-        """The rows of a packed forward: each piece is a sequence."""
-        num_pieces = pieces.rows_C.shape[0]
-        return RowLengths(
-            used_C=pieces.used_C,
-            pages_CX=self._pages_BX.index_select(0, pieces.rows_C),
-            first_query_C1=pieces.first_C1,
-            first_slot_C1=self._running_sum(num_pieces, self._num_slots),
-            num_queries=pieces.longest,
-            num_slots=self._num_slots,
-        )
+        Every piece of a packed forward is a sequence, and every token is one if positions are not consecutive.
+        """
+        batch_size, num_queries = static_shape(positions_BT)
+        rows_B = pieces.rows_C if pieces else cache_rows_B
+        pages_CX = self._pages_BX if rows_B is None else self._pages_BX.index_select(0, rows_B)
+        if pieces:
+            num_sequences, num_queries, used_C = pieces.rows_C.shape[0], pieces.longest, pieces.used_C
+        elif consecutive:
+            num_sequences, used_C = batch_size, self._used_S.index_select(0, positions_BT[:, -1])
+        else:
+            pages_CX = pages_CX.repeat_interleave(num_queries, 0)
+            used_C = self._used_S.index_select(0, positions_BT.flatten())
+            num_sequences, num_queries = batch_size * num_queries, 1
+        first_query_C1 = pieces.first_C1 if pieces else self._running_sum(num_sequences, num_queries)
+        first_slot_C1 = self._running_sum(num_sequences, self._num_slots)
+
+        def attend(
+            queries_MHD: Tensor, keys_XPND: Tensor, values_XPND: Tensor, heads: Heads, *, window: int | None
+        ) -> Tensor:
+            return varlen(
+                queries_MHD, keys_XPND, values_XPND, first_query_C1, first_slot_C1, num_queries, self._num_slots,
+                scale=heads.scale, window_size=window_size(window), enable_gqa=heads.num != heads.num_kv,
+                seqused_k=used_C, block_table=pages_CX,
+            ).flatten(1)  # fmt: skip
+
+        return {window: partial(attend, window=window) for window in windows}
 
     def _running_sum(self, number: int, step: int) -> Tensor:
+        """The running sum of so many equal steps, from 0 on."""
         if (number, step) not in self._sums:
             stop = (number + 1) * step
             self._sums[number, step] = torch.arange(0, stop, step, dtype=torch.int32, device=self._device)
         return self._sums[number, step]
-
-    def attend(
-        self, varlen: VarlenAttention, rows: RowLengths, windows: Iterable[int | None]
-    ) -> dict[int | None, Attend]:
-        """The attention of a forward for each window of the layers."""
-        return {window: LengthAttention(varlen, rows, window) for window in dict.fromkeys(windows)}

@@ -9,14 +9,18 @@ of each key-value head, Q = T * G, S slots, U slots that are read.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.kernels.attention import Attention, find_attention
+from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks
+from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
+from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.models.cache import CachedRunner
 from llama_ssp.models.llama.attention import (
@@ -25,20 +29,15 @@ from llama_ssp.models.llama.attention import (
     LayerAttention,
     LengthTables,
     MaskedAttention,
-    placed_attention,
+    PlacedAttention,
+    Rotations,
 )
-from llama_ssp.models.llama.layer import Layer, normed, take
-from llama_ssp.models.llama.rotary import PlaceByKernel, PlaceByOperators, PlaceHeads, RmsNorm, Rotations
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, fuse_products, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
-from llama_ssp.models.triton_tools import attempt
-from llama_ssp.models.varlen import VarlenAttention, find_varlen, over_more_blocks
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.shapes import static_shape
-
-if TYPE_CHECKING:
-    from llama_ssp.models.llama.gpu_layers import GpuLayers
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -58,7 +57,7 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers; the head keeps its dtype.
-        fuses: on a GPU, products take in the norm, the gate and the residual; see `gpu_layers`.
+        fuses: on a GPU, products take in the norm, the gate and the residual; see `layer`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
@@ -78,10 +77,11 @@ class LeanRunner(CachedRunner):
         head: Any = model.lm_head
         assert is_llama_kind(config)
         fill = fill or (lambda _prefix: None)
+        self._own = OwnKernels()
         layers = []
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel))
+            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own))
         fill("")
         super().__init__(config, head.weight)
         self._width: int = config.hidden_size
@@ -89,38 +89,44 @@ class LeanRunner(CachedRunner):
         self._rotary = body.rotary_emb
         self._embed: nn.Module = body.embed_tokens
         self._layers = layers
-        self._norm = RmsNorm(body.norm)
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
         is_tied = head.weight is body.embed_tokens.weight
-        self._head = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        self._to_logits = normed(self._norm, self._head)
-        self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv)
+        self._norm = RmsNorm(body.norm)
+        linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
+        self._head = NormedProduct(self._norm, linear, self._own)
+        self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv.linear)
         self._by_position = precision.rounds_inputs
+        self._heads, has_windows = layers[0].heads, any(self._windows)
         self._varlen = varlen = varlen or find_varlen(
-            self.device, self.dtype, layers[0].heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
+            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows
         )
-        self._compiled = None if varlen else find_attention(self.device, self.dtype, layers[0].heads.dim)
+        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim)
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
-        linears = [self._head, *(linear for layer in layers for linear in layer.linears)]
+        linears = [linear, *(part for layer in layers for part in layer.linears)]
         self.is_thread_invariant = self._compiled is not None and all(map(native_of, linears))
-        self._gpu_layers: GpuLayers | None = None
         if self.device.type == "cuda":
-            self._use_gpu_layers(fuses=fuses)
+            self._use_own_kernels(fuses=fuses)
 
     @property
     def is_fused(self) -> bool:
-        """Whether forwards run all of our kernels between products; see `gpu_layers`."""
-        return self._gpu_layers is not None and all(self._gpu_layers.kernels)
+        """Whether forwards run all of our kernels between products; see `kernels.between`."""
+        return all(vars(self._own).values())
 
-    def _use_gpu_layers(self, *, fuses: bool) -> None:
-        """Take the layers of GPUs, with those of our kernels that work here."""
-        from llama_ssp.models.llama.gpu_layers import GpuLayers  # noqa: PLC0415 - only GPUs need it
-
-        self._gpu_layers = GpuLayers(self._layers, self._norm, self._head, comm=self._comm, fuses=fuses)
-        if self._varlen and any(self._gpu_layers.kernels):  # without Triton one sentence is enough
+    def _use_own_kernels(self, *, fuses: bool) -> None:
+        """Take those of our kernels that work on this GPU."""
+        layer = self._layers[0]
+        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms)
+        found = attempt(find, instead="continuing with more kernels in every layer")
+        if found is None or not any(vars(found).values()):
+            return  # without Triton one sentence is enough
+        vars(self._own).update(vars(found))
+        if fuses:
+            # Gathered logits are sent in 16 bits.
+            fuse_products(self._layers, self._head, head_dtype=torch.float32 if self._comm.size == 1 else None)
+        if self._varlen:
             split = partial(
-                over_more_blocks, self._varlen, self._layers[0].heads, device=self.device, dtype=self.dtype,
+                over_more_blocks, self._varlen, self._heads, device=self.device, dtype=self.dtype,
                 has_windows=any(self._windows),
             )  # fmt: skip
             self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
@@ -151,35 +157,24 @@ class LeanRunner(CachedRunner):
     ) -> Tensor:
         """See `Runner.forward`."""
         batch_size, _ = static_shape(ids_BT)
-        placing = partial(
-            self._placing,
-            positions_BT,
-            bucket=bucket,
-            cache_rows_B=cache_rows_B,
-            consecutive=consecutive,
-            pieces=pieces,
-        )
-        x_ME = self._embed(ids_BT.flatten())
-        if self._gpu_layers:
-            place, attend = placing()
-            attends = [attend[window] for window in self._windows]
-            own_MV = self._gpu_layers.forward(x_ME, place, attends, score_positions_BR=score_positions_BR)
+        if self._compiled:
+            assert pieces is None
+            attention = self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
         else:
-            if self._compiled:
-                assert pieces is None
-                attention = self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
-            else:
-                attention = placed_attention(*placing())
-            for layer, window in zip(self._layers, self._windows, strict=True):
-                x_ME = layer.forward(x_ME, attention[window])
-            if score_positions_BR is not None:
-                x_BTE = x_ME.view(batch_size, -1, self._width)
-                x_ME = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width)).flatten(0, 1)
-            own_MV = self._to_logits(x_ME)
-        logits_MV: Tensor = self._comm.all_gather_last(own_MV, self._head_sizes)
+            attention = self._in_parts(
+                positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+            )
+        stream: Stream = self._embed(ids_BT.flatten()), None
+        for layer, window in zip(self._layers, self._windows, strict=True):
+            stream = layer.forward(stream, attention[window])
+        if score_positions_BR is not None:
+            x_BTE = added(stream).view(batch_size, -1, self._width)
+            x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
+            stream = x_BRE.flatten(0, 1), None
+        logits_MV: Tensor = self._comm.all_gather_last(self._head(stream)[1], self._head_sizes)
         return logits_MV.view(batch_size, -1, self.vocab_size).float()
 
-    def _placing(
+    def _in_parts(
         self,
         positions_BT: Tensor,
         *,
@@ -187,32 +182,30 @@ class LeanRunner(CachedRunner):
         cache_rows_B: Tensor | None,
         consecutive: bool,
         pieces: Pieces | None,
-    ) -> tuple[PlaceHeads, dict[int | None, Attend]]:
-        """How one forward writes and reads the cache; the latter by window."""
+    ) -> dict[int | None, LayerAttention]:
+        """How one forward writes to the cache, then attends, by window."""
         assert self._cache is not None, "allocate comes first"
-        freqs_cis_S1P = self._rotations.freqs_cis_S1P
-        place: PlaceHeads
+        freqs_cis_S1P, placed_BT, rows_B = self._rotations.freqs_cis_S1P, positions_BT, cache_rows_B
         if pieces:
-            positions_BT, cache_rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
-        kernel = self._gpu_layers.kernels.rotate_write if self._gpu_layers else None
-        if kernel and cache_rows_B is None:
-            buffers = self._cache.buffers(bucket)
-            place = PlaceByKernel(kernel, freqs_cis_S1P, positions_BT.contiguous(), None, buffers)
+            placed_BT, rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
+        if kernel := self._own.rotate_write:
+            turns_SP2 = torch.view_as_real(freqs_cis_S1P)
+            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous())
         else:
-            view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-            if kernel:
-                place = PlaceByKernel(
-                    kernel, freqs_cis_S1P, positions_BT.contiguous(), view.slots_M, view.buffer, view.cache_rows_B
-                )
-            else:
-                place = PlaceByOperators(freqs_cis_S1P.index_select(0, positions_BT.flatten()), view)
-        if self._varlen is None:
-            return place, self._masked(positions_BT, bucket=bucket)
-        if pieces:
-            rows = self._lengths.rows_of_pieces(pieces)
+            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_S1P.index_select(0, placed_BT.flatten()))
+        if kernel and rows_B is None:
+            buffer = self._cache.buffers(bucket)
         else:
-            rows = self._lengths.rows(positions_BT, cache_rows_B=cache_rows_B, consecutive=consecutive)
-        return place, self._lengths.attend(self._varlen, rows, self._windows)
+            buffer, slots_M, rows_B = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
+            place = partial(place, slots_M=slots_M)
+        if self._varlen:
+            attends = self._lengths.attends(
+                self._varlen, self._windows, positions_BT,
+                cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces,
+            )  # fmt: skip
+        else:
+            attends = self._masked(positions_BT, bucket=bucket)
+        return {window: PlacedAttention(place, buffer, rows_B, attend) for window, attend in attends.items()}
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, bucket: int, cache_rows_B: Tensor | None
@@ -224,8 +217,7 @@ class LeanRunner(CachedRunner):
         return {window: CompiledAttention(operator, *where, window) for window in self._windows}
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
-        heads = self._layers[0].heads
         batch_size, _ = static_shape(positions_BT)
-        positions_BQ = positions_BT[..., None].repeat(1, 1, heads.num // heads.num_kv).flatten(1)
+        positions_BQ = positions_BT[..., None].repeat(1, 1, self._heads.num // self._heads.num_kv).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
         return {window: MaskedAttention(mask, batch_size, self._by_position) for window, mask in masks.items()}

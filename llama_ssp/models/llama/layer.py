@@ -1,27 +1,114 @@
 """One layer of the lean decoder; see `decoder`.
 
-One matrix product gives queries, keys and values, another gate and up. What stands between that and the next product,
-from the norms of heads to the attended values, is the business of module `attention`. On one rank the linear layer adds
-the residual.
+    norm | query-key-value | rotary, cache, attention | output + residual | norm | gate-up | silu | down + residual
 
-Shapes: M tokens, X heads, I inputs, E embedding width, D head dim, all of this rank.
+One matrix product gives queries, keys and values, another gate and up. With tensor parallelism an all-reduce follows
+output and down, and the next norm adds the sum of the ranks to the residual. What else becomes one operator:
+
+    CPU                      norm, product and gate; for a few tokens on one rank the whole layer
+    GPU                      all that stands between two products; see `kernels.between`
+    GPU, gpu_kernels=fused   for up to 32 tokens, norm, product and gate
+
+Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, all of this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
-from llama_ssp.kernels.layer import WholeLayer, whole_layer
-from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
+from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, check, gated
+from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.layer import whole_layer
+from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear, native_of
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
-from llama_ssp.models.llama.rotary import RmsNorm
 from llama_ssp.models.tensor_parallel import RowLinear
-from llama_ssp.models.varlen import Heads
 from llama_ssp.ranks.comms import Comm
+
+Stream = tuple[Tensor, Tensor | None]
+"""The residual stream (M, E), and what nobody has added to it yet."""
+
+_MOST_ROWS = 32
+"""Of a fused product on a GPU."""
+_CHECKED_ROWS = (1, 5, 20)
+
+
+def added(stream: Stream) -> Tensor:
+    """The stream with everything added."""
+    x_ME, pending_ME = stream
+    return x_ME if pending_ME is None else x_ME + pending_ME
+
+
+class NormedProduct:
+    """A linear layer behind an RMS norm, and the gate if it is gate and up of an MLP.
+
+    Args:
+        norm: before it.
+        linear: the layer, which nothing else may call.
+        own: the kernels of a GPU, found later.
+        gates: the result is silu(gate) * up.
+
+    Attributes:
+        fused: maps the stream to what a call does, in one kernel of a GPU; None where that is not used.
+    """
+
+    fused: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]] | None = None
+
+    def __init__(self, norm: RmsNorm, linear: Linear, own: OwnKernels, *, gates: bool = False) -> None:
+        self._norm, self.linear, self._own, self._gates = norm, linear, own, gates
+        native = native_of(linear)
+        takes_in = native and norm.by_length and native.take_in(norm.weight_E, norm.least_square, gates=gates)
+        self._native = native if takes_in else None
+
+    def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return the whole stream (M, E), which may overwrite the given one, and the product (M, O)."""
+        x_ME, pending_ME = stream
+        if self._native:
+            x_ME = added(stream)
+            return x_ME, self._native.fused(x_ME)
+        if self.fused and len(x_ME) <= _MOST_ROWS:
+            return self.fused(x_ME, pending_ME)
+        if pending_ME is not None and self._own.add_norm:
+            normed_ME = self._own.add_norm(x_ME, pending_ME, self._norm.weight_E, self._norm.eps)
+        else:
+            x_ME = added(stream)
+            normed_ME = self._norm(x_ME)
+        y_MO = self.linear(normed_ME)
+        return x_ME, (self._own.gated or gated)(y_MO) if self._gates else y_MO
+
+    def fuse(self, dtype: torch.dtype | None) -> None:
+        """Use one kernel for few rows of plain weights, whose result has this dtype; None for that of the weights."""
+        from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
+
+        linear = self.linear
+        assert isinstance(linear, PlainLinear)
+        self.fused = product_gpu.product(self._norm, linear.weight_OI, linear.bias_O, gates=self._gates, dtype=dtype)
+
+
+class ResidualProduct:
+    """A row-parallel linear layer whose output is added to the residual, at once or by the next norm.
+
+    Attributes:
+        is_shared: each rank holds some of the inputs, and the sum over the ranks waits for the next norm.
+        linear: of this rank; without the bias if it is shared.
+    """
+
+    def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
+        weight, bias = take(module)
+        self._comm = comm
+        self.is_shared = isinstance(module, RowLinear)
+        self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
+        self._bias_E = bias
+
+    def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Stream:
+        """Add the output for x to the residual, which may be overwritten."""
+        if self.is_shared:
+            sum_ME = self._comm.all_reduce(self.linear(x_MI))
+            return residual_ME, sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
+        return self.linear.add(x_MI, residual_ME), None
 
 
 class Layer:
@@ -31,10 +118,10 @@ class Layer:
         number: of the layer.
         heads: of the layer.
         head_norms: of queries and keys, in models that have them.
-        attention_norm, qkv, output, mlp_norm, gate_up, down: the parts, in the order of their use.
+        qkv, output, gate_up, down: the products, in the order of their use.
     """
 
-    def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None) -> None:  # noqa: ANN401
+    def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, own: OwnKernels) -> None:  # noqa: ANN401
         attention, mlp = layer.self_attn, layer.mlp
         self.number = number
         head_dim: int = attention.head_dim
@@ -42,90 +129,61 @@ class Layer:
             module.weight.shape[0] // head_dim for module in (attention.q_proj, attention.k_proj)
         )
         self.heads = Heads(num_heads, num_kv_heads, head_dim, attention.scaling)
-        self.attention_norm = RmsNorm(layer.input_layernorm)
-        self.mlp_norm = RmsNorm(layer.post_attention_layernorm)
         head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         for module in (attention.q_proj, attention.k_proj, *head_norms):
             _interleave(module, head_dim)
         self.head_norms = [RmsNorm(norm) for norm in head_norms]
-        self.qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
-        self.output = ResidualLinear(attention.o_proj, comm=comm, kernel=kernel)
-        self.gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
-        self.down = ResidualLinear(mlp.down_proj, comm=comm, kernel=kernel)
-        self._to_qkv = normed(self.attention_norm, self.qkv)
-        self._to_gated = normed(self.mlp_norm, self.gate_up, gates=True)
-        self._whole = self._in_one_operator()
-
-    def _in_one_operator(self) -> WholeLayer | None:
-        """The layer in one operator, for a few tokens on one rank; None where its parts are not compiled."""
-        if self.head_norms or self.output.is_shared or self.down.is_shared:
-            return None
-        return whole_layer([native_of(linear) for linear in self.linears], self.heads.dim)
+        qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
+        self.qkv = NormedProduct(RmsNorm(layer.input_layernorm), qkv, own)
+        self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
+        gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
+        self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
+        self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
+        can_be_one = not (self.head_norms or self.output.is_shared or self.down.is_shared)
+        self._whole = whole_layer([native_of(linear) for linear in self.linears], head_dim) if can_be_one else None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its products, in the order in which they run."""
-        return self.qkv, self.output.linear, self.gate_up, self.down.linear
+        """The linear layers of its products, in the order in which they run."""
+        return self.qkv.linear, self.output.linear, self.gate_up.linear, self.down.linear
 
-    def forward(self, x_ME: Tensor, attend: LayerAttention) -> Tensor:
-        """Add attention, then the MLP, to x.
-
-        Args:
-            x_ME: the residual stream.
-            attend: for the window of this layer.
-        """
+    def forward(self, stream: Stream, attend: LayerAttention) -> Stream:
+        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream."""
+        x_ME, _ = stream
         if self._whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS and isinstance(attend, CompiledAttention):
-            return attend.with_products(self._whole, x_ME, self.number, self.heads)
-        attended_ME = attend(self._to_qkv(x_ME), self.number, self.heads, self.head_norms)
-        x_ME = self.output(attended_ME, x_ME)
-        return self.down(self._to_gated(x_ME), x_ME)
+            return attend.with_products(self._whole, x_ME, self.number, self.heads), None
+        x_ME, qkv_MO = self.qkv(stream)
+        attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
+        x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
+        return self.down(gated_MI, x_ME)
 
 
-def normed(norm: RmsNorm, linear: Linear, *, gates: bool = False) -> Callable[[Tensor], Tensor]:
-    """The product of normed rows, and the gate if the layer is gate and up of an MLP; in one operator where it can be.
-
-    After that the layer may be called by nothing else.
-    """
-    native = native_of(linear)
-    if native and norm.by_length and native.take_in(norm.weight_E, norm.least_square, gates=gates):
-        return native.fused
-    return (lambda x_ME: gated(linear(norm(x_ME)))) if gates else (lambda x_ME: linear(norm(x_ME)))
-
-
-class ResidualLinear:
-    """A row-parallel linear layer whose output, summed over the ranks, is added to the residual.
-
-    Attributes:
-        is_shared: each rank holds some of the inputs.
-        linear: of this rank; without the bias if it is shared.
-        width: of its outputs.
-    """
-
-    def __init__(self, module: nn.Module, *, comm: Comm, kernel: Kernel | None) -> None:
-        weight, bias = take(module)
-        self._comm = comm
-        self.is_shared = isinstance(module, RowLinear)
-        self.linear: Linear = make_linear(weight, None if self.is_shared else bias, kernel=kernel)
-        self._bias_E = bias
-        self.width = weight.shape[0]
-
-    def __call__(self, x_MI: Tensor, residual_ME: Tensor) -> Tensor:
-        """Add the output for x to the residual, which may be overwritten."""
-        if not self.is_shared:
-            return self.linear.add(x_MI, residual_ME)
-        sum_ME = self._comm.all_reduce(self.linear(x_MI)).add_(residual_ME)
-        return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
-
-    def summed(self, x_MI: Tensor) -> Tensor:
-        """Sum the outputs of all ranks, and add the bias."""
-        sum_ME = self._comm.all_reduce(self.linear(x_MI))
-        return sum_ME if self._bias_E is None else sum_ME.add_(self._bias_E)
+def fuse_products(layers: Sequence[Layer], head: NormedProduct, *, head_dtype: torch.dtype | None) -> None:
+    """Fuse products of plain weights in 16 bits where that gives what torch's operators do on this device."""
+    groups = {"qkv": [layer.qkv for layer in layers], "gate_up": [layer.gate_up for layer in layers], "head": [head]}
+    for name, group in groups.items():
+        linear, dtype = group[0].linear, head_dtype if name == "head" else None
+        is_plain = type(linear) is PlainLinear and linear.weight_OI.dtype in {torch.float16, torch.bfloat16}
+        instead = f"continuing with torch's product instead of a fused one for {name}"
+        if is_plain and attempt(partial(_try_fused, group[0], dtype, name), instead=instead):
+            for product in group:
+                product.fuse(dtype)
 
 
-def gated(gate_up_M2U: Tensor) -> Tensor:
-    """silu(gate) * up of the concatenated gate and up (M, 2 U); returns (M, U)."""
-    gate_MU, up_MU = gate_up_M2U.chunk(2, dim=-1)
-    return functional.silu(gate_MU).mul_(up_MU)
+@torch.inference_mode()
+def _try_fused(product: NormedProduct, dtype: torch.dtype | None, name: str) -> bool:
+    assert isinstance(product.linear, PlainLinear)
+    weight_OI, generator = product.linear.weight_OI, torch.Generator().manual_seed(0)
+    inputs = [torch.randn(rows, weight_OI.shape[1], generator=generator).to(weight_OI) for rows in _CHECKED_ROWS]
+    wanted = [product((x_MI, None))[1] for x_MI in inputs]
+    product.fuse(dtype)
+    try:
+        for x_MI, expected in zip(inputs, wanted, strict=True):
+            check(f"fused product {name}", product((x_MI, None))[1], expected)
+    except Exception:
+        product.fused = None
+        raise
+    return True
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:

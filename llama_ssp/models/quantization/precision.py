@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear, native_of
-from llama_ssp.models.quantization.weight_only import QuantizedForm, quantize_by_blocks
+from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 
@@ -62,19 +62,10 @@ class Precision:
 UNQUANTIZED = Precision()
 
 
-class Int8Linear(QuantizedForm):
-    """LLM.int8() of bitsandbytes; for the threshold see `Precision`.
+class _Int8Linear(Linear):
+    """LLM.int8() of bitsandbytes."""
 
-    On CPUs with integer products, and without a threshold, a compiled kernel does the same arithmetic.
-
-    Source: Dettmers et al. 2022, arXiv:2208.07339.
-    """
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, threshold: float = 0.0) -> None:
-        quantize = partial(quantize_by_blocks, weight_OI, _to_steps)
-        self.native = None if threshold else native_linear(DOTS, quantize, weight_OI, bias_O)
-        if self.native:
-            return
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, threshold: float) -> None:
         self._quantize = bitsandbytes().functional.int8_vectorwise_quant
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
         self._bias_O = bias_O
@@ -82,8 +73,6 @@ class Int8Linear(QuantizedForm):
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        if self.native:
-            return self.native(x_MI)
         x_int8_MI, x_scales_M, columns = self._quantize(x_MI.half(), threshold=self._threshold)
         operands = x_int8_MI, self._weight_OI, x_scales_M, self._scales_O
         if self._threshold > 0:
@@ -93,9 +82,17 @@ class Int8Linear(QuantizedForm):
             y_MO = torch.ops.bitsandbytes.int8_scaled_mm(*operands, bias=self._bias_O, dtype=x_MI.dtype)
         return y_MO
 
-    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
-        """See `Linear`."""
-        return self.native.add(x_MI, residual_MO) if self.native else super().add(x_MI, residual_MO)
+
+def int8_linear(weight_OI: Tensor, bias_O: Tensor | None, *, threshold: float = 0.0) -> Linear:
+    """A layer of LLM.int8(); for the threshold see `Precision`.
+
+    On CPUs with integer products, and without a threshold, a compiled kernel does the same arithmetic.
+
+    Source: Dettmers et al. 2022, arXiv:2208.07339.
+    """
+    quantize = partial(quantize_by_blocks, weight_OI, _to_steps)
+    native = None if threshold else native_linear(DOTS, quantize, weight_OI, bias_O)
+    return native or _Int8Linear(weight_OI, bias_O, threshold)
 
 
 def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +102,7 @@ def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return steps_OI.to(torch.int8), largest_O / _STEPS
 
 
-class Nf4Linear(QuantizedForm):
+class Nf4Linear(Linear):
     """The 4-bit normal float of bitsandbytes, with scales in fp32.
 
     Source: Dettmers et al. 2023, arXiv:2305.14314.

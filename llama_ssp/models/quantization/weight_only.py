@@ -8,13 +8,13 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
-from llama_ssp.models.triton_tools import attempt
 from llama_ssp.ranks.comms import is_recording
 from llama_ssp.settings.formats import FEW_ROWS, UNPACKED_WEIGHTS
 from llama_ssp.settings.formats import INT4_GROUP as GROUP
@@ -26,42 +26,26 @@ _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 """Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
 _LARGEST_BYTE, _STEPS = 127, 15
 
-ProductOfFewRows = Callable[..., Tensor]
 
-
-class QuantizedForm(Linear):
-    """Base class of quantized layers.
-
-    Attributes:
-        native: the compiled product of the same weights, where this CPU has one that fits them.
-    """
-
-    native: NativeLinear | None = None
-
-
-class WeightOnlyLinear(QuantizedForm):
+class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
     Args:
         operands: the packed weights with their outputs first, and their scales, as the kernel takes them.
-        num_inputs: of the layer.
         bias_O: of the layer; None for none.
         few_rows: the kernel for up to `FEW_ROWS` rows of a GPU; None for none.
     """
 
     def __init__(
-        self, operands: tuple[Tensor, Tensor], num_inputs: int, bias_O: Tensor | None, few_rows: ProductOfFewRows | None
+        self, operands: tuple[Tensor, Tensor], bias_O: Tensor | None, few_rows: ProductOfFewRows | None
     ) -> None:
-        self._operands = operands
-        self._num_inputs = num_inputs
-        self._bias_O = bias_O
-        self._few_rows = few_rows
+        self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
 
     @abstractmethod
-    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
+    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         """Write the weights of some outputs, in the dtype of the inputs, into given memory."""
 
-    def scale(self, y_MO: Tensor) -> Tensor:
+    def _scale(self, y_MO: Tensor) -> Tensor:
         """Finish the product of unpacked weights, which may be overwritten."""
         return y_MO
 
@@ -75,8 +59,6 @@ class WeightOnlyLinear(QuantizedForm):
 
     def _sum(self, x_MI: Tensor, residual_MO: Tensor | None) -> Tensor:
         """The product with bias and residual, which a GPU's kernel adds itself."""
-        if self.native:
-            return self.native(x_MI) if residual_MO is None else self.native.add(x_MI, residual_MO)
         if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
             return self._few_rows(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
         y_MO = self._unpacked(x_MI)
@@ -86,37 +68,24 @@ class WeightOnlyLinear(QuantizedForm):
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
         """Unpack the weights of some outputs at a time, and multiply."""
-        num_outputs = len(self._operands[0])
-        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // self._num_inputs, 1), num_outputs)
-        unpacked_CI = x_MI.new_empty(num_rows, self._num_inputs)
+        num_outputs, num_inputs = len(self._operands[0]), x_MI.shape[1]
+        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
+        unpacked_CI = x_MI.new_empty(num_rows, num_inputs)
         y_MO = x_MI.new_empty(x_MI.shape[0], num_outputs)
         for number, y_MC in enumerate(y_MO.split(num_rows, dim=1)):
             weight_CI = unpacked_CI[: y_MC.shape[1]]
-            self.unpack(slice(number * num_rows, number * num_rows + len(weight_CI)), weight_CI)
+            self._unpack(slice(number * num_rows, number * num_rows + len(weight_CI)), weight_CI)
             if x_MI.is_cuda:
                 torch.mm(x_MI, weight_CI.t(), out=y_MC)
             else:
                 y_MC.copy_(torch.mm(x_MI, weight_CI.t()))
-        return self.scale(y_MO)
+        return self._scale(y_MO)
 
 
-class Int8WeightOnlyLinear(WeightOnlyLinear):
-    """The format `int8_weight_only`.
+class _Int8WeightOnly(_WeightOnlyLinear):
+    """In fp16 weights are scaled before the product, since unscaled sums would overflow; otherwise outputs after it."""
 
-    In fp16 weights are scaled before the product, because unscaled sums would overflow; otherwise outputs after it.
-    """
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        quantize = partial(quantize_by_blocks, weight_OI, _to_bytes)
-        self.native = native_linear("bytes", quantize, weight_OI, bias_O)
-        if self.native:
-            return
-        num_inputs = weight_OI.shape[1]
-        kernel = kernel_of_gpus("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
-        super().__init__(quantize(), num_inputs, bias_O, kernel)
-
-    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
-        """See `WeightOnlyLinear`."""
+    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         bytes_OI, scales_O = self._operands
         if into_CI.dtype is torch.float16 and into_CI.is_cuda:
             torch.mul(bytes_OI[outputs], scales_O[outputs, None], out=into_CI)  # one kernel, and the same bits
@@ -125,9 +94,17 @@ class Int8WeightOnlyLinear(WeightOnlyLinear):
         if into_CI.dtype is torch.float16:
             into_CI.mul_(scales_O[outputs, None])
 
-    def scale(self, y_MO: Tensor) -> Tensor:
-        """See `WeightOnlyLinear`."""
+    def _scale(self, y_MO: Tensor) -> Tensor:
         return y_MO if y_MO.dtype is torch.float16 else y_MO.mul_(self._operands[1])
+
+
+def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `int8_weight_only`."""
+    quantize = partial(quantize_by_blocks, weight_OI, _to_bytes)
+    if native := native_linear("bytes", quantize, weight_OI, bias_O):
+        return native
+    kernel = find_few_rows("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
+    return _Int8WeightOnly(quantize(), bias_O, kernel)
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -146,63 +123,13 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return bytes_OI.to(torch.int8), scales_O
 
 
-@cache
-def kernel_of_gpus(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
-    """Triton's kernel for a few rows, tried with small operands for 256 inputs; None for a CPU, which unpacks.
+class _Int4WeightOnly(_WeightOnlyLinear):
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
 
-    It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
-    with inputs in fp16 and in bf16, if the GPU computes in that.
-    Without it a warning says, once, what the format of this `name` costs.
-    """
-    if device != "cuda":
-        return None
-    samples = {
-        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
-        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
-    }
-    instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
-    return attempt(partial(_tried_kernel, samples[name]), instead=instead)
-
-
-def _tried_kernel(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
-    from llama_ssp.models.quantization.few_rows_kernel import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
-
-    weight_OI, scales = (operand.cuda() for operand in operands)
-    halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
-    for dtype in (scales.dtype,) if scales.is_floating_point() else halves:
-        for num_rows in (1, FEW_ROWS):
-            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
-    return product_of_few_rows
-
-
-class Int4WeightOnlyLinear(WeightOnlyLinear):
-    """The format `int4_weight_only`.
-
-    Checkpoints that hold such weights are read as they are. Others are rounded to the nearest of 16 equal steps between
-    the smallest and the largest weight of a group of 128 inputs, or zero.
-
-    Args:
-        weight_OI: numbers, or the rows of bytes of `int4_rows`.
-        bias_O: None for no bias.
-    """
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        is_packed = weight_OI.dtype is torch.uint8
-        codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
-        num_inputs = 2 * codes_OI.shape[1]
-        if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
-            self.native = NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
-            return
-        kernel = kernel_of_gpus("int4_weight_only", weight_OI.device.type, torch.float16)
-        # The kernel reads the words of neighbouring outputs together.
-        operands = codes_OI, words_OG.t().contiguous()
-        super().__init__(operands, num_inputs, bias_O, kernel)
-
-    def unpack(self, outputs: slice, into_CI: Tensor) -> None:
-        """See `WeightOnlyLinear`."""
+    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO = self._operands
         if into_CI.is_cuda and self._few_rows:
-            from llama_ssp.models.quantization.few_rows_kernel import unpack_codes  # noqa: PLC0415 - imports Triton
+            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return
@@ -215,6 +142,20 @@ class Int4WeightOnlyLinear(WeightOnlyLinear):
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
         groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+
+
+def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `int4_weight_only`.
+
+    Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
+    the nearest of 16 equal steps between the smallest and the largest weight of a group of 128 inputs, or zero.
+    """
+    is_packed = weight_OI.dtype is torch.uint8
+    codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
+    if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
+        return NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
+    kernel = find_few_rows("int4_weight_only", weight_OI.device.type, torch.float16)
+    return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 
 def _one_by_one(codes_OI: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ import torch
 import yaml
 
 from llama_ssp.errors import ConfigError, SspError, one_message
+from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.machines.hardware import build, problems_of
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.machines.profile import SizePoint, text_of
-from llama_ssp.models.varlen import capability_of
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World

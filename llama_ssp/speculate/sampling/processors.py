@@ -121,7 +121,7 @@ def _compiled_draw() -> Draw | None:
 def _fused_draw() -> Callable[..., Tensor] | None:
     """The draw in two kernels, on a GPU where Triton works, compared with torch's operators."""
     try:
-        from llama_ssp.speculate.sampling.draw_kernels import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
+        from llama_ssp.kernels.draw_gpu import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
 
         weights_BV, uniforms_BP = (drawn.cuda() for drawn in _some_draws(64))
         found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))

@@ -35,7 +35,7 @@ PLANTED = """
 import os, sys, time
 step = sys.orig_argv[-2:]
 if "benchmarks.first_hour.kernels" in sys.orig_argv and "norms" in step:
-    from llama_ssp.models.llama.rotary import RmsNorm
+    from llama_ssp.kernels.between import RmsNorm
     right = RmsNorm.__call__
     RmsNorm.__call__ = lambda self, x: right(self, x) * (1 + (x.shape[-1] == 6656))
 elif "benchmarks.first_hour.kernels" in sys.orig_argv and "draws" in step:

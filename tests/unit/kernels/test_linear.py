@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels import linear
+from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.linear import (
     HalfLinear,
@@ -25,9 +26,8 @@ from llama_ssp.kernels.linear import (
     native_floats,
     native_of,
 )
-from llama_ssp.models.llama.rotary import RmsNorm
-from llama_ssp.models.quantization.precision import Int8Linear, Precision
-from llama_ssp.models.quantization.weight_only import Int8WeightOnlyLinear
+from llama_ssp.models.quantization.precision import Precision, int8_linear
+from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
 from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
@@ -234,11 +234,22 @@ def test_layers_of_no_whole_blocks_take_another_kernel() -> None:
     assert native_of(make_linear(numbers(48, 64), None))
     for sizes in ((40, 64), (48, 40)):
         assert native_of(make_linear(numbers(*sizes), None)) is None
-        assert Int8WeightOnlyLinear(numbers(*sizes), None).native is None
-        assert Int8Linear(numbers(*sizes), None).native is None
+        assert native_of(int8_weight_only_linear(numbers(*sizes), None)) is None
+        assert native_of(int8_linear(numbers(*sizes), None)) is None
 
 
 def test_what_is_held_is_a_byte_a_weight_and_a_scale_an_output() -> None:
     for kind in ("bytes", "dots"):
         held = [part for part in vars(native(kind, numbers(48, 64))).values() if isinstance(part, Tensor)]
         assert sum(part.nbytes for part in held) == 48 * 64 + 4 * 48
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_16_bits_are_converted(dtype: torch.dtype) -> None:
+    weight, bias, x = numbers(48, 192).to(dtype), numbers(48).to(dtype), numbers(5, 192).to(dtype)
+    linear = int8_weight_only_linear(weight, bias)
+    assert native_of(linear)
+    y = linear.add(x, torch.ones(5, 48, dtype=dtype))
+    assert y.dtype is dtype
+    reference = x.double() @ (weight.double()).t() + bias.double() + 1
+    assert (y - reference).abs().max() < 0.02 * reference.abs().max()

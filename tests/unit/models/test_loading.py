@@ -1,9 +1,5 @@
 """Holds the loader to the library's own values under whatever name they are stored, and to reading only its slices."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
-from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
@@ -180,75 +175,3 @@ def test_progress_counts_bytes_up_to_all_that_the_rank_holds(family: str, saved:
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert seen == sorted(seen)
     assert seen[-1] == (held_bytes, held_bytes)
-
-
-MEASURE = """
-import json, os, sys, threading, time
-from pathlib import Path
-import torch
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.models.loading import build_empty, load_model
-from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.kernels.linear import can_halve
-from llama_ssp.models.tensor_parallel import shard
-
-def anonymous_bytes():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-def watch():
-    global peak
-    while not done:
-        peak = max(peak, anonymous_bytes())
-        time.sleep(0.0003)
-
-folder = Path(sys.argv[1])
-checkpoint = inspect(folder)
-for num_ranks, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)):
-    if os.fork():
-        os.wait()
-        continue
-    comm = Comm(rank=0, size=num_ranks)
-    model = build_empty(checkpoint)
-    shard(model, checkpoint.shape, comm)
-    mlp = model.model.layers[0].mlp if checkpoint.config.model_type == "llama" else None
-    halves = dtype == torch.float32 and mlp is not None and can_halve()
-    held = {
-        name: parameter.numel() * (2 if halves and name.endswith(("_proj.weight", "head.weight")) else dtype.itemsize)
-        for name, parameter in model.named_parameters()
-    }
-    fused = [mlp.gate_proj.weight.numel() + mlp.up_proj.weight.numel()] if mlp else []
-    largest = max([*fused, *map(torch.numel, model.parameters())])
-    done, peak, before = False, 0, anonymous_bytes()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    runner = load_model(checkpoint, dtype=dtype, device=torch.device("cpu"), comm=comm)
-    done = True
-    watcher.join()
-    peak = max(peak, anonymous_bytes())  # on a busy machine the watcher may have seen little
-    held_bytes, largest_bytes = sum(held.values()), largest * dtype.itemsize
-    print(json.dumps([peak - before, held_bytes, largest_bytes, anonymous_bytes() - before]), flush=True)
-    os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("family", [slow("llama"), heavy("gpt_neox")])
-def test_anonymous_memory_peaks_at_the_shard_and_one_tensor(tmp_path: Path, family: str) -> None:
-    """Alone, as one of two ranks, and as one of two ranks that cast; 71 MB, so that a second copy cannot hide.
-
-    With the lean decoder (llama) the one tensor may be a layer's gate and up in one, its kernels, which are timed while
-    it loads, keep some room to work in, and linear layers stay in 16 bits when they compute in fp32.
-    """
-    build_checkpoint(
-        tmp_path, family, dtype=torch.bfloat16, hidden_size=1024, intermediate_size=2048, num_hidden_layers=3,
-        vocab_size=4096,
-    )  # fmt: skip
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environ).stdout
-    measured = [json.loads(line) for line in output.splitlines()]
-    assert len(measured) == 3
-    slack_bytes = (24 if family == "llama" else 2) * 2**20
-    for peak_bytes, shard_bytes, largest_bytes, left_bytes in measured:
-        assert 0.8 * shard_bytes < peak_bytes <= shard_bytes + largest_bytes + slack_bytes
-        assert left_bytes <= shard_bytes + slack_bytes

@@ -102,13 +102,6 @@ def saved_head(runner: ModuleRunner) -> torch.nn.Module:
     return head
 
 
-def test_a_smaller_bucket_changes_nothing_but_the_cost(saved: SavedModels) -> None:
-    runner = runner_of(saved, "llama", batch_size=1)
-    ids_BT, positions_BT = random_ids(1, 7), torch.arange(7)[None]
-    wide = runner.forward(ids_BT, positions_BT, bucket=40)
-    assert_close(runner.forward(ids_BT, positions_BT, bucket=7), wide)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_neo"])
 def test_a_forward_reads_no_value(family: str) -> None:
     """A meta tensor has no values: whatever reads one raises."""

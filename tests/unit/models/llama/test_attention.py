@@ -16,10 +16,11 @@ from torch import Tensor
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.architectures.sizes import PAGE_SLOTS
-from llama_ssp.models import varlen
+from llama_ssp.kernels import attention_by_length as varlen
+from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen, torch_attention
+from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.varlen import Heads, VarlenAttention, fault_of, find_varlen, torch_attention
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.drafters.drafter import catch_up
@@ -44,19 +45,13 @@ def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> t
     return by_length, by_mask
 
 
-@pytest.mark.parametrize("kind", GROUPED)
-def test_rows_of_any_length_get_what_masks_give(kind: str) -> None:
-    by_length, by_mask = pair(kind, batch_size=3)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in GROUPED), ("llama", torch.bfloat16)])
+def test_rows_of_any_length_get_what_masks_give(kind: str, dtype: torch.dtype) -> None:
+    by_length, by_mask = pair(kind, batch_size=3, dtype=dtype)
     assert by_length.reads_by_length
     assert not by_mask.reads_by_length
     for found, wanted in zip(ragged_rounds(by_length), ragged_rounds(by_mask), strict=True):
-        assert_close(found, wanted)
-
-
-def test_narrow_formats_get_it_too() -> None:
-    by_length, by_mask = pair("llama", batch_size=3, dtype=torch.bfloat16)
-    for found, wanted in zip(ragged_rounds(by_length), ragged_rounds(by_mask), strict=True):
-        assert_close(found, wanted, torch.bfloat16)
+        assert_close(found, wanted, dtype)
 
 
 def test_rows_beyond_a_page_find_their_own_pages() -> None:
@@ -112,17 +107,6 @@ def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
         decoder.make_room([Request(index=0, prompt_ids=(1, 2, 3), max_new_tokens=90)])
         found.append(len({decoder._buckets.covering(length) for length in range(1, 95)}))
     assert found == [1, 1, 6]
-
-
-def test_the_cache_is_shown_as_pages_without_a_copy() -> None:
-    runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=varlen_attention)
-    runner.allocate(batch_size=2, capacity=300)
-    runner.forward(random_ids(2, 1), torch.zeros(2, 1, dtype=torch.int64), bucket=8)
-    assert runner._cache
-    [first, *_] = runner._cache.shown[512]
-    assert first.keys.shape[:2] == (4, 256)
-    assert first.keys.untyped_storage().data_ptr() == first.parts.untyped_storage().data_ptr()
-    assert first.keys.stride(-1) == 1
 
 
 def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
@@ -198,7 +182,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
             for runner in (pair.models.target, pair.models.draft):
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
-                runner._use_gpu_layers(fuses=False)
+                runner._use_own_kernels(fuses=False)
         decoder.executor = Executor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]
@@ -225,30 +209,30 @@ def test_a_kernel_that_is_wrong_in_one_shape_only_is_found(shape: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head_dim"),
+    ("device", "dtype", "head_dim", "is_amd", "rounds_inputs"),
     [
-        ("cpu", torch.bfloat16, 64),
-        ("cuda", torch.float32, 64),
-        ("cuda", torch.float16, 20),
-        ("cuda", torch.float16, 512),
+        ("cpu", torch.bfloat16, 64, False, False),
+        ("cuda", torch.float32, 64, False, False),
+        ("cuda", torch.float16, 20, False, False),
+        ("cuda", torch.float16, 512, False, False),
+        ("cuda", torch.float16, 64, True, False),
+        ("cuda", torch.float16, 64, False, True),
     ],
 )
-def test_other_devices_formats_and_heads_keep_masks(
-    device: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    assert find_varlen(torch.device(device), dtype, Heads(4, 2, head_dim, 1.0)) is None
-
-
-@pytest.mark.parametrize(("is_amd", "rounds_inputs"), [(True, False), (False, True)])
-def test_amd_gpus_and_rounded_inputs_keep_masks_as_plans_say(
-    is_amd: bool, rounds_inputs: bool, monkeypatch: pytest.MonkeyPatch
+def test_other_devices_formats_and_heads_keep_masks_as_plans_say(
+    *,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    is_amd: bool,
+    rounds_inputs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.2" if is_amd else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 4))
     monkeypatch.setattr(varlen, "fault_of", lambda *_arguments, **_options: None)
     find_varlen.cache_clear()
-    found = find_varlen(torch.device("cuda", 0), torch.float16, HEADS[0], rounds_inputs=rounds_inputs)
+    found = find_varlen(torch.device(device), dtype, Heads(4, 2, head_dim, 1.0), rounds_inputs=rounds_inputs)
     find_varlen.cache_clear()
     assert found is None
 

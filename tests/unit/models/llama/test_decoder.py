@@ -149,25 +149,6 @@ def test_no_weight_is_left_in_the_modules() -> None:
     assert left == ["model.embed_tokens.weight"]
 
 
-def test_a_cache_that_was_filled_in_inference_mode_can_be_used_outside() -> None:
-    lean, library = pair("llama", batch_size=1)
-    ids_BT = random_ids(1, 8)
-    with torch.inference_mode():
-        lean.allocate(batch_size=1, capacity=64)
-        lean.forward(ids_BT[:, :6], torch.arange(6)[None], bucket=16)
-    wanted = library.forward(ids_BT, torch.arange(8)[None], bucket=16)
-    assert_close(lean.forward(ids_BT[:, 6:], torch.arange(6, 8)[None], bucket=16), wanted[:, 6:])
-
-
-def test_a_cache_is_kept_when_it_is_large_enough() -> None:
-    lean, _ = pair("llama", batch_size=2)
-    cache = lean._cache
-    lean.allocate(batch_size=2, capacity=30)
-    assert lean._cache is cache
-    lean.allocate(batch_size=2, capacity=41)
-    assert lean._cache is not cache
-
-
 def on_meta(model: PreTrainedModel) -> PreTrainedModel:
     torch.nn.Module.to(model, "meta")
     return model
@@ -181,9 +162,7 @@ def test_a_whole_round_reads_no_value() -> None:
     round_.allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(2, num_slots=64, num_rounds=10, table=round_.uniforms)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
-    prompts = BatchState.of(
-        requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0
-    )
+    prompts = BatchState.of(requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0)
     assert round_.prefill(prompts, range(2), lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
     assert advance(decoder, state, bucket=64).is_meta
 

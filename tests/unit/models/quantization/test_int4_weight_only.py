@@ -12,7 +12,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import int4_rows
@@ -132,7 +132,7 @@ def test_a_weight_is_rounded_once(dtype: torch.dtype, num_rows: int) -> None:
     zeros = torch.randint(0, 17, (33, 2), generator=generator)
     weight = ((codes.unflatten(1, (2, 128)) - zeros[..., None]) * scales[..., None]).flatten(1).to(dtype)
     x = torch.randn(num_rows, 256, generator=generator).to(dtype)
-    linear = Int4WeightOnlyLinear(int4_rows.pack(codes, scales, zeros), None)
+    linear = int4_weight_only_linear(int4_rows.pack(codes, scales, zeros), None)
     assert torch.equal(linear(torch.eye(256, dtype=dtype)).t(), weight)
     wanted = x.double() @ weight.double().t()
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
@@ -142,7 +142,7 @@ def test_a_weight_is_rounded_once(dtype: torch.dtype, num_rows: int) -> None:
 def test_no_group_is_further_off_than_half_a_step() -> None:
     weight = torch.randn(48, 384, generator=torch.Generator().manual_seed(1))
     weight[:, 128:256] += 3  # all positive, so that the least step is zero
-    found = Int4WeightOnlyLinear(weight, None)(torch.eye(384)).t()
+    found = int4_weight_only_linear(weight, None)(torch.eye(384)).t()
     groups = weight.unflatten(1, (-1, 128))
     steps = (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
     errors = (found - weight).unflatten(1, (-1, 128)).abs().amax(2)

@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.linear import Linear, make_linear
-from llama_ssp.models.quantization import precision, weight_only
-from llama_ssp.models.quantization.precision import Int8Linear, Nf4Linear, Precision
-from llama_ssp.models.quantization.weight_only import (
-    Int4WeightOnlyLinear,
-    Int8WeightOnlyLinear,
-    QuantizedForm,
-    quantize_by_blocks,
-)
+from llama_ssp.models.quantization import weight_only
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.settings.formats import formats
 from tests.helpers.lanes import grid
 
-KINDS: dict[str, type] = {
-    "int8": Int8Linear, "nf4": Nf4Linear, "int8_weight_only": Int8WeightOnlyLinear,
-    "int4_weight_only": Int4WeightOnlyLinear,
-}  # fmt: skip
-FORMS = list(KINDS)
+FORMS = [form.name for form in formats().values() if form.is_quantized]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_form = pytest.mark.parametrize("form", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,12 +34,6 @@ def make(form: str, weight: Tensor, bias: Tensor | None = None, *, threshold: fl
 def unpacked(linear: Linear, num_inputs: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weights that a form stands for: what it maps unit vectors to."""
     return linear(torch.eye(num_inputs, dtype=dtype)).t()
-
-
-def test_a_form_without_a_product_of_its_own_cannot_be_made() -> None:
-    unfinished = type("Unfinished", (QuantizedForm,), {})
-    with pytest.raises(TypeError, match="__call__"):
-        unfinished()
 
 
 @every_form
@@ -109,17 +94,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form: str, dtype: torch.dty
     assert torch.equal(linear(beside)[0], linear(x)[0])
 
 
-@pytest.mark.parametrize("num_rows", [5, 40])
+@pytest.mark.parametrize(("form", "num_rows"), [("int8", 5), ("int8", 40), ("int8_weight_only", 5)])
 @every_dtype
-def test_a_row_through_int8_is_the_same_alone(dtype: torch.dtype, num_rows: int) -> None:
-    linear = make("int8", numbers(96, 128, dtype=dtype), numbers(96, dtype=dtype))
+def test_a_row_through_eight_bits_is_the_same_alone(form: str, dtype: torch.dtype, num_rows: int) -> None:
+    linear = make(form, numbers(96, 128, dtype=dtype), numbers(96, dtype=dtype))
     x = numbers(num_rows, 128, dtype=dtype)
-    assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
-
-
-def test_a_row_through_packed_bytes_is_the_same_alone() -> None:
-    linear = make("int8_weight_only", numbers(96, 128, dtype=torch.bfloat16))
-    x = numbers(5, 128, dtype=torch.bfloat16)
     assert torch.equal(linear(x), torch.cat([linear(row) for row in x.split(1)]))
 
 
@@ -160,23 +139,6 @@ def test_how_many_rows_are_quantized_at_a_time_does_not_show(
     assert torch.equal(unpacked(make(form, weight), 128), wanted)
 
 
-def test_a_layer_is_quantized_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_only, "_QUANTIZED_ELEMENTS", {"cpu": 256})
-    seen: list[int] = []
-
-    def quantize(block: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(len(block))
-        return block, block[:, 0]
-
-    quantize_by_blocks(numbers(7, 128), quantize)
-    assert seen == [2, 2, 2, 1]
-
-
-@pytest.mark.parametrize(("form", "kind"), KINDS.items())
-def test_each_name_has_its_form(form: str, kind: type) -> None:
-    assert type(make(form, numbers(16, 128))) is kind
-
-
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 def test_large_outputs_stay_in_the_range_of_fp16(num_rows: int) -> None:
     # Of 192 inputs of 4 and weights of 0.3, 230 each; inputs times bytes would sum up to 97536.
@@ -211,8 +173,3 @@ def test_bitsandbytes_is_imported_without_a_way_to_the_hub_and_in_silence() -> N
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_unquantized_precision_has_no_kernel() -> None:
-    assert precision.UNQUANTIZED.kernel is None
-    assert not precision.UNQUANTIZED.rounds_inputs

@@ -19,7 +19,7 @@ from llama_ssp.models.cache import Workspace
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.quantization.precision import Nf4Linear
-from llama_ssp.models.quantization.weight_only import Int4WeightOnlyLinear, Int8WeightOnlyLinear
+from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
 from llama_ssp.ranks.comms import Comm, is_recording
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.speculate.engine.tracing import Traced
@@ -35,8 +35,8 @@ KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
     "plain": (PlainLinear, lambda: True),
     "packed": (PackedLinear, lambda: can_pack(torch.float32)),
     "half": (HalfLinear, can_halve),
-    "int8_weight_only": (Int8WeightOnlyLinear, lambda: True),
-    "int4_weight_only": (Int4WeightOnlyLinear, lambda: True),
+    "int8_weight_only": (int8_weight_only_linear, lambda: True),
+    "int4_weight_only": (int4_weight_only_linear, lambda: True),
     "nf4": (Nf4Linear, lambda: find_spec("bitsandbytes") is not None),
 }
 

@@ -2,7 +2,7 @@
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
 multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
-second kernel adds the parts. `few_rows_tiles` chooses both. Blocks that read the same weights are neighbours.
+second kernel adds the parts. `tiles_of` chooses both. Blocks that read the same weights are neighbours.
 
     block   = OUTPUTS outputs x ROWS rows x the inputs of one split
     step    | warp 0: INPUTS | warp 1: INPUTS | ... | warp 7: INPUTS |  the next step: the same again
@@ -18,13 +18,13 @@ Shapes: M rows, I inputs, O outputs, S splits, G groups of 128 inputs.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.models.quantization.few_rows_tiles import tiles_of
 from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
@@ -80,56 +80,40 @@ _HALVES_TO_BF16 = tl.constexpr(
     .replace("f16x2", "bf16x2")
 )
 """The same in bf16: 0x4300 | code is 128 + code."""
-_HALVES_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
-_FP16_ZERO, _BF16_ZERO = tl.constexpr(0x6400), tl.constexpr(0x4300)
 _ZERO_BITS = tl.constexpr(ZERO_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _converted(bytes_tile, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bytes as fp16 or bf16, which hold them exactly; by PTX without the slow integer-to-float instruction."""
-    if not PTX:
-        numbers = bytes_tile.to(tl.float32).to(HALF)
-    elif tl.float16 == HALF:
-        numbers = tl.inline_asm_elementwise(_BYTES_TO_FP16, "=r,=r,r", [bytes_tile], tl.float16, is_pure=True, pack=4)
+    if PTX:
+        program: tl.constexpr = _BYTES_TO_FP16 if tl.float16 == HALF else _BYTES_TO_BF16
+        numbers = tl.inline_asm_elementwise(program, "=r,=r,r", [bytes_tile], HALF.value, is_pure=True, pack=4)
     else:
-        numbers = tl.inline_asm_elementwise(_BYTES_TO_BF16, "=r,=r,r", [bytes_tile], tl.bfloat16, is_pure=True, pack=4)
+        numbers = bytes_tile.to(tl.float32).to(HALF)
     return numbers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The codes in the low and the high halves of the bytes, less the zeros of their words, as fp16 or bf16."""
     zeros = words & _ZERO_BITS
-    if not PTX:
+    if PTX:
+        program: tl.constexpr = _HALVES_TO_FP16 if tl.float16 == HALF else _HALVES_TO_BF16
+        nothing: tl.constexpr = 0x6400 if tl.float16 == HALF else 0x4300
+        zeros = (zeros | nothing).to(tl.int16).to(HALF, bitcast=True)[:, :, None]
+        low, high = tl.inline_asm_elementwise(
+            program, "=&r,=&r,=&r,=&r,r,r,r", [bytes_tile, zeros], (HALF.value, HALF.value), is_pure=True, pack=4
+        )
+    else:
         zeros = zeros.to(tl.float32)[:, :, None]
         low = ((bytes_tile & 15).to(tl.float32) - zeros).to(HALF)
         high = ((bytes_tile >> 4).to(tl.float32) - zeros).to(HALF)
-    elif tl.float16 == HALF:
-        zeros = (zeros | _FP16_ZERO).to(tl.int16).to(tl.float16, bitcast=True)
-        low, high = tl.inline_asm_elementwise(
-            _HALVES_TO_FP16,
-            _HALVES_REGISTERS,
-            [bytes_tile, zeros[:, :, None]],
-            (tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        zeros = (zeros | _BF16_ZERO).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        low, high = tl.inline_asm_elementwise(
-            _HALVES_TO_BF16,
-            _HALVES_REGISTERS,
-            [bytes_tile, zeros[:, :, None]],
-            (tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
     return low, high
 
 
 @triton.jit
-def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
     """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
     x_tile = tl.permute(x_tile, (0, 2, 1))
     if x_tile.dtype == tl.float32:
@@ -144,7 +128,7 @@ def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]  # noqa:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up the warps' sums, 4 or 8, in pairs."""
     sums = tl.permute(total, (1, 2, 0))
     pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
@@ -155,8 +139,8 @@ def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
-    total, scales, bias, residual, y, outputs, places, is_stored  # noqa: ANN001
+def _store(  # type: ignore[no-untyped-def]
+    total, scales, bias, residual, y, outputs, places, is_stored
 ):  # fmt: skip
     """Multiply a sum by scales, add bias and residual, each where there are any; outputs and places have its shape."""
     if scales is not None:
@@ -169,8 +153,8 @@ def _store(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's 
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 - Triton's own language
-    x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,  # noqa: ANN001
+def _product(  # type: ignore[no-untyped-def]
+    x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
     IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -221,8 +205,8 @@ def _product(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917 
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
-def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
-    parts, scales, bias, residual, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr  # noqa: ANN001
+def _sum_of_splits(  # type: ignore[no-untyped-def]
+    parts, scales, bias, residual, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr
 ):  # fmt: skip
     """Add the splits (S, M, O) in order."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -234,8 +218,8 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - T
 
 
 @triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
-def _unpack_codes(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0917 - Triton's own language
-    codes, words, into, num_inputs, words_stride, HALF: tl.constexpr  # noqa: ANN001
+def _unpack_codes(  # type: ignore[no-untyped-def]
+    codes, words, into, num_inputs, words_stride, HALF: tl.constexpr
 ):  # fmt: skip
     """Write the numbers (code - zero) * scale of 16 groups of one output, rounded once."""
     row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1) * 16 + tl.arange(0, 16)
@@ -260,8 +244,66 @@ def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor) -> None:
     )
 
 
-_HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
+WARP_BYTES = 64
+"""Bytes that a warp reads of a row of weights in a step: two sectors of memory."""
+STEP = 512
+"""Inputs that all warps read in a step."""
+_LEAST_SAVED = 4
+"""Steps that a split must save, since it needs a second kernel; a step takes about a quarter of a microsecond."""
 _SUMMED = 1024
+_HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
+class Tiles(NamedTuple):
+    """How a product is cut.
+
+    Attributes:
+        rows: of a block, padded.
+        outputs: of a block.
+        split_inputs: of a split over the inputs, a multiple of STEP.
+        warp_inputs: of a warp in a step.
+        num_warps: of a block.
+        num_stages: steps on their way, and the one that is computed.
+        grid: blocks over rows, outputs and splits.
+    """
+
+    rows: int
+    outputs: int
+    split_inputs: int
+    warp_inputs: int
+    num_warps: int
+    num_stages: int
+    grid: tuple[int, int, int]
+
+
+def tiles_of(
+    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, byte_weights: int
+) -> Tiles:
+    """Cut a product for a GPU with so many multiprocessors; only the tile of rows depends on the number of rows.
+
+    Small matrices have small blocks. If these leave half of the multiprocessors idle, they are split over the inputs.
+    The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of int8 weights in a step,
+    two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
+    2020 has. In int4 half as many warps read as many bytes each, so that a warp has one group of 128 inputs.
+
+    `value_bytes` is the size of an input, and `byte_weights` the weights in a byte.
+    """
+    # In fp32 every output of a warp shares the splitting of its inputs into three.
+    is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
+    outputs = 16 if is_half and triton.cdiv(num_outputs, 32) < num_processors else 32
+    num_steps = triton.cdiv(num_inputs, STEP)
+    split_steps = triton.cdiv(num_steps, max(num_processors // triton.cdiv(num_outputs, outputs), 1))
+    if num_steps - split_steps < _LEAST_SAVED:
+        split_steps = num_steps
+    rows = next((rows for rows in (8, 16) if num_rows <= rows), 32 if is_half else 16)
+    warp_inputs = WARP_BYTES * byte_weights
+    return Tiles(
+        rows=rows, outputs=outputs, split_inputs=split_steps * STEP, warp_inputs=warp_inputs,
+        num_warps=STEP // warp_inputs, num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
+        grid=(
+            triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, outputs), triton.cdiv(num_steps, split_steps)
+        ),
+    )  # fmt: skip
 
 
 def product_of_few_rows(
@@ -283,35 +325,29 @@ def product_of_few_rows(
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """
-    num_outputs, byte_weights = len(weight_OI), 2 if weight_OI.dtype is torch.uint8 else 1
+    num_outputs, is_int4 = len(weight_OI), weight_OI.dtype is torch.uint8
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
-        byte_weights=byte_weights,
+        byte_weights=2 if is_int4 else 1,
     )  # fmt: skip
     y_MO = x_MI.new_empty(num_rows, num_outputs)
-    is_split = tiles.num_splits > 1
-    parts = x_MI.new_empty(tiles.num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
+    num_splits, length = tiles.grid[2], y_MO.numel()
+    is_split = num_splits > 1
+    parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](
         x_MI, weight_OI, scales, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
         ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, IS_SPLIT=is_split,
         PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
-        _sum_of_splits[(triton.cdiv(y_MO.numel(), _SUMMED),)](
-            parts,
-            scales if byte_weights == 1 else None,
-            bias_O,
-            residual_MO,
-            y_MO,
-            tiles.num_splits,
-            y_MO.numel(),
-            num_outputs,
+        _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
+            parts, None if is_int4 else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
             ELEMENTS=_SUMMED,
-        )
+        )  # fmt: skip
     return y_MO
 
 

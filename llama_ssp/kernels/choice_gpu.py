@@ -1,7 +1,9 @@
-"""What Triton needs on the machine, and what a run says where a kernel of Triton's does not work.
+"""Tries Triton's kernels before their first use, and says what a run does where one does not work.
 
 Triton compiles what launches its kernels with a C compiler and Python's headers. A machine without them, or a GPU that
 Triton does not know, fails at the first call. `attempt` tries a kernel once; without it the run takes another way.
+
+Shapes: M rows, I inputs, O outputs.
 """
 
 import logging
@@ -11,10 +13,18 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from llama_ssp.ranks.gpu.devices import ends_run
+from llama_ssp.settings.formats import FEW_ROWS
+
+ProductOfFewRows = Callable[..., Tensor]
+"""`linear_gpu.product_of_few_rows`."""
 
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)
@@ -32,15 +42,10 @@ def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
     except Exception as error:  # compilers raise what they like
         if ends_run(error):
             raise
-        warn(instead, error)
+        if instead not in _said:
+            _said.add(instead)
+            _log.warning("%s: %s", instead, reason(error))
         return None
-
-
-def warn(instead: str, error: Exception) -> None:
-    """Log one sentence, once: what the run does `instead` of a kernel that failed, why, and what would help."""
-    if instead not in _said:
-        _said.add(instead)
-        _log.warning("%s: %s", instead, reason(error))
 
 
 def reason(error: Exception) -> str:
@@ -73,3 +78,32 @@ def missing_packages() -> list[str]:
 
 def _is_red_hat() -> bool:
     return shutil.which("dnf") is not None
+
+
+@cache
+def find_few_rows(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
+    """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
+
+    It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
+    with inputs in fp16 and in bf16, if the GPU computes in that.
+    Without it a warning says, once, what the format of this `name` costs.
+    """
+    if device != "cuda":
+        return None
+    samples = {
+        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
+        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
+    }
+    instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
+    return attempt(partial(_tried_few_rows, samples[name]), instead=instead)
+
+
+def _tried_few_rows(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
+    from llama_ssp.kernels.linear_gpu import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
+
+    weight_OI, scales = (operand.cuda() for operand in operands)
+    halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
+    for dtype in (scales.dtype,) if scales.is_floating_point() else halves:
+        for num_rows in (1, FEW_ROWS):
+            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
+    return product_of_few_rows

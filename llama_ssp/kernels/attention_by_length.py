@@ -8,27 +8,28 @@ split, torch 2.13 writes the first sequence only (issue 194167 of pytorch). Unsp
 a forward alone decide, so it is the same kernel in every run:
 
     one sequence, more than a page of cache       torch's, which splits
-    several, long, fewer blocks than a GPU needs  ours (`llama.split_kernels`)
+    several, long, fewer blocks than a GPU needs  ours (`attention_gpu`)
     others, and prompts                           torch's, unsplit
 
 It runs where `architectures.sizes.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
-used (see `llama.attention`). Before its first use each kernel is held to a masked attention on this very device, with
-the model's own heads.
+used (see `models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device,
+with the model's own heads.
 
 Shapes: Q queries of all rows, H query heads, N key-value heads, D head dim, X pages of P slots, R rows.
 """
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise, starmap
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import PAGE_SLOTS, reads_by_length
+from llama_ssp.kernels.between import Heads
 from llama_ssp.ranks.gpu.devices import ends_run
 
 _log = logging.getLogger(__name__)
@@ -47,23 +48,11 @@ LONG_SLOTS = 2048
 """Of the cache: a block walks fewer in about the time of a second kernel."""
 
 
-class Heads(NamedTuple):
-    """The heads of a layer on this rank: H, N, D, and what scores are multiplied by."""
+VarlenAttention = Callable[..., Tensor]
+"""`torch.nn.attention.varlen.varlen_attn` with pages: maps queries (Q, H, D) and pages (X, P, N, D) to (Q, H, D).
 
-    num: int
-    num_kv: int
-    dim: int
-    scale: float
-
-
-class VarlenAttention(Protocol):
-    """`torch.nn.attention.varlen.varlen_attn` with pages. The last query of a row sees all of its `seqused_k` slots."""
-
-    def __call__(  # noqa: PLR0913, PLR0917 - torch's
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Attend from queries (Q, H, D) to pages (X, P, N, D); returns (Q, H, D)."""
+The last query of a row sees all of its `seqused_k` slots.
+"""
 
 
 @cache
@@ -75,8 +64,7 @@ def find_varlen(
         capability=capability_of(device), value_bytes=dtype.itemsize, head_dim=heads.dim, rounds_inputs=rounds_inputs
     ):
         return None
-    kernel = torch_attention()
-    if kernel is None:
+    if (kernel := torch_attention()) is None:
         return None
     try:
         problem = fault_of(kernel, device=device, dtype=dtype, heads=heads, has_windows=has_windows)
@@ -122,11 +110,11 @@ def over_more_blocks(
     torch_s: VarlenAttention, heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool
 ) -> VarlenAttention:
     """Torch's kernel, and ours for the shapes that `serves` names; RuntimeError if ours is wrong for these heads."""
-    from llama_ssp.models.llama import split_kernels  # noqa: PLC0415 - imports Triton
+    from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
-    most_queries = split_kernels.MOST_ROWS * heads.num_kv // heads.num
+    most_queries = attention_gpu.MOST_ROWS * heads.num_kv // heads.num
     checked = [queries for queries in CHECKED if max(queries) <= most_queries]
-    ours = split_kernels.attend
+    ours = attention_gpu.attend
     if fault := fault_of(ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked):
         raise RuntimeError(f"the kernel of split attention gives {fault}")
 

@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from llama_ssp.models import triton_tools
-from llama_ssp.models.quantization import weight_only
+from llama_ssp.kernels import choice_gpu
 from llama_ssp.settings.formats import FEW_ROWS
 
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> Iterator[None]:
     """Warnings come once in a process, and once in a test."""
-    triton_tools._said.clear()
-    weight_only.kernel_of_gpus.cache_clear()
+    choice_gpu._said.clear()
+    choice_gpu.find_few_rows.cache_clear()
     yield
-    weight_only.kernel_of_gpus.cache_clear()
+    choice_gpu.find_few_rows.cache_clear()
 
 
 @pytest.fixture
@@ -43,13 +42,13 @@ def install(programs: Path, name: str) -> None:
 
 
 def test_a_missing_compiler_is_named_with_its_package(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert triton_tools.missing_packages() == ["gcc"]
+    assert choice_gpu.missing_packages() == ["gcc"]
     install(programs, "clang")
-    assert triton_tools.missing_packages() == []
+    assert choice_gpu.missing_packages() == []
     monkeypatch.setenv("CC", "icx")
-    assert triton_tools.missing_packages() == ["gcc"]
+    assert choice_gpu.missing_packages() == ["gcc"]
     install(programs, "icx")
-    assert triton_tools.missing_packages() == []
+    assert choice_gpu.missing_packages() == []
 
 
 def test_missing_headers_are_named_as_the_distribution_calls_them(
@@ -58,38 +57,38 @@ def test_missing_headers_are_named_as_the_distribution_calls_them(
     install(programs, "gcc")
     monkeypatch.setattr(sysconfig, "get_path", lambda _name, _scheme: str(programs))
     monkeypatch.setattr("sys.version_info", type("Version", (), {"major": 3, "minor": 12}))
-    assert triton_tools.missing_packages() == ["python3.12-dev"]
+    assert choice_gpu.missing_packages() == ["python3.12-dev"]
     install(programs, "dnf")
-    assert triton_tools.missing_packages() == ["python3.12-devel"]
-    assert "sudo dnf install python3.12-devel installs them" in triton_tools.reason(OSError("gcc failed"))
+    assert choice_gpu.missing_packages() == ["python3.12-devel"]
+    assert "sudo dnf install python3.12-devel installs them" in choice_gpu.reason(OSError("gcc failed"))
 
 
 def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
     error = RuntimeError("Failed to find C compiler.\nTraceback")
-    assert triton_tools.reason(error) == (
+    assert choice_gpu.reason(error) == (
         "Triton needs a C compiler and Python.h, which this machine lacks; sudo apt-get install gcc installs them"
     )
-    assert triton_tools.reason(ImportError("No module named 'triton'")) == "No module named 'triton'"
+    assert choice_gpu.reason(ImportError("No module named 'triton'")) == "No module named 'triton'"
     install(programs, "gcc")
-    assert triton_tools.reason(error) == "Failed to find C compiler."
-    assert triton_tools.reason(AssertionError()) == "AssertionError"
+    assert choice_gpu.reason(error) == "Failed to find C compiler."
+    assert choice_gpu.reason(AssertionError()) == "AssertionError"
     failed = CalledProcessError(1, ["/usr/bin/gcc", "-O3", "a.c"])
     wrapped = BackendCompilerFailed(lambda: None, failed, None)
     for each in (failed, wrapped):
-        assert triton_tools.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
+        assert choice_gpu.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
 
 
 @pytest.mark.parametrize("form", ["int8_weight_only", "int4_weight_only"])
 def test_a_form_goes_on_without_its_kernel_and_says_so_once(
     form: str, programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_compiler(_operands: object) -> weight_only.ProductOfFewRows:
+    def no_compiler(_operands: object) -> choice_gpu.ProductOfFewRows:
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(weight_only, "_tried_kernel", no_compiler)
+    monkeypatch.setattr(choice_gpu, "_tried_few_rows", no_compiler)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert weight_only.kernel_of_gpus(form, "cuda", torch.float16) is None
+            assert choice_gpu.find_few_rows(form, "cuda", torch.float16) is None
     [record] = caplog.records
     assert record.getMessage().startswith(f"{form} unpacks its weights in every forward")
     assert record.getMessage().endswith("sudo apt-get install gcc installs them")
@@ -101,19 +100,19 @@ def test_a_kernel_is_tried_in_every_variant_that_this_gpu_may_need(
     has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    kernels = ModuleType("few_rows_kernel")
+    kernels = ModuleType("linear_gpu")
     kernels.__dict__["product_of_few_rows"] = lambda x_MI, *_: tried.append((x_MI.dtype, len(x_MI)))
-    monkeypatch.setitem(sys.modules, "llama_ssp.models.quantization.few_rows_kernel", kernels)
+    monkeypatch.setitem(sys.modules, "llama_ssp.kernels.linear_gpu", kernels)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda _is_emulated: has_bf16)
-    assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.int32))))
+    assert callable(choice_gpu._tried_few_rows((torch.ones(2, 2), torch.ones(2, dtype=torch.int32))))
     wanted = [torch.float16, torch.bfloat16][: 1 + has_bf16]
     assert tried == [(dtype, rows) for dtype in wanted for rows in (1, FEW_ROWS)]
     tried.clear()
-    assert callable(weight_only._tried_kernel((torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))))
+    assert callable(choice_gpu._tried_few_rows((torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))))
     assert tried == [(torch.bfloat16, 1), (torch.bfloat16, FEW_ROWS)]
 
 
 def test_a_kernel_that_works_is_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    assert triton_tools.attempt(lambda: 7, instead="nothing") == 7
+    assert choice_gpu.attempt(lambda: 7, instead="nothing") == 7
     assert caplog.records == []

@@ -1,0 +1,172 @@
+"""The parts between the products of a Llama-like layer: norms, rotary embedding, write to the cache, gate.
+
+    part           reference, for every device    on a GPU, in Triton
+    rotate_write   `rotate_write`                 `between_gpu.rotate_write`: one kernel, norms of heads included
+    add_norm       a sum, then `RmsNorm`          `between_gpu.add_norm`
+    gated          `gated`                        `between_gpu.gated`
+
+On a CPU compiled operators take in what stands around them where they can (`linear`, `attention`, `layer`).
+`find_own_kernels` tries each kernel on its device; the reference stands in for one that fails, for it alone.
+
+Shapes: B rows, T positions, M = B * T tokens, E width of what is normalized, U MLP units, X = H + 2 N heads, H query
+heads, N key-value heads, S positions, D head dim, P = D / 2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llama_ssp.kernels.choice_gpu import attempt, missing_packages
+
+_TOLERANCE = 0.02
+"""Of the largest value: sums in another order, and one rounding more or less, differ by less."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer on this rank: H, N, D, and what scores are multiplied by."""
+
+    num: int
+    num_kv: int
+    dim: int
+    scale: float
+
+
+class RmsNorm:
+    """The root-mean-square norm over the last dimension.
+
+    torch has one operator for it on a GPU only. In fp32 on the CPU, where each small operator costs as much as the
+    arithmetic, the vector's length is used: x / sqrt(mean(x^2) + eps) = sqrt(E) x / hypot(|x|, sqrt(E eps)).
+
+    Attributes:
+        weight_E: with `by_length` times sqrt(E).
+        least_square: E eps.
+    """
+
+    def __init__(self, module: Any) -> None:  # noqa: ANN401 - each family has its own class
+        weight_E: Tensor = module.weight.detach()
+        width = weight_E.shape[0]
+        self.eps: float = module.variance_epsilon
+        self.by_length = weight_E.device.type == "cpu" and weight_E.dtype == torch.float32
+        self.weight_E = weight_E * width**0.5 if self.by_length else weight_E
+        self.least_square = width * self.eps
+        self._least_length = weight_E.new_tensor(self.least_square**0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalize x (..., E)."""
+        if not self.by_length:
+            return functional.rms_norm(x, self.weight_E.shape, self.weight_E, self.eps)
+        lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least_length)
+        return (x / lengths).mul_(self.weight_E)
+
+
+def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], *, num_heads: int) -> None:
+    """Norm queries and keys in place."""
+    num_kv = (qkv_MXD.shape[1] - num_heads) // 2
+    for norm, part in zip(norms, qkv_MXD.split([num_heads, num_kv, num_kv], 1)[:2], strict=True):
+        part.copy_(norm(part))
+
+
+def rotate_write(
+    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor, *, num_heads: int, norms: Sequence[RmsNorm]
+) -> None:
+    """Norm and turn queries and keys in place, in fp32, and write keys and values to the cache.
+
+    Args:
+        qkv_MXD: queries, keys and values.
+        freqs_cis_M1P: each token's complex rotary factors, for adjacent pairs of dimensions.
+        slots_M: of the tokens, among the slots of all rows.
+        parts: the layer's part of the cache; see `LayerBuffer`.
+        num_heads: query heads.
+        norms: of query heads and of key heads, in models that have them.
+    """
+    num_kv = (qkv_MXD.shape[1] - num_heads) // 2
+    if norms:
+        norm_heads(qkv_MXD, norms, num_heads=num_heads)
+    turned_MXD = qkv_MXD.narrow(1, 0, num_heads + num_kv)
+    in_fp32 = turned_MXD.float()
+    torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
+    if in_fp32 is not turned_MXD:
+        turned_MXD.copy_(in_fp32)
+    parts.index_copy_(1, slots_M, qkv_MXD.narrow(1, num_heads, 2 * num_kv).transpose(0, 1))
+
+
+def gated(gate_up_M2U: Tensor) -> Tensor:
+    """silu(gate) * up of the concatenated gate and up (M, 2 U); returns (M, U)."""
+    gate_MU, up_MU = gate_up_M2U.chunk(2, dim=-1)
+    return functional.silu(gate_MU).mul_(up_MU)
+
+
+@dataclass
+class OwnKernels:
+    """Those of `between_gpu` that work on this device; None where the reference runs instead."""
+
+    rotate_write: Callable[..., None] | None = None
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    gated: Callable[[Tensor], Tensor] | None = None
+
+
+@torch.inference_mode()
+def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm]) -> OwnKernels:
+    """Those of our kernels that run here and are right; a warning says of each other one why it is not used.
+
+    Raises:
+        ImportError: Triton is missing.
+    """
+    from llama_ssp.kernels import between_gpu  # noqa: PLC0415 - CPU builds of torch come without Triton
+
+    like, generator = norm.weight_E, torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like)
+
+    def add_norm() -> Callable[..., Tensor]:
+        x_ME, added_ME = some(2, 5, like.shape[0])
+        wanted_ME = x_ME + added_ME
+        found_ME = between_gpu.add_norm(x_ME, added_ME, like, norm.eps)
+        check("residual", x_ME, wanted_ME)
+        check("norm", found_ME, norm(wanted_ME))
+        return between_gpu.add_norm
+
+    def gate() -> Callable[..., Tensor]:
+        gate_up_M2U = some(5, 2200)
+        check("gate", between_gpu.gated(gate_up_M2U), gated(gate_up_M2U))
+        return between_gpu.gated
+
+    def rotate() -> Callable[..., None]:
+        num_slots, positions_BT = 8, torch.tensor([[3, 4, 5], [0, 1, 2]])
+        slots_M = (positions_BT + torch.tensor([[0], [num_slots]])).flatten().to(like.device)
+        qkv_MXD = some(positions_BT.numel(), heads.num + 2 * heads.num_kv, heads.dim)
+        angles_SP, positions_BT = some(num_slots, heads.dim // 2).float(), positions_BT.to(like.device)
+        freqs_cis_SP = torch.polar(torch.ones_like(angles_SP), angles_SP)
+
+        def placed(place: Callable[..., None]) -> tuple[Tensor, Tensor]:
+            own_MXD, parts = qkv_MXD.clone(), qkv_MXD.new_zeros(2 * heads.num_kv, 2 * num_slots, heads.dim)
+            place(own_MXD, parts=parts, num_heads=heads.num, norms=head_norms)
+            return own_MXD[:, : heads.num], parts
+
+        freqs_cis_M1P = freqs_cis_SP.index_select(0, positions_BT.flatten())[:, None]
+        wanted = placed(partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M))
+        own = partial(between_gpu.rotate_write, turns_SP2=torch.view_as_real(freqs_cis_SP), positions_BT=positions_BT)
+        for slots in (None, slots_M):
+            for one, other in zip(placed(partial(own, slots_M=slots)), wanted, strict=True):
+                check("rotary embedding", one, other)
+        return between_gpu.rotate_write
+
+    found, tries = OwnKernels(), {"rotate_write": rotate, "add_norm": add_norm, "gated": gate}
+    for name, try_out in tries.items():
+        kernel = attempt(try_out, instead=f"continuing with torch's operators instead of the kernel {name}")
+        setattr(found, name, kernel)
+        if kernel is None and missing_packages():
+            break  # the others would say the same
+    return found
+
+
+def check(name: str, found: Tensor, wanted: Tensor) -> None:
+    """RuntimeError, with the name of the kernel, if values differ by more than rounding; NaN does."""
+    if bool((~((found - wanted).abs() <= _TOLERANCE * wanted.abs().max())).any()):
+        raise RuntimeError(f"the kernel of the {name} is wrong on this device")

@@ -1,0 +1,154 @@
+"""The parts between the products of a layer in Triton; `between` has the references, and chooses.
+
+    rotate_write   the norms of heads, the rotary embedding, and the write to the cache
+    add_norm       the residual and the norm
+    gated          silu(gate) * up
+
+Shapes: B rows, T positions, M = B * T tokens, E embedding width, U MLP units, X heads, S positions, D head dim,
+P = D / 2.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llama_ssp.kernels.between import RmsNorm
+
+_HEADS_OF_A_PROGRAM = 8
+_UNITS_OF_A_PROGRAM = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_norm_kernel(x, added, weight, normed, width, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add to one row of x, in place, and normalize the sum."""
+    places = tl.arange(0, WIDTH)
+    is_place = places < width
+    row = tl.program_id(0).to(tl.int64) * width + places
+    total = tl.load(x + row, mask=is_place, other=0.0) + tl.load(added + row, mask=is_place, other=0.0)
+    tl.store(x + row, total, mask=is_place)
+    exact = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
+    factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(normed + row, (exact * factor * factors).to(total.dtype), mask=is_place)
+
+
+def add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Add to x in place, and return the RMS norm of the sum."""
+    num_rows, width = x_ME.shape
+    normed_ME = torch.empty_like(x_ME)
+    add_norm_kernel[(num_rows,)](
+        x_ME, added_ME, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8
+    )
+    return normed_ME
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated_kernel(gate_up, gated, num_units, UNITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Multiply some units of one row by the silu of their gates, rounded as torch's two operators do."""
+    units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    is_unit = units < num_units
+    row = tl.program_id(0).to(tl.int64) * num_units
+    gate = tl.load(gate_up + 2 * row + units, mask=is_unit, other=0.0)
+    up = tl.load(gate_up + 2 * row + num_units + units, mask=is_unit, other=0.0)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    tl.store(gated + row + units, silu * up, mask=is_unit)
+
+
+def gated(gate_up_M2U: Tensor) -> Tensor:
+    """silu(gate) * up of the concatenated gate and up (M, 2 U), contiguous; returns (M, U)."""
+    num_rows, num_units = gate_up_M2U.shape[0], gate_up_M2U.shape[1] // 2
+    gated_MU = gate_up_M2U.new_empty(num_rows, num_units)
+    gated_kernel[(num_rows, triton.cdiv(num_units, _UNITS_OF_A_PROGRAM))](
+        gate_up_M2U, gated_MU, num_units, UNITS=_UNITS_OF_A_PROGRAM, num_warps=4
+    )
+    return gated_MU
+
+
+@triton.jit
+def _weights_of_heads(query_norm, key_norm, is_query, dims, is_dim):  # type: ignore[no-untyped-def]
+    query_weights = tl.load(query_norm + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    key_weights = tl.load(key_norm + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query, query_weights, key_weights)
+
+
+@triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]
+def rotate_write_kernel(  # type: ignore[no-untyped-def]
+    qkv, turns, positions, slots, query_norm, key_norm, parts,
+    num_slots, all_slots, num_positions, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Turn some heads of one token: queries in place, keys into the cache; values go there as they are."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pairs = tl.arange(0, PAIRS)
+    num_all = NUM_HEADS + 2 * NUM_KV_HEADS
+    position = tl.load(positions + token)
+    is_here = (heads < num_all)[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+    source = qkv + (token * num_all + heads[:, None]) * HEAD_DIM + 2 * pairs[None, :]
+    first = tl.load(source, mask=is_here, other=0.0)
+    second = tl.load(source + 1, mask=is_here, other=0.0)
+    dtype = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    is_pair = pairs < HEAD_DIM // 2
+    if query_norm is not None:
+        factor = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + eps)[:, None]
+        is_query = (heads < NUM_HEADS)[:, None]
+        weights = _weights_of_heads(query_norm, key_norm, is_query, 2 * pairs, is_pair)
+        other_weights = _weights_of_heads(query_norm, key_norm, is_query, 2 * pairs + 1, is_pair)
+        is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        first = tl.where(is_value, first, (first * factor * weights).to(dtype).to(tl.float32))
+        second = tl.where(is_value, second, (second * factor * other_weights).to(dtype).to(tl.float32))
+    turn = turns + (position * (HEAD_DIM // 2) + pairs) * 2
+    cosines = tl.load(turn, mask=is_pair, other=0.0)[None, :]
+    sines = tl.load(turn + 1, mask=is_pair, other=0.0)[None, :]
+    is_turned = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    turned = tl.where(is_turned, first * cosines - second * sines, first).to(dtype)
+    other_turned = tl.where(is_turned, second * cosines + first * sines, second).to(dtype)
+    is_own = is_here & (heads < NUM_HEADS)[:, None]
+    tl.store(source, turned, mask=is_own)
+    tl.store(source + 1, other_turned, mask=is_own)
+    if slots is not None:
+        slot = tl.load(slots + token)
+    else:
+        slot = (token // num_positions) * num_slots + position
+    target = parts + ((heads - NUM_HEADS)[:, None] * all_slots + slot) * HEAD_DIM + 2 * pairs[None, :]
+    is_cached = is_here & (heads >= NUM_HEADS)[:, None]
+    tl.store(target, turned, mask=is_cached)
+    tl.store(target + 1, other_turned, mask=is_cached)
+
+
+def rotate_write(
+    qkv_MXD: Tensor,
+    turns_SP2: Tensor,
+    positions_BT: Tensor,
+    parts: Tensor,
+    *,
+    num_heads: int,
+    slots_M: Tensor | None = None,
+    norms: Sequence[RmsNorm] = (),
+) -> None:
+    """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
+
+    Args:
+        qkv_MXD: queries, keys and values of all tokens, contiguous.
+        turns_SP2: cosines and sines of each position, fp32.
+        positions_BT: of the tokens, contiguous.
+        parts: the layer's part of the cache; see `LayerBuffer`.
+        num_heads: query heads.
+        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
+        norms: of query heads and of key heads, in models that have them.
+    """
+    num_tokens, num_all, head_dim = qkv_MXD.shape
+    batch_size, num_positions = positions_BT.shape
+    query_norm, key_norm = [norm.weight_E for norm in norms] or (None, None)
+    rotate_write_kernel[(num_tokens, triton.cdiv(num_all, _HEADS_OF_A_PROGRAM))](
+        qkv_MXD, turns_SP2, positions_BT, slots_M, query_norm, key_norm, parts,
+        parts.shape[1] // batch_size, parts.shape[1], num_positions, norms[0].eps if norms else 0.0,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=(num_all - num_heads) // 2, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
+        PAIRS=triton.next_power_of_2(head_dim // 2), num_warps=4,
+    )  # fmt: skip

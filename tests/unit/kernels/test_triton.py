@@ -1,0 +1,259 @@
+"""The Triton kernels without a GPU: their values in Triton's interpreter, and what ptxas makes of them."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.speculate.sampling import processors
+from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
+from tests.helpers.lanes import grid
+from tests.helpers.ptx import run_ptx
+
+pytestmark = [pytest.mark.triton, pytest.mark.seconds]
+NAMES = ("between", "product", "linear", "attention", "draw")
+between_gpu, product_gpu, linear_gpu, attention_gpu, draw_gpu = (
+    pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
+)
+
+MOST_SHARED = 163 * 1024
+"""Bytes of a block on an A100."""
+PRODUCTS: dict[str, tuple[set[str], bool]] = {
+    "query-key-value": (set(), False), "after a sum of the ranks": ({"added"}, False), "gate-up": (set(), True),
+    "with a bias": ({"bias"}, False),
+}  # fmt: skip
+"""What stands around a product in addition to the norm, and whether it gates."""
+
+
+def integers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+@grid(kind=list(PRODUCTS), capability=CAPABILITIES, dtype=["fp16", "bf16"], rows=[16, 32])
+def test_no_register_of_a_product_is_spilled_and_every_weight_is_multiplied_by_one_warp(
+    kind: str, capability: int, dtype: str, rows: int
+) -> None:
+    """A warp that did what another one does would double the products: 16 x 8 x 16 numbers an instruction."""
+    given, gates = PRODUCTS[kind]
+    constants: dict[str, object] = {"GATES": gates, "ROWS": rows}
+    constants |= {"OUTPUTS": product_gpu.OUTPUTS, "INPUTS": product_gpu.INPUTS}
+    constants |= dict.fromkeys({"added", "bias"} - given)
+    types = dict.fromkeys(("x", "added", "summed", "norm", "weight", "bias", "y"), f"*{dtype}")
+    types |= integers("num_rows", "num_outputs", "num_inputs") | {"eps": "fp32", "unscale": "fp32"}
+    found = compile_kernel(
+        product_gpu.product_kernel, types, constants, capability=capability, num_warps=4,
+        num_stages=product_gpu.NUM_STAGES, uneven=["num_rows"],
+    )  # fmt: skip
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED
+    of_a_warp = (1 + gates) * (rows // 16) * (product_gpu.OUTPUTS // 8) * (product_gpu.INPUTS // 16) // 4
+    assert found.count(r"\bHMMA\.16816\.F32") == of_a_warp
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[64, 96, 128])
+def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
+    capability: int, dtype: str, has_norms: bool, head_dim: int
+) -> None:
+    types = {"turns": "*fp32", "positions": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("qkv", "query_norm", "key_norm", "parts"), f"*{dtype}")
+    types |= integers("num_slots", "all_slots", "num_positions")
+    constants: dict[str, object] = {
+        "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "HEADS": 8, "PAIRS": 64 if head_dim > 64 else 32,
+    }  # fmt: skip
+    constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
+    found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
+    assert found.stack_bytes == 0
+
+
+ATTENTION = {
+    "queries": "*{}", "keys": "*{}", "values": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32",
+    "pages": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
+}  # fmt: skip
+UNEVEN = ("left", "num_parts", "pages_stride")
+STRIDES = ("query_stride", "query_head_stride", "page_stride", "slot_stride", "head_stride")
+
+
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], rows=[16, 64], has_window=[False, True])
+def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
+    capability: int, dtype: str, head_dim: int, rows: int, has_window: bool
+) -> None:
+    """A warp multiplies 16 x 8 x 16 numbers at once: 16 slots by all dimensions, then 16 slots to all dimensions."""
+    dims, slots = 128 if head_dim > 64 else 64, attention_gpu.SLOTS
+    types = {name: kind.format(dtype) for name, kind in ATTENTION.items()} | integers(*UNEVEN, *STRIDES)
+    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": 128, "SLOTS": slots}
+    compiled = partial(compile_kernel, types=types, capability=capability, uneven=UNEVEN)
+    found = compiled(
+        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "PAGE": 256, "ROWS": rows},
+        num_warps=rows // 16, num_stages=3,
+    )  # fmt: skip
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED
+    if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
+        assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
+    assert compiled(attention_gpu.attend_whole, constants={**shared, "WIDTH": 32}, num_warps=4).stack_bytes == 0
+
+
+@grid(capability=CAPABILITIES, vocab_size=[32_000, 128_256])
+def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
+    tokens = processors.tokens_of_a_block(vocab_size)
+    types = {"weights": "*fp32", "sums": "*i64", "uniforms": "*fp64", "ids": "*i64", "units": "fp32"}
+    types |= integers("vocab_size", "num_blocks", "uniforms_stride")
+    blocks = 1 << (-(-vocab_size // tokens) - 1).bit_length()
+    for kernel, num_warps, constants in (
+        (draw_gpu.sum_blocks, 1, {"TOKENS": tokens}),
+        (draw_gpu.pick_token, 4, {"TOKENS": tokens, "BLOCKS": blocks}),
+    ):
+        uneven = ["uniforms", "num_blocks"]
+        found = compile_kernel(kernel, types, constants, capability=capability, num_warps=num_warps, uneven=uneven)
+        assert found.stack_bytes == 0
+
+
+def test_values_are_those_of_torch_s_operators() -> None:
+    """In a process of its own, because Triton reads at its import that it is to interpret."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.interpreted_kernels"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall(r"^right: (.*)$", ended.stdout, re.MULTILINE) == [
+        "products", "rotary and cache", "residual and norm", "gate", "split rows", "choice of attention",
+        "wrong kernels are refused", "whole models", "several ranks", "draws", "few rows",
+    ]  # fmt: skip
+
+
+# Products of a few rows with weights of 8 or 4 bits.
+
+MOST_INSTRUCTIONS = {(8, 2): 6, (8, 4): 6, (4, 2): 4, (4, 4): 5}
+"""Of a thread, for each weight of so many bits and inputs of so many bytes.
+
+While a byte arrives, an H200 has time for 6, an H100 for 8 and an A100 for 9; a byte is two weights in int4.
+"""
+MOST_SHARED_OF_FEW_ROWS = 99 * 1024
+"""Bytes of a block on GPUs since 2020."""
+VALUE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+H200 = 132
+"""Multiprocessors."""
+
+
+def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, bits: int = 8, value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+    return linear_gpu.tiles_of(
+        num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
+        value_bytes=value_bytes, byte_weights=8 // bits,
+    )  # fmt: skip
+
+
+@cache
+def compiled(bits: int, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
+    """The kernel as it is called for a matrix with 4096 inputs on an H200."""
+    cut = tiles(num_rows, num_outputs, bits=bits, value_bytes=VALUE_BYTES[dtype])
+    is_split = cut.grid[2] > 1
+    constants = {
+        "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
+        "IS_SPLIT": is_split, "PTX": True, "bias": None,
+    }  # fmt: skip
+    types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
+    types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
+    types |= {"weight": "*i8", "scales": f"*{dtype}"} if bits == 8 else {"weight": "*u8", "scales": "*i32"}
+    return compile_kernel(
+        linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
+        num_stages=cut.num_stages, uneven=["num_rows"],
+    )  # fmt: skip
+
+
+def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
+    """Weights of a warp in a step, if no other warp has them too."""
+    outputs: int = tiles(1, num_outputs, value_bytes=VALUE_BYTES[dtype]).outputs
+    return outputs * int(linear_gpu.STEP) // found.num_warps
+
+
+@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
+def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
+    bits: int, capability: int, dtype: str, num_rows: int
+) -> None:
+    """A warp that did what another one does would double its products."""
+    found = compiled(bits, capability, dtype, num_rows)
+    assert found.stack_bytes == 0
+    assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
+    assert not found.count(r"\bI2F")
+    num_tiles = num_weights(found, dtype, num_outputs=8192) // (16 * 16)
+    tiles_of_rows = {5: 1, 16: 2, 20: 4 if dtype != "fp32" else 2}[num_rows]
+    assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
+
+
+@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
+def test_a_weight_takes_few_instructions(bits: int, capability: int, dtype: str, num_outputs: int) -> None:
+    """Of large matrices in int4 and halves so few that an H200 waits for memory, up to 8 rows."""
+    found = compiled(bits, capability, dtype, 5, num_outputs=num_outputs)
+    waits = bits == 4 and dtype != "fp32" and num_outputs == 8192
+    most = 3 if waits else MOST_INSTRUCTIONS[bits, VALUE_BYTES[dtype]]
+    assert 32 * len(found.body) <= most * num_weights(found, dtype, num_outputs=num_outputs)
+
+
+FOURS = torch.stack([torch.arange(256).to(torch.uint8).roll(place) for place in range(4)], dim=1).contiguous()
+"""Every byte in every place of a register."""
+REGISTERS = FOURS.view(torch.int32)[:, 0].contiguous()
+
+
+def halves(registers: dict[str, torch.Tensor], first: int, dtype: torch.dtype) -> torch.Tensor:
+    """The four numbers in two registers."""
+    return torch.stack([registers[f"${first}"], registers[f"${first + 1}"]], dim=1).view(dtype).float()
+
+
+@pytest.mark.parametrize(("name", "dtype", "first"), [("FP16", torch.float16, 1024), ("BF16", torch.bfloat16, 128)])
+def test_the_conversions_by_bits_are_exact_for_every_byte_in_every_place(
+    name: str, dtype: torch.dtype, first: int
+) -> None:
+    registers = run_ptx(getattr(linear_gpu, f"_BYTES_TO_{name}").value, {"$2": REGISTERS})
+    assert torch.equal(halves(registers, 0, dtype), FOURS.view(torch.int8).float())
+    for zero in (0, 8, 16):
+        zeros = torch.full((256, 2), first + zero, dtype=dtype).view(torch.int32)[:, 0].contiguous()
+        operands = {"$4": REGISTERS, "$5": zeros, "$6": zeros}
+        registers = run_ptx(getattr(linear_gpu, f"_HALVES_TO_{name}").value, operands)
+        assert torch.equal(halves(registers, 0, dtype), (FOURS & 15).float() - zero)
+        assert torch.equal(halves(registers, 2, dtype), (FOURS >> 4).float() - zero)
+
+
+SHAPES = {
+    "TinyLlama, output": ((2048, 2048), 1, 128),
+    "TinyLlama, down": ((2048, 5632), 1, 128),
+    "7B, queries, keys and values of one of 8 ranks": ((1536, 4096), 1, 96),
+    "7B, output and down": ((4096, 11008), 1, 256),
+    "65B, gate and up": ((44032, 8192), 1, 1376),
+    "half of the multiprocessors idle": ((1024, 4096), 2, 128),
+    "most of them idle": ((512, 4096), 4, 128),
+    "a few outputs": ((100, 8192), 16, 112),
+    "too short to split": ((128, 2048), 1, 8),
+}
+"""Outputs and inputs, splits, and blocks for up to 8 rows."""
+
+
+@pytest.mark.parametrize(("shape", "num_splits", "num_blocks"), SHAPES.values(), ids=SHAPES)
+def test_no_matrix_leaves_half_of_the_multiprocessors_idle_where_a_split_pays(
+    shape: tuple[int, int], num_splits: int, num_blocks: int
+) -> None:
+    cut = tiles(5, *shape)
+    assert (cut.grid[2], math.prod(cut.grid)) == (num_splits, num_blocks)
+
+
+@grid(num_outputs=[16, 33, 128, 1000, 22016], num_inputs=[16, 511, 1500, 2048, 11008], num_rows=[1, 5, 9, 20, 64])
+def test_blocks_cover_all_rows_outputs_and_inputs_and_none_is_empty(
+    num_outputs: int, num_inputs: int, num_rows: int
+) -> None:
+    cut = tiles(num_rows, num_outputs, num_inputs)
+    assert cut.split_inputs % linear_gpu.STEP == 0
+    sizes = (num_rows, cut.rows), (num_outputs, cut.outputs), (num_inputs, cut.split_inputs)
+    for number, (size, of_a_block) in zip(cut.grid, sizes, strict=True):
+        assert (number - 1) * of_a_block < size <= number * of_a_block
+
+
+@grid(shape=[shape for shape, _, _ in SHAPES.values()], value_bytes=[2, 4])
+def test_the_inputs_of_a_sum_do_not_depend_on_the_number_of_rows(shape: tuple[int, int], value_bytes: int) -> None:
+    """Verifying K + 1 tokens then gives the bits of decoding them one by one."""
+    cuts = [tiles(num_rows, *shape, value_bytes=value_bytes) for num_rows in range(1, 65)]
+    assert len({cut._replace(rows=0, num_stages=0, grid=cut.grid[1:]) for cut in cuts}) == 1
