@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from llama_ssp.ranks.gpu.devices import ends_run
+from llama_ssp.ranks.gpu import ends_run
 
 _Kernel = TypeVar("_Kernel")
 _log = logging.getLogger(__name__)

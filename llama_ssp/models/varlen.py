@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.sizes import PAGE_SLOTS, reads_by_length
-from llama_ssp.ranks.gpu.devices import ends_run
+from llama_ssp.ranks.gpu import ends_run
 
 _log = logging.getLogger(__name__)
 

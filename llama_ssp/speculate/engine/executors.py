@@ -27,7 +27,7 @@ from torch import Tensor
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner, row_class
 from llama_ssp.models.upload import to_device
-from llama_ssp.ranks.gpu.devices import capture_stream, ends_run
+from llama_ssp.ranks.gpu import capture_stream, ends_run
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter

@@ -47,7 +47,7 @@ def is_right(board, number, parts, widths, rank):
         return torch.allclose(values, sum(firsts), atol=1e-6)
     if number % 3 == 1:
         return board.all_gather_last(parts[rank], widths).equal(torch.cat(parts, -1))
-    board.broadcast(values, src=number % len(parts))
+    board.deliver(values, src=number % len(parts))
     return values.equal(firsts[number % len(parts)])
 
 def messages(board, rank, size):
@@ -63,11 +63,11 @@ def messages(board, rank, size):
             assert is_right(board, number, parts, widths, rank), number
     for number in range(200):  # long ones: who reads before all is written finds an old number at the end
         values = torch.full((200_000,), float(number if rank == number % size else -1))
-        board.broadcast(values, src=number % size)
+        board.deliver(values, src=number % size)
         assert values.eq(number).all()
         src, dst = number % size, (number + 1) % size
         values = torch.full((100_000,), float(-number if rank == src else 1))
-        board.deliver(values if rank in (src, dst) else None, src=src, dst=dst)
+        board.deliver(values if rank in (src, dst) else None, src=src)
         assert values.eq(-number if rank in (src, dst) else 1).all()
     words = torch.tensor([[rank, 7]])
     board.all_reduce(words)
