@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.run.commands.ranks import own
+from llama_ssp.run.commands import own_ranks
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
@@ -61,7 +61,7 @@ def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["llama-ssp", "run"])
     words = ["ranks=2", "-m", "placement=own_gpu", "hardware=laptop_cpu", "seed=1,2", "dry_run=true"]
-    assert own.main(words, num_ranks=None) == 0, capsys.readouterr().err
+    assert own_ranks.main(words, num_ranks=None) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.count("Memory per rank") == 2
 
 
@@ -110,7 +110,7 @@ def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
 def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     as_step_of_srun(monkeypatch, rank=rank)
     monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda _config, _clock: False)
-    monkeypatch.setattr("llama_ssp.run.commands.ranks.torchrun.SILENCE_S", 0.1)
+    monkeypatch.setattr("llama_ssp.run.commands.run.SILENCE_S", 0.1)
     ended = launch(*TOO_LARGE)
     assert ended.code == 3
     assert ended.err.startswith("job 1 (") == (rank == 0)

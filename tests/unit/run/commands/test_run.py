@@ -17,7 +17,6 @@ import llama_ssp.run.tasks
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import run
-from llama_ssp.run.commands.ranks import torchrun
 from llama_ssp.run.session.startup import StartClock
 from llama_ssp.settings import catalogue, compose, folders
 from llama_ssp.settings.schema import RunConfig
@@ -56,7 +55,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
+    monkeypatch.setattr(run, "SILENCE_S", 0.0)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -126,7 +125,7 @@ def test_ranks_above_zero_end_alike_and_say_nothing(launch: Launch) -> None:
 
 
 def test_ranks_above_zero_let_rank_zero_speak_first(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.3)
+    monkeypatch.setattr(run, "SILENCE_S", 0.3)
     start = time.monotonic()
     launch("model=nosuch", RANK="1", WORLD_SIZE="2")
     assert time.monotonic() - start >= 0.3

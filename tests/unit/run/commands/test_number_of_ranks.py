@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.commands.ranks import own
-from llama_ssp.run.commands.ranks.own import Start, num_gpus, read_start
+from llama_ssp.run.commands import own_ranks
+from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
@@ -21,9 +21,9 @@ def read(*words: str, environ: dict[str, str] | None = None, default: int | None
 def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine of 4 cores without GPUs, and a torch for GPUs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(own, "version", lambda _package: "2.13.0")
-    monkeypatch.setattr(own, "_DEVICES", tmp_path)
-    monkeypatch.setattr(own, "_AMD_NODES", tmp_path)
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0")
+    monkeypatch.setattr(own_ranks, "_DEVICES", tmp_path)
+    monkeypatch.setattr(own_ranks, "_AMD_NODES", tmp_path)
 
 
 def test_ranks_are_a_word_of_the_command_and_no_setting() -> None:
@@ -114,5 +114,5 @@ def test_amds_gpus_are_counted_without_its_cpus(tmp_path: Path) -> None:
 
 def test_a_torch_for_cpus_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(own, "version", lambda _package: "2.13.0+cpu")
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0+cpu")
     assert num_gpus({}) == 0
