@@ -6,6 +6,7 @@ Errors become sentences and exit codes only here. torch is imported after the ch
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -33,6 +34,8 @@ EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torchrun: what its report quotes of a failed rank."""
 SILENCE_S = 5.0
 """How long ranks above 0 wait after an error of all ranks, which rank 0 reports."""
 
@@ -107,16 +110,24 @@ def _report(error: BaseException, ranks: Ranks) -> int:
 
 
 def fail(error: SspError, ranks: Ranks) -> int:
-    """Report an error once, and return its exit code: rank 0 reports it, unless the error says which rank.
+    """Report an error once: rank 0 does, unless the error says which rank. Returns the code that this rank ends with.
 
-    torchrun ends all ranks when one has ended, and reports that one: so the others wait for rank 0, which is ended by
-    then, or for `SILENCE_S`.
+    torchrun ends all ranks when one has ended, and lists those that fail, with the text of their error files. So the
+    others wait for that end, which is then none of theirs, or for `SILENCE_S`.
     """
     if error.speaks or (error.speaks is None and ranks.rank == 0):
         complain(str(error))
-    elif error.speaks is None and not isinstance(error, InterruptedRun):
-        with suppress(KeyboardInterrupt):
+    if error.speaks is not None:
+        return error.exit_code
+    if ranks.rank == 0 and (file := os.environ.get(ERROR_FILE)):
+        said = {"message": str(error), "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+    elif ranks.rank > 0 and not isinstance(error, InterruptedRun):
+        try:
             time.sleep(SILENCE_S)
+        except KeyboardInterrupt:
+            return 0 if ERROR_FILE in os.environ else error.exit_code
     return error.exit_code
 
 

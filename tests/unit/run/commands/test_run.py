@@ -21,6 +21,7 @@ from llama_ssp.run.session.startup import StartClock
 from llama_ssp.settings import catalogue, compose, folders
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.slurm import KEY, SlurmConfig
+from tests.helpers.commands import run as start_run
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -129,6 +130,16 @@ def test_ranks_above_zero_let_rank_zero_speak_first(launch: Launch, monkeypatch:
     start = time.monotonic()
     launch("model=nosuch", RANK="1", WORLD_SIZE="2")
     assert time.monotonic() - start >= 0.3
+
+
+@pytest.mark.heavy
+def test_torchrun_lists_rank_0_alone_with_its_sentence() -> None:
+    ended = start_run(["model=nosuch"], num_ranks=4)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
+    assert sum("exitcode  :" in line for line in lines) == 1
+    assert "traceback : unknown model 'nosuch'" in lines[-2]
 
 
 def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) -> None:
