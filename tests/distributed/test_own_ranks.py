@@ -55,14 +55,6 @@ def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
-    ended = run_program("run", "task=generate", "max_new_tokens=2", "prompt=x", "ranks=2", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    [folder] = (tmp_path / "outputs").iterdir()
-    assert time.strptime(folder.name, "%Y-%m-%d_%H-%M-%S")
-
-
-@pytest.mark.slow
 def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
     shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -120,15 +120,6 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers(
 
 
 @pytest.mark.heavy
-def test_texts_that_are_read_as_they_come_keep_the_order_of_the_file(tmp_path: Path) -> None:
-    words = (*GENERATE, "model=tiny-draft", "draft=none")
-    for batch_size, order in ((1, [0, 1, 2, 3, 4, 5]), (8, [0, 3, 4, 1, 5, 2])):
-        name = f"run{batch_size}"
-        assert ask(tmp_path, *words, f"batch_size={batch_size}", "ignore_eos=true", name=name).code == 0
-        assert [line["index"] for line in lines(tmp_path, name)] == order
-
-
-@pytest.mark.heavy
 def test_questions_that_have_changed_are_refused(tmp_path: Path) -> None:
     words = (*GENERATE, "model=tiny-draft", "draft=none")
     assert ask(tmp_path, *words).code == 0

@@ -274,13 +274,6 @@ def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     assert (ended.run_dir / "status").read_text().startswith("2: ")
 
 
-def test_a_dry_run_prints_the_plan_and_loads_nothing(launch: Launch) -> None:
-    ended = launch("model=7B", "draft=none", "task=generate", "prompt=x", "dry_run=true", "hardware=p4d_24xlarge")
-    assert ended.code == 0, ended.err
-    assert "weights, target" in ended.out
-    assert not ended.run_dir.exists()
-
-
 def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(launch: Launch) -> None:
     ended = launch("prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu")
     summary = json.loads((ended.run_dir / "summary.json").read_text())

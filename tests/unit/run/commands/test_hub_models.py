@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import load, speculative_generate
 from llama_ssp.run.commands import plan
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
@@ -106,14 +105,6 @@ def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: 
     assert (summary["model"], summary["draft"]) == ("mine", DRAFT)
 
 
-@pytest.mark.heavy
-@pytest.mark.usefixtures("cache")
-def test_the_library_loads_a_pair_of_the_hub() -> None:
-    of_hub, by_name = (load(*names, device="cpu") for names in ((TARGET, DRAFT), ("tiny", "tiny-draft")))
-    texts = [speculative_generate(pair, "import os", max_new_tokens=8)[0].text for pair in (of_hub, by_name)]
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -145,11 +136,3 @@ def test_a_folder_with_the_name_of_an_id_is_never_guessed(tmp_path: Path, monkey
     assert f"model={TARGET} is a folder here: give model=local model.path={TARGET}, or model=local" in ended.err
     hub_alone = run(tmp_path / "b", "model=local", f"model.hub_id={TARGET}", "draft=none")
     assert hub_alone.code == 0, hub_alone.err
-
-
-def test_a_plan_of_an_absent_model_is_one_sentence(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["model=acme/absent", "draft=none", "hardware=laptop_cpu"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    wanted = f"acme/absent on the hub is not in {cache} and HF_HUB_OFFLINE is set: run hf download acme/absent"
-    assert said.err == f"{wanted} on a network\n"

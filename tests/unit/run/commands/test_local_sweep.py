@@ -1,7 +1,6 @@
 """A sweep on this machine: all points are checked before the first one starts."""
 
 import gc
-import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.seconds
 
 TINY = folders.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> str:
-    """Settings of a sweep over a folder with a model and a folder that does not exist."""
-    shutil.copytree(TINY, tmp_path / "good")
-    return f"model.path={tmp_path}/good,{tmp_path}/typo"
 
 
 def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
@@ -125,14 +117,6 @@ def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkey
     monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
     assert launch("-m", "device=cpu", "seed=1,2").code == 0
     assert started == [1, 2]
-
-
-@pytest.mark.heavy
-def test_a_folder_without_a_model_keeps_all_points_from_starting(local: str, tmp_path: Path) -> None:
-    ended = launch("-m", "model=local", local, "task=generate", "device=cpu", f"run_dir={tmp_path}/sweep")
-    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
-    assert ended.err.startswith("job 1 (")
-    assert "typo does not exist" in ended.err
 
 
 def test_prompts_that_cannot_be_read_keep_all_points_from_starting_on_any_machine(

@@ -1,14 +1,26 @@
-"""Sweeps on a cluster without one: what is refused before it is queued, and how a stand-in for sbatch is called."""
+"""Sweeps on a cluster without one: what is refused before it is queued, and how a stand-in for sbatch is called.
+
+Points that ask for the same are tasks of an array; jobs may copy their weights to the nodes first.
+"""
 
 import shlex
 from pathlib import Path
 
 import pytest
 
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
+from tests.helpers.hub import COMMIT, put
 from tests.helpers.lanes import slow
-from tests.helpers.sbatch import Sweep, composed, options, script
+from tests.helpers.sbatch import Sweep, composed, options, script, sweeps
 
 pytestmark = pytest.mark.seconds
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+    """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
+    return sweeps(monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.heavy
@@ -138,15 +150,6 @@ def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep)
 
 
 @pytest.mark.heavy
-def test_what_the_planner_may_place_is_planned_as_it_would_place_it(sweep: Sweep) -> None:
-    ended = sweep(
-        "hardware=8xa100_80gb", "placement=auto", "model=30B", "hydra.launcher.ranks_per_node=4", "dry_run=true"
-    )
-    assert ended.code == 0, ended.err
-    assert "draft 7B fp16 sharded over 4 ranks" in " ".join(ended.out.split())
-
-
-@pytest.mark.heavy
 def test_a_machine_without_slurm_says_what_would_work(sweep: Sweep) -> None:
     ended = sweep("hardware=laptop_cpu", installed=False)
     assert ended.code == 2
@@ -171,3 +174,131 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
         environment
     ) == set()
     assert kept <= set(environment)
+
+
+@pytest.mark.heavy
+def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
+    words = ["model=7B,13B", "hardware=p4d_24xlarge,8xa100_80gb,g5_12xlarge", "draft=tinyllama_1B"]
+    calls = sweep(*words, "hydra.launcher.max_running=2").calls
+    asked = [(options(call).get("array"), options(call)["gres"], options(call).get("dependency")) for call in calls]
+    assert sorted((array, gpus) for array, gpus, _ in asked) == [("0,1,3,4%2", "gpu:8"), ("2,5%2", "gpu:4")]
+    assert [after for _, _, after in asked] == [None, "afterany:101"], "one array after the other"
+
+
+@pytest.mark.heavy
+def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
+    [call] = sweep("hardware=laptop_cpu", "seed=0,1", "run_dir='50%, x'").calls
+    assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")
+    assert options(call)["output"] == "50%%, x/%a/slurm.log"
+    [alone] = sweep("hardware=laptop_cpu", "seed=0").calls[1:]
+    assert "array" not in options(alone)
+    assert options(alone)["job-name"] == "llama-ssp-0"
+
+
+@pytest.mark.heavy
+def test_a_refusal_of_sbatch_is_told_with_what_is_queued_already(sweep: Sweep) -> None:
+    ended = sweep("hardware=laptop_cpu", "seed=0,1,2", "run_dir=x,y,y", refusal="y")
+    assert ended.code == 2
+    assert ended.err.startswith("sbatch refused 6 jobs, 1 to 8, as one array: Batch job submission failed")
+    assert ended.err.endswith("; to cancel what is queued already: scancel 101\n")
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.heavy
+def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> None:
+    Path("x/y").mkdir(parents=True)
+    Path("x/y/2").touch()
+    ended = sweep("hardware=laptop_cpu", "run_dir=a,b,x/y")
+    assert (ended.code, len(ended.calls)) == (2, 2)
+    assert "run_dir=x/y/2 cannot be made: File exists" in ended.err
+    assert ended.err.endswith("; to cancel what is queued already: scancel 101 102\n")
+    long = sweep("hardware=laptop_cpu", "prompts=null", f"prompt={'x' * 2**17}")
+    assert long.code == 2
+    assert "sbatch cannot be started: Argument list too long" in long.err
+
+
+@pytest.mark.heavy
+def test_the_report_of_a_sweep_is_of_all_its_folders(sweep: Sweep) -> None:
+    alone = sweep("hardware=laptop_cpu", "seed=1,2", "run_dir=a")
+    assert alone.out.endswith("when they have ended: llama-ssp report a\n")
+    several = sweep("hardware=laptop_cpu", "seed=1,2", "run_dir='a b',c")
+    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
+
+
+def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:
+    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true")
+    assert (ended.code, ended.calls) == (3, [])
+    assert ended.err.startswith("job 1 (")
+    table = ended.out.partition("All jobs;")[2]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    assert [(row[0], row[1]) for row in rows] == [("0 model=7B", "yes"), ("1 model=65B", "no"), ("2 jobs", "1 of 2")]
+    milliseconds, hours, gpu_hours = (float(text.strip("<")) for text in rows[1][2:])
+    assert milliseconds > 0
+    assert gpu_hours == pytest.approx(4 * hours, abs=0.02)
+    assert "would be queued" not in ended.out, "nothing would"
+
+
+STAGED = ("hardware=laptop_cpu", "hydra.launcher.stage_to=/scratch/of me")
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The shipped model as acme/tiny in the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
+
+
+@pytest.mark.heavy
+def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for file in hub.resolve(catalogue.load("tiny")).iterdir():
+        (weights / file.name).symlink_to(file)
+    asked = ["model=local", f"model.path={weights}", "draft=tiny-draft", *STAGED]
+    [job] = sweep(*asked).jobs
+    place = job.index("--stage")
+    source, copy = job[place + 1 : place + 3]
+    assert source == str(weights)
+    assert composed(job).model.path == copy
+    assert Path(copy).parent == Path("/scratch/of me")
+    assert job.count("--stage") == 1, "shipped weights stay where they are"
+    (weights / "more.json").write_text("{}")
+    assert copy not in sweep(*asked).jobs[-1]
+
+
+@pytest.mark.heavy
+def test_a_hub_model_that_is_not_here_cannot_be_staged(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_args, **_options: None)
+    words = ("hardware=p4d_24xlarge", "model=7B", "draft=none", "task=generate")
+    ended = sweep(*words, "hydra.launcher.stage_to=/scratch")
+    assert (ended.code, ended.jobs) == (2, [])
+    assert f"hf download {catalogue.load('7B').hub_id}" in ended.err
+
+
+@pytest.mark.heavy
+def test_a_hub_model_of_which_only_the_config_is_here_cannot_be_staged(sweep: Sweep, snapshot: Path) -> None:
+    for weights in snapshot.glob("*.safetensors"):
+        weights.unlink()
+    ended = sweep("model=acme/tiny", f"model.revision={COMMIT}", "draft=none", "task=generate", *STAGED)
+    assert (ended.code, ended.jobs) == (2, [])
+    assert f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}" in ended.err
+
+
+@pytest.mark.usefixtures("snapshot")
+def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub(sweep: Sweep) -> None:
+    both = (f"model.revision={COMMIT}", "draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
+    ended = sweep("model=acme/tiny", *both, *STAGED)
+    assert ended.code == 0, ended.err
+    [job] = ended.jobs
+    run = composed(job)
+    assert run.draft.model
+    assert Path(str(run.model.path)).parent == Path(str(run.draft.model.path)).parent == Path("/scratch/of me")
+
+
+@pytest.mark.heavy
+def test_synthetic_weights_are_not_staged(sweep: Sweep) -> None:
+    ended = sweep("model=7B", "draft=tinyllama_1B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1])
+    assert ended.code == 0, ended.err
+    [job] = ended.jobs
+    assert "--stage" not in job
+    assert composed(job).model.path is None
