@@ -25,7 +25,6 @@ main thread is doing, until its rank leaves the run: a rank that does not answer
 
 import atexit
 import logging
-import math
 import os
 import secrets
 import signal
@@ -186,8 +185,6 @@ class ControlChannel:
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
-        self._num_stops = 0
-        self._stop_received_s = -math.inf
         self._is_alarmed = False
         self._heartbeat: Heartbeat | None = None
         self._store = _connected(store) if store else None
@@ -208,15 +205,14 @@ class ControlChannel:
             self._listener.join(ANSWER_S)
 
     def ask_to_stop(self) -> None:
-        """Forward the SIGTERM of this rank to all ranks; may be called from a signal handler."""
-        if self._store:
-            Thread(target=self._in_time, args=(self._forward_stop,), daemon=True).start()
+        """Forward the SIGTERM of this rank to all ranks, once for all; may be called from a signal handler."""
 
-    def _forward_stop(self, store: Store) -> None:
-        if time.monotonic() - self._stop_received_s < ANSWER_S:  # the signal came from a call
-            return
-        if store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
-            self._call(store, _STOP)
+        def forward(store: Store) -> None:
+            if store.add("llama_ssp/stops", 1) == 1:
+                self._call(store, _STOP)
+
+        if self._store:
+            Thread(target=self._in_time, args=(forward,), daemon=True).start()
 
     def be_alert(self) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
@@ -344,9 +340,6 @@ class ControlChannel:
                 kind, _, words = store.get(call).decode().partition("\n")
                 self._verdict = words or self._verdict
                 store.set(f"llama_ssp/answer/{self.rank}/{number}", _BUSY if self.is_busy() else "")
-                if kind == _STOP:
-                    self._num_stops += 1
-                    self._stop_received_s = time.monotonic()
                 if kind in (_STOP, _END):
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
