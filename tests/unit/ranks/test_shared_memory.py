@@ -80,17 +80,9 @@ def messages(board, rank, size):
     assert halves.eq(size).all()
     return sums
 
-def dies(board, rank, size):
+def fails(board, rank, size):
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return fails(board)
-
-def stalls(board, rank, size):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return fails(board)
-
-def fails(board):
+        os.kill(os.getpid(), signal.SIGKILL if scenario == "dies" else signal.SIGSTOP)
     board.timeout_s = 1.0
     began = time.monotonic()
     try:
@@ -112,7 +104,8 @@ for rank in range(size):
         os.open = lambda *_: (_ for _ in ()).throw(FileNotFoundError())
     gather_text = exchange(rank, size, folder, count())
     board = shared_memory.SharedMemoryGroup.join(gather_text, rank=rank, size=size, crowded=size > 2)
-    said = globals()[scenario](board, rank, size)
+    act = {"messages": messages, "cannot": cannot}.get(scenario, fails)
+    said = act(board, rank, size)
     (folder / f"said-{rank}").write_text(json.dumps(said))
     os._exit(0)
 deadline = time.monotonic() + 60
