@@ -228,7 +228,7 @@ def group_of(num_ranks: int) -> Comm:
     store = dist.HashStore()  # type: ignore[attr-defined] # torch's types do not export it
     patience = timedelta(seconds=60)
     dist.init_process_group("nccl", store=store, rank=0, world_size=num_ranks, timeout=patience, device_id=CUDA)
-    return Comm.of_world(rank=0, size=num_ranks, device=CUDA, crowded=False)
+    return Comm.of_world(rank=0, size=num_ranks, device=CUDA, crowded=False, device_wait=None)
 
 
 def captured(piece: Callable[[], Any]) -> list[Record]:

@@ -18,7 +18,7 @@ from llama_ssp.api.arguments import (
 from llama_ssp.api.pair import Pair
 from llama_ssp.api.words import in_library_words
 from llama_ssp.errors import ConfigError
-from llama_ssp.ranks.gpu.devices import selection_kept
+from llama_ssp.ranks.gpu import selection_kept
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.session.checkpoints import Loaded, find_sources
 from llama_ssp.run.session.loading import load_models

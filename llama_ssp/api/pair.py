@@ -18,7 +18,7 @@ from llama_ssp.api.arguments import check_types, known_arguments
 from llama_ssp.api.words import in_library_words
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
-from llama_ssp.ranks.gpu.devices import selected
+from llama_ssp.ranks.gpu import selected
 from llama_ssp.run.session.loading import Models, build_decoder
 from llama_ssp.run.session.prompts import Message, Prompt, encode_messages
 from llama_ssp.run.session.tuning import make_ready

@@ -18,7 +18,7 @@ from llama_ssp import load
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
-from llama_ssp.ranks.gpu.devices import selected
+from llama_ssp.ranks.gpu import selected
 from llama_ssp.run.session.loading import build_decoder
 from llama_ssp.run.session.prompts import Message, check_ids, in_template
 from llama_ssp.settings.checks import check_values

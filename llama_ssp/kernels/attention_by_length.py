@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.sizes import PAGE_SLOTS, reads_by_length
 from llama_ssp.kernels.between import Heads
-from llama_ssp.ranks.gpu.devices import ends_run
+from llama_ssp.ranks.gpu import ends_run
 
 _log = logging.getLogger(__name__)
 

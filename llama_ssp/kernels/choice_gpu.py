@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.ranks.gpu.devices import ends_run
+from llama_ssp.ranks.gpu import ends_run
 from llama_ssp.settings.formats import FEW_ROWS
 
 ProductOfFewRows = Callable[..., Tensor]

@@ -16,7 +16,7 @@ here, because torch's interpreter would lose their type.
 import gc
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_ssp.ranks.gpu.device_wait import MOST_WORK_S, DeviceWait, Event
+from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait, Event
 from llama_ssp.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.settings.layout import Layout
 
@@ -56,13 +56,7 @@ class Comm:
 
     @classmethod
     def of_world(
-        cls,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        crowded: bool,
-        device_wait: DeviceWait | None = None,
+        cls, *, rank: int, size: int, device: torch.device, crowded: bool, device_wait: DeviceWait | None
     ) -> "Comm":
         """Form the group of all ranks, which must call this together; for arguments see the class."""
         members = tuple(range(size))
@@ -98,8 +92,7 @@ class Comm:
         if len(members) == 1:
             return self.alone()
         rank, size = members.index(self.rank), len(members)
-        comm = replace(self, rank=rank, size=size, members=members, board=None)
-        return comm._with_shared_memory()
+        return replace(self, rank=rank, size=size, members=members, board=None)._with_shared_memory()
 
     def _with_shared_memory(self) -> "Comm":
         """Add shared memory to a group on CPUs, if possible; it is made once for all jobs of a sweep."""
@@ -147,7 +140,7 @@ class Comm:
         if self.size > 1 and is_recording():
             return record("broadcast", self, values, src)
         if self.board and values.nbytes <= SLOT_BYTES:
-            self.board.broadcast(values, src=src)
+            self.board.deliver(values, src=src)
         elif self.size > 1:
             dist.broadcast(values, group=self.group, group_src=src)
         return values
@@ -169,7 +162,7 @@ class Comm:
     def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
         """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`; all ranks call it, others with None."""
         if self.board and math.prod(shape) * torch.float32.itemsize <= SLOT_BYTES:
-            self.board.deliver(values, src=src, dst=dst)
+            self.board.deliver(values, src=src)
         elif values is not None and self.rank == src:
             self.send(values, dst=dst)
         elif values is not None:
@@ -247,17 +240,11 @@ def leave_groups() -> None:
 
 
 _library = torch.library.Library("llama_ssp", "DEF")
-_SCHEMAS = (
-    "all_reduce(Tensor values, int group) -> Tensor",
-    "all_gather_last(Tensor values, int[] sizes, int group) -> Tensor",
-    "broadcast(Tensor values, int src, int group) -> Tensor",
-    "send(Tensor values, int dst, int group) -> Tensor",
-    "receive(Tensor values, int src, int group) -> Tensor",
-)
-for _schema in _SCHEMAS:
-    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
-    _library.define(_schema, "CONSERVATIVE")
-
+_ARGUMENTS: dict[str, dict[str, str]] = {
+    "all_reduce": {}, "all_gather_last": {"sizes": "int[]"}, "broadcast": {"src": "int"}, "send": {"dst": "int"},
+    "receive": {"src": "int"},
+}  # fmt: skip
+"""The collectives that are operators, and their arguments after the values."""
 _traced_comms: WeakValueDictionary[int, Comm] = WeakValueDictionary()
 _this_thread = threading.local()
 
@@ -290,39 +277,31 @@ def take_error() -> BaseException | None:
     return error
 
 
-def _replayed(group: int, name: str, *arguments: Any, **named: int) -> Tensor:  # noqa: ANN401 - those of the operator
-    """Call a group's collective; keep its error."""
-    try:
-        result: Tensor = getattr(_traced_comms[group], name)(*arguments, **named)
-    except BaseException as error:
-        _this_thread.error = error
-        raise
-    return result
+def _operator(name: str, keys: Collection[str]) -> Callable[..., Tensor]:
+    """Return what operator `name` does, whose collective takes the arguments after the values by these keys."""
 
-
-def _all_reduce(values: Tensor, group: int) -> Tensor:
-    return values if is_recording() else _replayed(group, "all_reduce", values)
-
-
-def _all_gather_last(values: Tensor, sizes: list[int], group: int) -> Tensor:
-    if is_recording():
-        return values.new_zeros(*values.shape[:-1], sum(sizes))
-    return _replayed(group, "all_gather_last", values, tuple(sizes))
-
-
-def _from_rank(name: str) -> Callable[[Tensor, int, int], Tensor]:
-    def operator(values: Tensor, rank: int, group: int) -> Tensor:
+    def operate(values: Tensor, *more: Any) -> Tensor:  # noqa: ANN401 - those of the schema
+        *given, group = more
         if is_recording():
-            return values if name == "send" else values.zero_()
-        return _replayed(group, name, values, **{"dst" if name == "send" else "src": rank})
+            if name == "all_gather_last":
+                return values.new_zeros(*values.shape[:-1], sum(given[0]))
+            return values if name in {"all_reduce", "send"} else values.zero_()
+        named = {key: tuple(each) if isinstance(each, list) else each for key, each in zip(keys, given, strict=True)}
+        try:
+            result: Tensor = getattr(_traced_comms[group], name)(values, **named)
+        except BaseException as error:
+            _this_thread.error = error
+            raise
+        return result
 
-    return operator
+    return operate
 
 
-_library.impl("all_reduce", _all_reduce, "CPU")
-_library.impl("all_gather_last", _all_gather_last, "CPU")
-for _name in ("broadcast", "send", "receive"):
-    _library.impl(_name, _from_rank(_name), "CPU")
+for _name, _taken in _ARGUMENTS.items():
+    _schema = ", ".join(["Tensor values", *(f"{_type} {_key}" for _key, _type in _taken.items()), "int group"])
+    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
+    _library.define(f"{_name}({_schema}) -> Tensor", "CONSERVATIVE")
+    _library.impl(_name, _operator(_name, _taken), "CPU")
 
 
 @dataclass(frozen=True, kw_only=True)

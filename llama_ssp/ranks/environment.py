@@ -69,6 +69,13 @@ def are_all_here(environ: Mapping[str, str]) -> bool:
     return ranks.local_size == ranks.size
 
 
+def meeting_host(environ: Mapping[str, str]) -> str:
+    """The host of rank 0: the loopback if all ranks are here, else as torchrun says, or a SLURM step's first node."""
+    if are_all_here(environ):
+        return LOOPBACK
+    return environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
+
+
 def stay_on_loopback() -> None:
     """Let gloo and NCCL connect over the loopback, if all ranks are here and the user has chosen no interface."""
     if are_all_here(os.environ):

@@ -10,6 +10,7 @@ that kill and stop ranks in every phase (tests/distributed/test_kill_matrix.py) 
                          the SIGTERM of one rank to all; ends ranks whose main thread waits for ever
     Heartbeat            notices a killed rank of another replica, with which this one shares no collective, and one
                          that a GPU waits for, on all nodes
+    guard                ends a rank whose main thread waits inside a library for a GPU that never finishes
 
 The control channel goes through the rendezvous store. A thread on every rank waits for calls. It answers whatever the
 main thread is doing, until its rank leaves the run: a rank that does not answer was killed or stopped.
@@ -24,7 +25,6 @@ main thread is doing, until its rank leaves the run: a rank that does not answer
 
 import atexit
 import logging
-import math
 import os
 import secrets
 import signal
@@ -39,18 +39,20 @@ from typing import Self, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from llama_ssp import errors
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import LOOPBACK, are_all_here, listen
+from llama_ssp.ranks.environment import listen, meeting_host
+from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.ranks.signals import Agent, ignore_signals
 
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)
 }
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -62,31 +64,26 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     mine: SspError | None = None
     try:
         yield
-    except SspError as error:
-        mine = error
-    except (MemoryError, OSError, RuntimeError) as error:
-        mine = exhaustion(error)
+    except (SspError, MemoryError, OSError, RuntimeError) as error:
+        mine = error if isinstance(error, SspError) else exhaustion(error)
         if mine is None:
             raise
-    messages = comm.gather_text(to_message(mine) if mine else "")
+    messages = comm.gather_text(_to_message(mine) if mine else "")
     failed = [rank for rank, message in enumerate(messages) if message]
     if failed:
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
-        raise from_message(messages[failed[0]] + where) from mine
+        raise _from_message(messages[failed[0]] + where) from mine
 
 
-def to_message(error: SspError) -> str:
-    """Serialize an error for other ranks."""
+def _to_message(error: SspError) -> str:
     return f"{type(error).__name__}\n{error}"
 
 
-def from_message(text: str) -> SspError:
-    """Deserialize an error; see `to_message`."""
+def _from_message(text: str) -> SspError:
     kind, _, message = text.partition("\n")
     return _ERRORS[kind](message)
 
 
-_log = logging.getLogger(__name__)
 _KEY = "llama_ssp/heartbeat"
 _FAREWELL = b"."
 _CONNECT_S = 10.0
@@ -94,7 +91,7 @@ _MAX_BYTES = 64
 
 
 class Heartbeat:
-    """The connections of this rank; every rank makes one object per run.
+    """Silent connections of all ranks to rank 0, which the system closes when a rank is killed.
 
     Args:
         store: a connection to the rendezvous store, used only here.
@@ -103,20 +100,11 @@ class Heartbeat:
     """
 
     def __init__(self, store: Store, *, host: str, rank: int, alarm: Callable[[], None]) -> None:
-        self._store = store
-        self._host = host
-        self._alarm = alarm
+        self._store, self._host, self._alarm = store, host, alarm
         self._is_over = Event()
         self._open: list[socket.socket] = []
         atexit.register(self.part)
-        if rank == 0:
-            password = secrets.token_hex(16)
-            server = listen(host)
-            self._open.append(server)
-            Thread(target=self._accept, args=(server, password.encode()), daemon=True, name="heartbeat").start()
-            store.set(_KEY, f"{server.getsockname()[1]} {password}")
-        else:
-            Thread(target=self._connect, daemon=True, name="heartbeat").start()
+        Thread(target=self._watch, args=(rank,), daemon=True, name="heartbeat").start()
 
     def part(self) -> None:
         """Send a farewell and stop watching: this rank ends without a fault."""
@@ -125,26 +113,31 @@ class Heartbeat:
             with suppress(OSError):  # the listening socket, and ranks that have left already
                 connection.sendall(_FAREWELL)
 
-    def _accept(self, server: socket.socket, password: bytes) -> None:
+    def _watch(self, rank: int) -> None:
+        try:
+            if rank == 0:
+                self._serve()
+            else:
+                self._connect()
+        except (OSError, DistError) as error:  # or too many open files: later ranks have no heartbeat
+            _log.info("no more heartbeats through rank 0 at %s: %s", self._host, error)
+
+    def _serve(self) -> None:
+        password = secrets.token_hex(16)
+        server = listen(self._host)
+        self._open.append(server)
+        self._store.set(_KEY, f"{server.getsockname()[1]} {password}")
         while True:
-            try:
-                connection, _ = server.accept()
-            except OSError as error:  # too many open files: later ranks have no heartbeat
-                _log.info("no more heartbeats are accepted: %s", error)
-                return
+            connection, _ = server.accept()
             self._open.append(connection)
-            Thread(target=self._listen, args=(connection, password), daemon=True, name="heartbeat").start()
+            Thread(target=self._listen, args=(connection, password.encode()), daemon=True, name="heartbeat").start()
 
     def _connect(self) -> None:
-        try:
-            port, password = self._store.get(_KEY).decode().split()
-            connection = socket.create_connection((self._host, int(port)), timeout=_CONNECT_S)
-            connection.settimeout(None)
-            self._open.append(connection)
-            connection.sendall(password.encode())
-        except (OSError, DistError) as error:
-            _log.info("no heartbeat to rank 0 at %s: %s", self._host, error)
-            return
+        port, password = self._store.get(_KEY).decode().split()
+        connection = socket.create_connection((self._host, int(port)), timeout=_CONNECT_S)
+        connection.settimeout(None)
+        self._open.append(connection)
+        connection.sendall(password.encode())
         self._listen(connection, b"")
 
     def _listen(self, connection: socket.socket, password: bytes) -> None:
@@ -167,6 +160,7 @@ _END_S = 10.0  # how long a rank may take to end after the run has failed
 _STOP, _ROLL, _END, _LEAVE = "stop", "roll", "end", "leave"
 _BUSY = "busy"
 _NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
+_VERDICT, _SPOKEN = "llama_ssp/verdict", "llama_ssp/spoken"
 
 
 class ControlChannel:
@@ -191,8 +185,6 @@ class ControlChannel:
         self._verdict: str | None = None
         self._is_lost = False
         self._num_late = 0
-        self._num_stops = 0
-        self._stop_received_s = -math.inf
         self._is_alarmed = False
         self._heartbeat: Heartbeat | None = None
         self._store = _connected(store) if store else None
@@ -213,9 +205,14 @@ class ControlChannel:
             self._listener.join(ANSWER_S)
 
     def ask_to_stop(self) -> None:
-        """Forward the SIGTERM of this rank to all ranks; may be called from a signal handler."""
+        """Forward the SIGTERM of this rank to all ranks, once for all; may be called from a signal handler."""
+
+        def forward(store: Store) -> None:
+            if store.add("llama_ssp/stops", 1) == 1:
+                self._call(store, _STOP)
+
         if self._store:
-            Thread(target=self._in_time, args=(self._forward_stop,), daemon=True).start()
+            Thread(target=self._in_time, args=(forward,), daemon=True).start()
 
     def be_alert(self) -> None:
         """Start the heartbeat, which detects a killed rank without a collective; all ranks call this, in any order.
@@ -223,9 +220,13 @@ class ControlChannel:
         When a rank is killed, this rank receives a SIGTERM, so that it ends its round, and `has_failed` becomes true.
         """
         if self._store and self._heartbeat is None:
-            own = _connected(self._store)
-            host = _host(own)
+            host, own = meeting_host(os.environ), _connected(self._store)
             self._heartbeat = Heartbeat(own, host=host, rank=self.rank, alarm=self._raise_alarm)
+
+    def _raise_alarm(self) -> None:
+        if self.verdict is None:  # a rank that ends with a verdict need not send a farewell
+            self._is_alarmed = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def has_failed(self) -> bool:
@@ -241,8 +242,7 @@ class ControlChannel:
         """Return the ranks that do not answer: killed, stopped, or unreachable."""
         if self._store is None or self._verdict:
             return ()
-        answers = self._in_time(lambda store: self._call(store, _ROLL))
-        if answers:
+        if answers := self._in_time(lambda store: self._call(store, _ROLL)):
             return tuple(sorted(set(range(self.size)) - answers.keys()))
         # The store has ended with the process that held it: under srun rank 0, under torchrun an agent. Wait a moment:
         # a killed process closes its connections before its children become orphans.
@@ -255,19 +255,19 @@ class ControlChannel:
         """Whether all `peers` answer, and the main thread of one is at work: it compiles, for instance."""
         others = tuple(set(range(self.size)) - set(self.peers))
         for _ in range(_NUM_CALLS):
-            answers = self._in_time(lambda store: self._call(store, _ROLL, without=others)) if self._store else None
-            if answers is None or len(answers) == len(self.peers):
-                return _BUSY in (answers or {}).values()
+            answers = self._in_time(lambda store: self._call(store, _ROLL, without=others)) or {}
+            if not answers or len(answers) == len(self.peers):
+                return _BUSY in answers.values()
         return False
 
     def agree_on(self, words: str, *, without: tuple[int, ...] = ()) -> str:
-        """Propose the error that ends the run, from `to_message`; returns the first proposal of any rank.
+        """Propose the error that ends the run, as a message; returns the first proposal of any rank.
 
         That is the same on every rank that is still alive. `without` are missing ranks, whose answers are not awaited.
         """
-        if self._verdict or self._store is None:
-            return self._verdict or words
-        verdict = self._in_time(lambda store: store.compare_set("llama_ssp/verdict", "", words).decode())
+        if self._verdict:
+            return self._verdict
+        verdict = self._in_time(lambda store: store.compare_set(_VERDICT, "", words).decode())
         if verdict == words:
             self._in_time(lambda store: self._call(store, f"{_END}\n{words}", without=without))
         return verdict or words
@@ -277,34 +277,22 @@ class ControlChannel:
         """The error that ends the run, once a rank has proposed one."""
         if self._verdict:
             return self._verdict
-        key = "llama_ssp/verdict"
-        return self._in_time(lambda store: store.check([key]) and store.get(key).decode()) or self._verdict
+        return self._in_time(lambda store: store.check([_VERDICT]) and store.get(_VERDICT).decode()) or self._verdict
 
     def is_error_reporter(self, *, without: tuple[int, ...] = ()) -> bool:
         """Whether this rank reports the error: rank 0 if it can, else the first that asks; `without` missing ranks."""
-        if self._store is None:
-            return self.rank == 0
-        first = self._in_time(lambda store: self._claim(store, waits=self.rank > 0 and 0 not in without))
+        waits = self.rank > 0 and 0 not in without
+
+        def claim(store: Store) -> bool:
+            deadline = time.monotonic() + ANSWER_S
+            while waits and time.monotonic() < deadline and not store.check([_SPOKEN]):
+                time.sleep(_LOOK_EVERY_S)
+            return bool(store.add(_SPOKEN, 1) == 1)
+
+        first = self._in_time(claim)
         if first is None:  # the store has ended, with rank 0 or with an agent
             return self.rank == 0 or (0 in without and (self._is_first_here or self.rank == 1))
         return first
-
-    def _claim(self, store: Store, *, waits: bool) -> bool:
-        deadline = time.monotonic() + ANSWER_S
-        while waits and time.monotonic() < deadline and not store.check(["llama_ssp/spoken"]):
-            time.sleep(_LOOK_EVERY_S)
-        return bool(store.add("llama_ssp/spoken", 1) == 1)
-
-    def _raise_alarm(self) -> None:
-        if self.verdict is None:  # a rank that ends with a verdict need not send a farewell
-            self._is_alarmed = True
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _forward_stop(self, store: Store) -> None:
-        if time.monotonic() - self._stop_received_s < ANSWER_S:  # the signal came from a call
-            return
-        if store.add(f"llama_ssp/stops/{self._num_stops}", 1) == 1:
-            self._call(store, _STOP)
 
     def _call(self, store: Store, words: str, *, without: tuple[int, ...] = ()) -> dict[int, str]:
         """Call all ranks, and return the answers that come in time."""
@@ -313,9 +301,7 @@ class ControlChannel:
         deadline = time.monotonic() + ANSWER_S
         awaited = set(range(self.size)) - set(without)
         while awaited and time.monotonic() < deadline:
-            for rank in awaited:
-                if store.check([keys[rank]]):
-                    answers[rank] = store.get(keys[rank]).decode()
+            answers |= {rank: store.get(keys[rank]).decode() for rank in awaited if store.check([keys[rank]])}
             awaited -= answers.keys()
             time.sleep(_LOOK_EVERY_S)
         return answers
@@ -354,13 +340,10 @@ class ControlChannel:
                 kind, _, words = store.get(call).decode().partition("\n")
                 self._verdict = words or self._verdict
                 store.set(f"llama_ssp/answer/{self.rank}/{number}", _BUSY if self.is_busy() else "")
-                if kind == _STOP:
-                    self._num_stops += 1
-                    self._stop_received_s = time.monotonic()
                 if kind in (_STOP, _END):
                     os.kill(os.getpid(), signal.SIGTERM)
                 if kind == _END:
-                    _insist(from_message(words))
+                    _insist(_from_message(words))
                 number += 1
         except DistError:  # the rank that held the store has ended; collectives raise an error of their own
             if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node
@@ -378,16 +361,6 @@ def _connected(store: Store) -> Store:
     """Open another connection to a store, because calls on one connection block each other."""
     connection: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
     return connection
-
-
-def _host(store: Store) -> str:
-    """The host of the store and of rank 0, as this rank reaches it."""
-    if are_all_here(os.environ):
-        return LOOPBACK
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host: str = getattr(store, "host", "localhost")
-    return host
 
 
 def _insist(ending: SspError) -> None:
@@ -421,19 +394,17 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if watch.size == 1:
-            found = exhaustion(error)
-            if found is None:
-                raise
-            raise found from error
-        # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
-        ignore_signals()
-        ending = ending_of(error, watch, phase)
+            ending = exhaustion(error) or error
+        else:
+            # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
+            ignore_signals()
+            ending = _ending_of(error, watch, phase)
         if ending is error:
             raise
         raise ending from error
 
 
-def ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
+def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
     """The error that ends the run, agreed on with the other ranks; `error` itself if nobody has foreseen it."""
     words, missing, is_unforeseen = watch.verdict, tuple[int, ...](), False
     if words is None:
@@ -442,35 +413,91 @@ def ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
             mine = type(mine)(f"rank {watch.rank} failed while {phase.doing}: {mine}")
         if mine is None:
             missing = watch.missing() if isinstance(error, KeyboardInterrupt | RuntimeError) else ()
-            mine = _message(error, missing, phase, is_orphan=watch.is_orphan, has_failed=watch.has_failed)
+            mine = _loss(error, missing, phase, watch)
         if mine is None:
             is_unforeseen = True
             reason = str(error).strip().partition("\n")[0]
             mine = LostRankError(f"rank {watch.rank} failed while {phase.doing}: {type(error).__name__}: {reason}")
-        words = watch.agree_on(to_message(mine), without=missing)
-        is_unforeseen &= words == to_message(mine)
-    ending = from_message(words)
+        words = watch.agree_on(_to_message(mine), without=missing)
+        is_unforeseen &= words == _to_message(mine)
+    ending = _from_message(words)
     ending.speaks = watch.is_error_reporter(without=missing)
     return error if is_unforeseen else ending
 
 
-def _message(
-    error: BaseException, missing: tuple[int, ...], phase: Phase, *, is_orphan: bool, has_failed: bool
-) -> SspError | None:
+def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: ControlChannel) -> SspError | None:
     """Describe the error of a collective or a signal; None for other errors."""
-    reason = str(error).lower()
+    reason, is_signal = str(error).lower(), isinstance(error, KeyboardInterrupt)
     is_late = any(words in reason for words in _TIMEOUT_WORDS)
+    cause = f"no answer within {phase.limit}" if is_late else "connection closed"
     if missing:
-        cause = f"no answer within {phase.limit}" if is_late else "connection closed"
-        if isinstance(error, KeyboardInterrupt) and not has_failed:
+        if is_signal and not watch.has_failed:
             cause = "no answer"
         names = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
         return LostRankError(f"{names} missing while {phase.doing} ({cause}); {_REMEDY}")
-    if isinstance(error, KeyboardInterrupt):
+    is_of_group = isinstance(error, dist.DistError) or "gloo" in reason
+    if is_signal or (is_of_group and watch.is_orphan):  # all ranks are orphans, and others noticed it first
         return InterruptedRun("interrupted")
-    if isinstance(error, dist.DistError) or "gloo" in reason:
-        if is_orphan:  # all ranks are, and others noticed it first
-            return InterruptedRun("interrupted")
-        cause = f"no answer within {phase.limit}" if is_late else "connection closed"
+    if is_of_group:
         return LostRankError(f"ranks lost each other while {phase.doing} ({cause}), though all are alive; {_REMEDY}")
+    return None
+
+
+_WATCH_EVERY_S = 0.25
+_NOTICE_S = 3.0  # more than the grace of a wait, and the calls of a main thread that has noticed
+_NUM_UNANSWERED = 3  # see _NUM_CALLS
+
+
+@contextmanager
+def guard(
+    watch: ControlChannel, waits: DeviceWait | None, phase: Phase, *, report: Callable[[SspError], None]
+) -> Iterator[None]:
+    """End this process if the main thread does not come back from a wait within the block; without waits, do nothing.
+
+    Most waits for a device are in `gpu.DeviceWait`. Others are made by libraries and have no limit: a copy to the host,
+    a launch into a full queue, a new communicator. Python is not asked meanwhile, so no signal and no error can end
+    them. A thread calls `report`, and ends the process with the status that the main thread would have reported:
+
+        the run has failed, by the control channel      the main thread has a few seconds to end by itself
+        no wait has ended within the timeout            all ranks are called, and one leaves several calls unanswered:
+                                                        a rank that compiles for long does answer
+    """
+    is_over = Event()
+
+    def look(waits: DeviceWait) -> None:
+        if (error := _first_loss(watch, waits, is_over)) is None:
+            return
+        ending = _ending_of(error, watch, phase)
+        assert isinstance(ending, SspError), "errors of a collective are foreseen"
+        if is_over.is_set():  # the main thread has come back meanwhile, and reports the same
+            return
+        _log.error("the main thread does not come back: %s", ending)
+        try:
+            report(ending)
+        finally:
+            os._exit(ending.exit_code)
+
+    if waits:
+        Thread(target=look, args=(waits,), daemon=True, name="watchdog").start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _first_loss(watch: ControlChannel, waits: DeviceWait, is_over: Event) -> dist.DistBackendError | None:
+    """Wait until a rank is lost and the main thread has had time to notice; None if the block ends before."""
+    failed_s: float | None = None
+    called_s, num_unanswered = waits.passed_s, 0
+    while not is_over.wait(_WATCH_EVERY_S):
+        now = time.monotonic()
+        if watch.has_failed:
+            failed_s = failed_s or now
+            if now - failed_s >= _NOTICE_S:
+                return dist.DistBackendError("a rank has ended")
+        elif num_unanswered or now - max(called_s, waits.passed_s) >= waits.timeout_s:
+            num_unanswered = num_unanswered + 1 if watch.missing() else 0
+            called_s = time.monotonic()
+            if num_unanswered == _NUM_UNANSWERED:
+                return dist.DistBackendError(f"timed out after {waits.timeout_s:g} s")
     return None

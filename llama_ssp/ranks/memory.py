@@ -8,6 +8,10 @@ import torch
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 
 _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+# The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
+_MEMORY_WORDS = (
+    "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
+)  # fmt: skip
 
 
 class MemoryWatch:
@@ -37,33 +41,27 @@ class MemoryWatch:
 
 
 def anonymous_bytes() -> int | None:
-    """This process's anonymous resident memory; None on a system without /proc."""
+    """This process's anonymous resident memory; None if the system does not report it."""
     return _read(_STATUS, "RssAnon:")
 
 
 def available_bytes() -> int | None:
-    """The node's available memory; None on a system without /proc."""
+    """The node's available memory; None if the system does not report it."""
     return _read(_MEMINFO, "MemAvailable:")
 
 
 def _read(file: Path, entry: str) -> int | None:
-    if not file.exists():
-        return None
-    for line in file.read_text().splitlines():
-        if line.startswith(entry):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-# The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
-_MEMORY_WORDS = (
-    "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
-)  # fmt: skip
+    lines = (line.split() for line in file.read_text().splitlines())
+    return next((int(line[1]) * 1024 for line in lines if line[:1] == [entry]), None)
 
 
 def exhaustion(error: BaseException) -> SspError | None:
     """Return a CapacityError if memory ran out, an SspError if a disk is full, else None."""
-    if _is_memory(error):
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    is_memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        is_memory |= any(words in str(error).lower() for words in _MEMORY_WORDS)
+    if is_memory:
         return CapacityError(
             "out of memory: end other programs on this machine, or need less by model.quantization=int8_weight_only, "
             "a smaller batch_size or more ranks"
@@ -73,11 +71,3 @@ def exhaustion(error: BaseException) -> SspError | None:
         reason = (error.strerror or str(error)).lower()
         return SspError(f"cannot write{file}: {reason}; free some space and give the same command again to resume")
     return None
-
-
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MEMORY_WORDS)

@@ -1,25 +1,30 @@
-"""Where ranks meet: the rendezvous store, and the process group that is made with it.
+"""Where ranks meet: the rendezvous store, what each tells the others, the device of each, and the process group.
 
 CPUs    gloo
-GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group
+GPUs    NCCL for tensors on GPUs, gloo for those on the host, in one group; if there is one for every rank of every node
 """
 
+import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, it would keep the group by its default arguments
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's types do not export it
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _get_default_store  # has no public name
 
-from llama_ssp.errors import LostRankError
-from llama_ssp.ranks.environment import LOOPBACK, Ranks, are_all_here, listen, stay_on_loopback
+from llama_ssp.errors import LostRankError, PlacementError
+from llama_ssp.ranks.environment import Ranks, listen, meeting_host, stay_on_loopback
+from llama_ssp.settings.schema import DeviceKind
 
-# torch's watchdog would abort the process without a sentence; `gpu.device_wait` and `gpu.watchdog` end runs.
+# torch's watchdog would abort the process without a sentence; `gpu.DeviceWait` and `failures.guard` end runs.
 _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _HEED_EVERY_S = 1.0
 """How long torch may keep the main thread, which must answer signals meanwhile."""
@@ -30,10 +35,8 @@ def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
     """Reach the rendezvous store: torchrun's own, or else one of rank 0; LostRankError if it is not there."""
     environ = os.environ
     is_of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A plain `srun python` meets on the first node, at a port derived from the job id.
-    host = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
-    if are_all_here(environ) and not is_of_agent:
-        host = LOOPBACK
+    host = environ["MASTER_ADDR"] if is_of_agent else meeting_host(environ)
+    # A plain `srun python` meets at a port derived from the job id.
     port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
     try:
         if ranks.rank == 0 and not is_of_agent:
@@ -76,25 +79,65 @@ def _tcp_store(host: str, port: int, *, size: int, timeout_s: float, listen_fd: 
     )  # fmt: skip
 
 
-def meet(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
-    """Form the group of all ranks; if some do not connect in time, the lowest rank that did reports a LostRankError."""
-    stay_on_loopback()
-    store = open_store(ranks, timeout_s=timeout_s)
-    backend, own_gpu = "gloo", None
-    if device.type == "cuda":
-        for name, value in _OWN_WATCHDOG.items():
-            os.environ.setdefault(name, value)
-        backend, own_gpu = "cpu:gloo,cuda:nccl", device
-    here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
-    store.set(here[ranks.rank], "")
-    wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
+class Seen(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        host: of the rank.
+        num_ranks: on its node.
+        cores: available to it, before ranks share them.
+        num_gpus: that it sees; none if the run is for CPUs.
+        ids: of these GPUs where they are fewer than the ranks of the node; none if CUDA does not start.
+    """
+
+    host: str
+    num_ranks: int
+    cores: tuple[int, ...]
+    num_gpus: int = 0
+    ids: tuple[str, ...] = ()
+
+
+@cache
+def seen_by_all(ranks: Ranks, kind: DeviceKind, *, timeout_s: float) -> tuple[Seen, ...]:
+    """Return what every rank sees, in order; all must call this together.
+
+    Raises a LostRankError, which the lowest rank that has come reports, if others do not come in time.
+    """
+    num_gpus = 0 if kind is DeviceKind.cpu else torch.cuda.device_count()
+    ids = _ids() if 0 < num_gpus < ranks.local_size else ()
+    own = Seen(socket.gethostname(), ranks.local_size, _first_cores(), num_gpus, ids)
+    if ranks.size == 1:
+        return (own,)
+    # A later job of a sweep has the group's store: a second one could not listen at its port.
+    store = _get_default_store() if dist.is_initialized() else open_store(ranks, timeout_s=timeout_s)
+    keys = [f"llama_ssp/seen/{kind.name}/{rank}" for rank in range(ranks.size)]
+    store.set(keys[ranks.rank], json.dumps(own))
+    wait_for_all(store, keys, ranks=ranks, timeout_s=timeout_s)
+    seen = tuple(_read(store.get(key)) for key in keys)
+    # Rank 0 may hold the store, and end with an error before the others have read.
+    have_read = [f"{key}/read" for key in keys]
+    store.set(have_read[ranks.rank], "")
+    if ranks.rank == 0:
+        wait_for_all(store, have_read, ranks=ranks, timeout_s=timeout_s)
+    return seen
+
+
+@cache
+def _first_cores() -> tuple[int, ...]:
+    """The cores available before the first job of a sweep took its share."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def _ids() -> tuple[str, ...]:
     try:
-        dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
-            device_id=own_gpu,
-        )  # fmt: skip
-    except dist.DistError as error:
-        raise _lost(store, here, ranks=ranks, timeout_s=timeout_s) from error
+        return tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count()))
+    except RuntimeError:
+        return ()
+
+
+def _read(text: bytes) -> Seen:
+    host, num_ranks, cores, num_gpus, ids = json.loads(text)
+    return Seen(host, num_ranks, tuple(cores), num_gpus, tuple(ids))
 
 
 def wait_for_all(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) -> None:
@@ -121,3 +164,57 @@ def _lost(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) 
     lost = LostRankError(f"{names} did not connect within timeouts.load_s={timeout_s:g}")
     lost.speaks = ranks.rank == came[0]
     return lost
+
+
+def choose_device(kind: DeviceKind, ranks: Ranks, seen: Sequence[Seen]) -> tuple[torch.device, str | None]:
+    """Choose this rank's device; `auto` takes GPUs if there is one for every rank.
+
+    Ranks may see different GPUs, so all of them decide alike, from what all see. Returns a sentence for the user too if
+    GPUs are left unused. Raises PlacementError if fewer GPUs than requested are there.
+    """
+    if kind is DeviceKind.cpu:
+        return torch.device("cpu"), None
+    own = seen[ranks.rank]
+    lacking = [each for each in seen if not _suffice([other for other in seen if other.host == each.host])]
+    if not lacking:
+        return torch.device("cuda", ranks.local_rank if own.num_gpus >= ranks.local_size else 0), None
+    fewest = min(lacking, key=lambda each: each.num_gpus)
+    if kind is DeviceKind.cuda:
+        where = "this node" if fewest.host == own.host else f"node {fewest.host}"
+        fewer = f"start at most {fewest.num_gpus} ranks, or " if fewest.num_gpus else ""
+        raise PlacementError(
+            f"device=cuda needs one GPU per rank, and {where} has {fewest.num_gpus} for {fewest.num_ranks}: "
+            f"{fewer}use device=cpu"
+        )
+    note = f"{fewest.num_ranks} ranks on a node with {fewest.num_gpus} GPUs: all ranks run on the CPU"
+    return torch.device("cpu"), note if own.num_gpus else None
+
+
+def _suffice(node: Sequence[Seen]) -> bool:
+    """Whether the ranks of a node see a GPU for each of them, or, as `srun --gpus-per-task=1` binds them, their own.
+
+    A rank's own GPUs are cuda:0 and so on to each rank, and only their ids tell them apart.
+    """
+    if all(each.num_gpus >= each.num_ranks for each in node):
+        return True
+    every = list(chain.from_iterable(each.ids for each in node))
+    return all(each.ids for each in node) and len(set(every)) == len(every)
+
+
+def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
+    """Form the group of all ranks, which have seen each other; LostRankError if they do not connect in time."""
+    stay_on_loopback()
+    backend, own_gpu, store = "gloo", None, open_store(ranks, timeout_s=timeout_s)
+    if device.type == "cuda":
+        for name, value in _OWN_WATCHDOG.items():
+            os.environ.setdefault(name, value)
+        backend, own_gpu = "cpu:gloo,cuda:nccl", device
+    here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
+    store.set(here[ranks.rank], "")
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
+            device_id=own_gpu,
+        )  # fmt: skip
+    except dist.DistError as error:
+        raise _lost(store, here, ranks=ranks, timeout_s=timeout_s) from error

@@ -7,12 +7,9 @@ all are alive. The results are opaque texts.
 
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from itertools import count
-from typing import Self
 
 from torch.distributed import DistStoreError, distributed_c10d
-from torch.distributed.distributed_c10d import Store
 
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.ranks.failures import ControlChannel
@@ -23,64 +20,38 @@ _DONE, _STOPPED = _ENDS = ("done", "stopped")
 _stages = count()
 
 
-@dataclass(eq=False)
 class ResultQueue:
     """One stage of a run in which each replica does its share; all ranks make one, in the same order.
 
-    Attributes:
-        number: of this rank's replica.
-        speaks: whether this rank sends the results of its replica.
-        num_copies: number of replicas.
-        missing, has_failed: those of `ControlChannel`.
-        patience_s: how long a rank may leave calls unanswered before it counts as lost.
+    A rank may leave calls of the control channel unanswered for `patience_s` before it counts as lost.
     """
 
-    store: Store
-    _: KW_ONLY
-    rank: int
-    number: int
-    speaks: bool
-    num_copies: int
-    missing: Callable[[], tuple[int, ...]]
-    has_failed: Callable[[], bool]
-    patience_s: float
-
-    def __post_init__(self) -> None:
+    def __init__(self, mesh: Mesh, *, watch: ControlChannel, patience_s: float) -> None:
+        watch.be_alert()
+        self._store = distributed_c10d._get_default_store()  # has no public name
+        self._watch, self._patience_s = watch, patience_s
+        self._is_first, self._speaks = mesh.world.rank == 0, mesh.replica.rank == 0
         self._prefix = f"llama_ssp/stage/{next(_stages)}"
+        self._own = f"{self._prefix}/{mesh.number}"
         self._num_sent = 0
-        self._next = dict.fromkeys(range(1, self.num_copies), 0)
+        self._next = dict.fromkeys(range(1, mesh.world.size // mesh.replica.size), 0)
         self._any_stopped = False
         self._silent_since: dict[int, float] = {}
         self._called_s = time.monotonic()
 
-    @classmethod
-    def begin(cls, mesh: Mesh, *, num_copies: int, watch: ControlChannel, patience_s: float) -> Self:
-        """Begin a stage on this rank; see the class."""
-        watch.be_alert()
-        return cls(
-            distributed_c10d._get_default_store(),  # has no public name
-            rank=mesh.world.rank,
-            number=mesh.number,
-            speaks=mesh.replica.rank == 0,
-            num_copies=num_copies,
-            missing=watch.missing,
-            has_failed=lambda: watch.has_failed,
-            patience_s=patience_s,
-        )
-
     def tell(self, text: str) -> None:
         """Send a text to rank 0; does nothing on ranks that do not speak for their replica."""
-        if self.speaks:
-            self.store.set(f"{self._prefix}/{self.number}/{self._num_sent}", text)
+        if self._speaks:
+            self._store.set(f"{self._own}/{self._num_sent}", text)
             self._num_sent += 1
 
     def fetch(self) -> list[str]:
         """On rank 0: return the new texts of the other replicas, in order for each replica."""
         texts = []
         for number in list(self._next):
-            while number in self._next and self.store.check([key := f"{self._prefix}/{number}/{self._next[number]}"]):
-                text = self.store.get(key).decode()
-                self.store.delete_key(key)
+            while number in self._next and self._store.check([key := f"{self._prefix}/{number}/{self._next[number]}"]):
+                text = self._store.get(key).decode()
+                self._store.delete_key(key)
                 self._next[number] += 1
                 if text in _ENDS:
                     del self._next[number]
@@ -96,20 +67,20 @@ class ResultQueue:
         arrives. Returns whether any replica was stopped; the same on every rank.
         """
         over = f"{self._prefix}/over"
-        if self.rank == 0:
+        if self._is_first:
             self._any_stopped |= stopped
             while self._next:
-                has_failed = self.has_failed()  # before the last fetch, which then takes all texts of the lost rank
+                has_failed = self._watch.has_failed  # before the last fetch, which takes all texts of the lost rank
                 for text in self.fetch():
                     take(text)
                 if self._next:
                     self._wait(has_failed=has_failed)
-            self.store.set(over, _STOPPED if self._any_stopped else _DONE)
+            self._store.set(over, _STOPPED if self._any_stopped else _DONE)
         else:
             self.tell(_STOPPED if stopped else _DONE)
-        while not self.store.check([over]):
-            self._wait(has_failed=self.has_failed())
-        outcome: bytes = self.store.get(over)
+        while not self._store.check([over]):
+            self._wait(has_failed=self._watch.has_failed)
+        outcome: bytes = self._store.get(over)
         return outcome.decode() == _STOPPED
 
     def _wait(self, *, has_failed: bool) -> None:
@@ -117,9 +88,9 @@ class ResultQueue:
         if has_failed:
             raise DistStoreError("a rank ended before its replica")
         time.sleep(_LOOK_EVERY_S)
-        call_every_s = min(_CALL_EVERY_S, self.patience_s) if self._silent_since else _CALL_EVERY_S
-        if self.speaks and time.monotonic() - self._called_s > call_every_s:
-            missing, self._called_s = self.missing(), time.monotonic()
+        call_every_s = min(_CALL_EVERY_S, self._patience_s) if self._silent_since else _CALL_EVERY_S
+        if self._speaks and time.monotonic() - self._called_s > call_every_s:
+            missing, self._called_s = self._watch.missing(), time.monotonic()
             self._silent_since = {rank: self._silent_since.get(rank, self._called_s) for rank in missing}
-            if any(self._called_s - since >= self.patience_s for since in self._silent_since.values()):
+            if any(self._called_s - since >= self._patience_s for since in self._silent_since.values()):
                 raise DistStoreError("timed out: a rank does not answer, and its replica has not ended")

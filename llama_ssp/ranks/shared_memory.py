@@ -22,6 +22,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -55,7 +56,7 @@ class SharedMemoryGroup:
         self._file = file
         self._rank = rank
         self._peers = [peer for peer in range(size) if peer != rank]
-        self.crowded = crowded
+        self._num_spins = 0 if crowded else _NUM_SPINS
         self._counters = memoryview(memory)[: size * _LINE_BYTES].cast("q")
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE_BYTES)
         self._slots = slots.view(2, size, SLOT_BYTES)
@@ -73,15 +74,13 @@ class SharedMemoryGroup:
         path = str(_FOLDER / f"llama_ssp_{secrets.token_hex(8)}") if rank == 0 and _may_share() else ""
         file, board, have_joined = None, None, False
         try:
-            if path:
-                file = _make(path, size)
+            with suppress(OSError):  # no room
+                file = _make(path, size) if path else None
             shown = gather_text(path if file is not None else "")[0]
-            try:
+            with suppress(OSError):  # on another node, or in another container
                 if shown:
                     file = os.open(shown, os.O_RDWR) if file is None else file
                     board = cls(file, rank=rank, size=size, crowded=crowded)
-            except OSError:
-                pass  # on another node, or in another container
             have_joined = all(gather_text("joined" if board else ""))
         finally:
             if path:
@@ -104,24 +103,14 @@ class SharedMemoryGroup:
         self._await(self._peers)
         return torch.cat(parts, dim=-1)
 
-    def broadcast(self, values: Tensor, *, src: int) -> None:
-        """Broadcast the contiguous values of rank `src`, in place."""
-        if self._rank == src:
-            self._post(values, ())
-            return
-        self._number += 1
-        self._counters[self._rank * _LINE_BYTES // 8] = self._number
-        self._await([src])
-        values.copy_(self._shown(values, ())[src])
-
-    def deliver(self, values: Tensor | None, *, src: int, dst: int) -> None:
-        """Copy the contiguous values of rank `src` to rank `dst`; the others, whose values are None, only count it."""
+    def deliver(self, values: Tensor | None, *, src: int) -> None:
+        """Copy the contiguous values of rank `src` to the ranks that give values; the others, with None, count it."""
         if self._rank == src and values is not None:
             self._post(values, ())
             return
         self._number += 1
         self._counters[self._rank * _LINE_BYTES // 8] = self._number
-        if self._rank == dst and values is not None:
+        if values is not None:
             self._await([src])
             values.copy_(self._shown(values, ())[src])
 
@@ -155,7 +144,7 @@ class SharedMemoryGroup:
 
     def _wait_for(self, peer: int) -> None:
         counters, place, number = self._counters, peer * _LINE_BYTES // 8, self._number
-        for _ in range(0 if self.crowded else _NUM_SPINS):
+        for _ in range(self._num_spins):
             if counters[place] >= number:
                 return
         began = time.monotonic()
@@ -168,13 +157,10 @@ class SharedMemoryGroup:
                 time.sleep(_NAP_S)
             if waited_s >= look_s:
                 look_s += _LOOK_EVERY_S
-                self._check(peer, waited_s)
-
-    def _check(self, peer: int, waited_s: float) -> None:
-        if self._has_ended(peer) and self._counters[peer * _LINE_BYTES // 8] < self._number:
-            raise dist.DistBackendError(f"rank {peer} of the group has ended")
-        if waited_s >= self.timeout_s:
-            raise dist.DistBackendError(f"rank {peer} of the group timed out after {self.timeout_s:g} s")
+                if self._has_ended(peer) and counters[place] < number:
+                    raise dist.DistBackendError(f"rank {peer} of the group has ended")
+                if waited_s >= self.timeout_s:
+                    raise dist.DistBackendError(f"rank {peer} of the group timed out after {self.timeout_s:g} s")
 
     def _has_ended(self, peer: int) -> bool:
         """Whether a peer's lock, which a living process holds, is free."""
@@ -194,14 +180,12 @@ def _may_share() -> bool:
     return platform.machine() == "x86_64" and _FOLDER.is_dir()
 
 
-def _make(path: str, size: int) -> int | None:
-    """Make a file in memory for a group; returns its descriptor, or None if there is no room."""
-    file = None
+def _make(path: str, size: int) -> int:
+    """Make a file in memory for a group; returns its descriptor."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.posix_fallocate(file, 0, _num_bytes(size))
     except OSError:
-        if file is not None:
-            os.close(file)
-        return None
+        os.close(file)
+        raise
     return file

@@ -40,11 +40,7 @@ def ignore_signals() -> None:
 
     By a function: if a signal has come while SIG_IGN is set, Python prints that it "ignored it due to race condition".
     """
-    handle_signals(_do_nothing)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    pass
+    handle_signals(lambda _number, _frame: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +64,13 @@ class Agent:
 
         A thread polls the parent's id, because PR_SET_PDEATHSIG would follow the agent's thread, not its process.
         """
-        Thread(target=self._wait, daemon=True, name="agent").start()
 
-    def _wait(self) -> None:
-        while not self.is_gone:
-            time.sleep(_LOOK_EVERY_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        def wait() -> None:
+            while not self.is_gone:
+                time.sleep(_LOOK_EVERY_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        Thread(target=wait, daemon=True, name="agent").start()
 
 
 @cache
@@ -81,18 +78,12 @@ def find_agent() -> Agent | None:
     """Return the agent that started this process; None in plain python and under srun, where a parent may end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    pid = int(os.environ.get(AGENT) or _parent_unless_adopted())
-    return Agent(pid=pid, holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-
-
-def _parent_unless_adopted() -> int:
-    """The parent's id, or 0 if the agent has ended and another process has adopted this one.
-
-    torchrun does not name itself to its ranks. It starts each in a session of its own, unless a script stands between,
-    and has loaded torch, which no process has that adopts orphans.
-    """
+    # torchrun does not name itself. It starts each rank in a session of its own, unless a script stands between,
+    # and has loaded torch, which no process has that adopts orphans.
     parent = os.getppid()
-    return parent if os.getsid(0) != os.getpid() or _has_torch(parent) else 0
+    is_adopted = os.getsid(0) == os.getpid() and not _has_torch(parent)
+    pid = int(os.environ.get(AGENT) or (0 if is_adopted else parent))
+    return Agent(pid=pid, holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _has_torch(pid: int) -> bool:

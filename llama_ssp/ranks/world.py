@@ -2,14 +2,12 @@
 
 import atexit
 import gc
-import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from threading import Thread
 
 import torch
@@ -19,9 +17,8 @@ from torch.distributed import distributed_c10d
 from llama_ssp.ranks.comms import Comm, leave_groups
 from llama_ssp.ranks.environment import Ranks, read_ranks
 from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
-from llama_ssp.ranks.gpu.choice import choose_device
-from llama_ssp.ranks.gpu.device_wait import DeviceWait
-from llama_ssp.ranks.rendezvous import meet
+from llama_ssp.ranks.gpu import DeviceWait
+from llama_ssp.ranks.rendezvous import choose_device, form_group, seen_by_all
 from llama_ssp.ranks.signals import find_agent
 from llama_ssp.settings.schema import DeviceKind
 
@@ -57,8 +54,8 @@ class World:
         return (self.device, *(torch.device("cuda", index) for index in others))
 
 
-def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> int:
-    """Bind this rank to its share of the cores; returns the number of threads, one per core.
+def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]) -> None:
+    """Bind this rank to its share of the cores, with one thread per core.
 
     The calling thread, and those that it starts later, stay on the share. The threads of gloo, which exist by then, do
     not: if they shared a core with a computing thread, a small all-reduce would take milliseconds. A single process
@@ -66,13 +63,12 @@ def share_cores(ranks: Ranks, *, cores: frozenset[int], sharers: tuple[int, ...]
     cores, including this one.
     """
     if has_own_threads(ranks.local_size):
-        return torch.get_num_threads()
+        return
     num_threads = max(1, len(cores) // len(sharers))
     torch.set_num_threads(num_threads)
     if 1 < len(sharers) <= len(cores):
         first = sharers.index(ranks.rank) * num_threads
         os.sched_setaffinity(0, sorted(cores)[first : first + num_threads])
-    return num_threads
 
 
 def has_own_threads(num_ranks: int) -> bool:
@@ -95,37 +91,39 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
-    For errors see `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
+    For errors see `seen_by_all` and `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
     """
     ranks = read_ranks(os.environ)
-    chosen, note = choose_device(device, ranks, timeout_s=timeout_s)
-    cores = _first_cores()
+    seen = seen_by_all(ranks, device, timeout_s=timeout_s)
+    chosen, note = choose_device(device, ranks, seen)
+    own, cores = seen[ranks.rank], frozenset(seen[ranks.rank].cores)
+    sharers = tuple(rank for rank, each in enumerate(seen) if (each.host, each.cores) == (own.host, own.cores))
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # cuDNN attention makes a plan for every new shape, that is, for every prompt length.
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     if ranks.size == 1:
         if chosen.type == "cpu":
-            share_cores(ranks, cores=cores, sharers=(0,))
+            share_cores(ranks, cores=cores, sharers=sharers)
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
     is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
     if is_first:
-        meet(ranks, device=chosen, timeout_s=timeout_s)
+        form_group(ranks, device=chosen, timeout_s=timeout_s)
         atexit.register(_part, _watch(ranks), is_on_gpu=chosen.type == "cuda")
     watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
     watch.peers = range(ranks.size)
-    waits = None
+    device_wait = None
     if chosen.type == "cuda":
         watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
-        waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
-        watch.is_busy = partial(_is_at_work, waits)
+        waits = device_wait = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
+        watch.is_busy = lambda: not waits.is_waiting
     with unify_failure(watch, Phase(doing="connecting", limit=limit)):
-        sharers = _sharers(ranks, cores)
         if is_first and chosen.type == "cpu":
             share_cores(ranks, cores=cores, sharers=sharers)
-        rank, size, crowded = ranks.rank, ranks.size, len(sharers) > len(cores)
-        comm = Comm.of_world(rank=rank, size=size, device=chosen, crowded=crowded, device_wait=waits)
+        comm = Comm.of_world(
+            rank=ranks.rank, size=ranks.size, device=chosen, crowded=len(sharers) > len(cores), device_wait=device_wait
+        )
         comm.set_timeout(timeout_s)
     yield World(
         comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, num_sharers=len(sharers), watch=watch
@@ -135,25 +133,13 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
         comm.barrier()
 
 
-def _is_at_work(waits: DeviceWait) -> bool:
-    return not waits.is_waiting
-
-
 @cache
-def _first_cores() -> frozenset[int]:
-    """The cores available before the first job of a sweep took its share."""
-    return frozenset(os.sched_getaffinity(0))
-
-
-@cache
-def _sharers(ranks: Ranks, cores: frozenset[int]) -> tuple[int, ...]:
-    """The ranks of this host with the same available cores as this one, including it."""
+def _watch(ranks: Ranks) -> ControlChannel:
+    """This rank's control channel, one for all jobs of a sweep."""
     store = distributed_c10d._get_default_store()  # has no public name
-    keys = [f"llama_ssp/cores/{rank}" for rank in range(ranks.size)]
-    own = json.dumps([socket.gethostname(), sorted(cores)])
-    store.set(keys[ranks.rank], own)
-    store.wait(keys)
-    return tuple(rank for rank, key in enumerate(keys) if store.get(key).decode() == own)
+    return ControlChannel(
+        store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
+    )
 
 
 def _part(watch: ControlChannel, *, is_on_gpu: bool) -> None:
@@ -169,12 +155,3 @@ def _end_anyway() -> None:
     """End the process if NCCL waits for a rank that has ended; all records are written."""
     time.sleep(_END_S)
     os._exit(0)
-
-
-@cache
-def _watch(ranks: Ranks) -> ControlChannel:
-    """This rank's control channel, one for all jobs of a sweep."""
-    store = distributed_c10d._get_default_store()  # has no public name
-    return ControlChannel(
-        store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
-    )

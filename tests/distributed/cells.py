@@ -68,18 +68,9 @@ CELLS = {
         Cell((0,), (0,), REPLICATED, slow=True),
         Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE, heavy=True),
         Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, slow=True),
-        Cell(
-            (0,), (0,), ONE_RANK, pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=0.0003, heavy=True
-        ),
-        Cell(
-            (0,),
-            (0,),
-            ONE_RANK,
-            pair="gpt_neox",
-            batch_size=3,
-            target_kind=ACCELERATE,
-            max_memory_gb=0.0003,
-            heavy=True,
+        *(
+            Cell((0,), (0,), ONE_RANK, pair=pair, batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4, heavy=True)
+            for pair in ("llama", "gpt_neox")
         ),
         Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE, heavy=True),
     ],

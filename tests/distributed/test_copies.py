@@ -2,18 +2,13 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.commands import run, start
+from tests.helpers.disturbed import lines, wait_for
 from tests.helpers.lanes import slow
-
-
-def lines(run_dir: Path) -> list[dict[str, object]]:
-    file = run_dir / "run.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.slow
@@ -63,11 +58,7 @@ def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anyth
     settings += ["max_new_tokens=32", f"run_dir={tmp_path}/run"]
     process = start(settings, num_ranks=2)
     try:
-        deadline = time.monotonic() + 90
-        while len(lines(tmp_path / "run")) < 4:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.05)
+        wait_for(lambda: len(lines(tmp_path / "run")) > 3 or process.poll() is not None, at_most_s=90)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     finally:

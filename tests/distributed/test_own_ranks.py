@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import Popen
 from tests.helpers.disturbed import lines, pid_of_rank, wait_for
-from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.starters import PROGRAM, environment, run_program
-from tests.helpers.terminals import OnTerminal
 
 pytestmark = pytest.mark.distributed(2)
 
@@ -55,14 +52,6 @@ def test_its_ranks_share_the_work_and_leave_what_torchruns_leave(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_is_named_by_the_time(tmp_path: Path) -> None:
-    ended = run_program("run", "task=generate", "max_new_tokens=2", "prompt=x", "ranks=2", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    [folder] = (tmp_path / "outputs").iterdir()
-    assert time.strptime(folder.name, "%Y-%m-%d_%H-%M-%S")
-
-
-@pytest.mark.slow
 def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp_path: Path) -> None:
     shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -74,26 +63,24 @@ def test_an_error_that_only_the_ranks_can_find_has_its_code_and_its_sentence(tmp
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("role", ["model", "draft"])
-def test_a_family_that_the_engine_does_not_run_is_refused_before_ranks_start(
-    role: str, ranks: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model=local", "model.path={}", "draft=tiny-draft"], "mamba models are not supported: one of gemma, "),
+        (["draft=local", "draft.model.path={}"], "mamba models are not supported: one of gemma, "),
+        (["model.path={}/nothing"], "{}/nothing does not exist: a folder with config.json and safetensors"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_ranks_start(
+    words: list[str], sentence: str, ranks: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64}')
-    key = "model.path" if role == "model" else "draft.model.path"
-    ended = run_program(
-        "run", f"{role}=local", f"{key}={tmp_path}", *(["draft=tiny-draft"] if role == "model" else []),
-        "prompt=x", f"run_dir={tmp_path}/run", f"ranks={ranks}",
-    )  # fmt: skip
+    own = ["prompt=x", f"run_dir={tmp_path}/run", f"ranks={ranks}"]
+    ended = run_program("run", *(word.format(tmp_path) for word in words), *own)
     assert ended.returncode == 2
-    [sentence] = ended.stderr.splitlines()
-    assert sentence.startswith("mamba models are not supported: one of gemma, ")
+    [said] = ended.stderr.splitlines()
+    assert said.startswith(sentence.format(tmp_path))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_is_not_there_is_refused_before_ranks_start(tmp_path: Path) -> None:
-    ended = run_program("run", f"model.path={tmp_path}/nothing", f"run_dir={tmp_path}/run", "ranks=2")
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1)
-    assert ended.stderr.startswith(f"{tmp_path}/nothing does not exist: a folder with config.json and safetensors")
 
 
 @pytest.mark.slow
@@ -135,23 +122,3 @@ def test_a_run_that_ignores_hangups_goes_on(running: tuple[Path, Popen]) -> None
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 4, stderr
-
-
-@pytest.mark.slow
-def test_ranks_end_soon_after_a_program_that_is_killed(running: tuple[Path, Popen]) -> None:
-    run_dir, process = running
-    process.kill()
-    wait_for(lambda: (run_dir / "status").read_text() == "interrupted\n", at_most_s=30)
-
-
-@pytest.mark.parametrize("delay_s", [slow(0.5), heavy(2.0), slow(5.0)])
-def test_ctrl_c_once_is_enough_at_any_time(delay_s: float, tmp_path: Path) -> None:
-    words = [*PROGRAM, "run", *LONG, f"run_dir={tmp_path}/run"]
-    with OnTerminal(words, more=environment()) as terminal:
-        time.sleep(delay_s)
-        terminal.enter("\x03")
-        terminal.wait_for(lambda: terminal.process.poll() is not None, at_most_s=60)
-        terminal.read()
-        assert terminal.process.returncode == 4, terminal.shown
-        assert terminal.shown.count("interrupted") == 1, terminal.shown
-        assert "Traceback" not in terminal.shown

@@ -10,6 +10,7 @@ import pytest
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
+from tests.helpers.disturbed import lines
 from tests.helpers.packed_checkpoints import pack_checkpoint
 
 PROMPT = "prompt=def f(x):"
@@ -32,8 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str:
     done = run([*GREEDY, "model=local", f"model.path={model}", f"run_dir={run_dir}", *overrides], num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
-    (line,) = (run_dir / "run.jsonl").read_text().splitlines()
-    return str(json.loads(line)["text"])
+    (line,) = lines(run_dir)
+    return str(line["text"])
 
 
 @pytest.mark.slow

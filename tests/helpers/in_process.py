@@ -2,15 +2,19 @@
 
 import contextlib
 import io
+import json
 import signal
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import run
+from tests.helpers.disturbed import lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +25,35 @@ class Ended:
         code: its exit code; None after an error that nobody had foreseen.
         err: what it said on standard error, or the traceback of that error.
         out: what it wrote to standard output; empty after an error that nobody had foreseen.
+        run_dir: its run folder, if the arguments name one.
     """
 
     code: int | None
     err: str
     out: str = ""
+    run_dir: Path = field(default=Path(), compare=False)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The completions on record."""
+        return lines(self.run_dir)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What it left at its end."""
+        found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return found
+
+    @property
+    def status(self) -> str:
+        """How it says that it has ended."""
+        return (self.run_dir / "status").read_text()
 
 
 def launch(*arguments: str) -> Ended:
     """Run `launch/run.py` with these arguments, on one rank, as python would start it."""
     said, written = io.StringIO(), io.StringIO()
+    run_dir = Path(next((word[8:] for word in reversed(arguments) if word.startswith("run_dir=")), ""))
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with (
@@ -40,7 +63,7 @@ def launch(*arguments: str) -> Ended:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")  # of libraries: a run shows them and goes on
-            return Ended(code=run.main(), err=said.getvalue(), out=written.getvalue())
+            return Ended(code=run.main(), err=said.getvalue(), out=written.getvalue(), run_dir=run_dir)
     except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
         return Ended(code=None, err=traceback.format_exc())
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import run
+from tests.helpers.disturbed import lines
 from tests.helpers.repository import ROOT
 from tests.helpers.slurm import Cluster
 
@@ -22,11 +23,6 @@ SWEEP = [
 SHIPPED = ROOT / "llama_ssp" / "shipped"
 SHORT = ["task=generate", "max_new_tokens=8", "prompt=import os", "device=cpu"]
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]
-
-
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    file = run_dir / "run.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def submit(cluster: Cluster, folder: Path, *words: str, options: tuple[str, ...] = ("--ntasks-per-node=2",)) -> str:

@@ -23,7 +23,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.roofline import MEASURED_SLOTS, LinearTable
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.gpu.devices import capture_stream, selected
+from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.run.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of

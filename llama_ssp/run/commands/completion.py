@@ -19,7 +19,7 @@ from llama_ssp.settings import folders
 from llama_ssp.settings.compose import register
 from llama_ssp.visible import visible
 
-COMMANDS, SHELLS = ("install", "uninstall", "query"), ("bash", "zsh", "fish")
+_COMMANDS, _SHELLS = ("install", "uninstall", "query"), ("bash", "zsh", "fish")
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line being typed."""
 _REMEDY = 'eval "$(llama-ssp run -sc install=bash)" completes names with Tab'
@@ -35,26 +35,19 @@ def read_line(line: str) -> tuple[str, str | None]:
     return command, re.sub(r"(?:^| )ranks=\S*(?= )", "", settings) if space else None
 
 
-def is_query(words: Sequence[str]) -> bool:
-    """Whether the shell asks for candidates, rather than the user for the shell's script."""
-    return words[0].startswith("query=")
+def answer(words: Sequence[str]) -> None:
+    """Let Hydra print a script, or candidates for the shell.
 
-
-def check(words: Sequence[str]) -> None:
-    """Raise ConfigError for words (the command line without options) that Hydra would answer with a traceback."""
-    if len(words) != 1 or words[0] not in {f"{command}={shell}" for command in COMMANDS for shell in SHELLS}:
+    Raises ConfigError for words (the command line without options) that Hydra would answer with a traceback.
+    """
+    if len(words) != 1 or words[0] not in {f"{command}={shell}" for command in _COMMANDS for shell in _SHELLS}:
         given = " ".join(words) or "nothing"
         raise ConfigError(
-            f"--shell-completion (-sc) needs one of {', '.join(COMMANDS)} for the shell bash, zsh or fish, such as "
+            f"--shell-completion (-sc) needs one of {', '.join(_COMMANDS)} for the shell bash, zsh or fish, such as "
             f"-sc install=bash; {given!r} was given; {_REMEDY}"
         )
-    if is_query(words) and LINE not in os.environ:
+    if words[0].startswith("query=") and LINE not in os.environ:
         raise ConfigError(f"-sc {words[0]} is called by the shell itself, which sets {LINE}; {_REMEDY}")
-
-
-def answer(words: Sequence[str]) -> None:
-    """Let Hydra print a script, or candidates for the shell; raises ConfigError as `check`."""
-    check(words)
     register()
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Command lines of the commands other than `run`: argparse reads them, errors are one sentence of ours."""
+"""Command lines: argparse reads their options, and errors are one sentence of ours."""
 
 import argparse
 import sys
@@ -7,21 +7,46 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.settings import folders
 from llama_ssp.terminal.unread import complain, is_unread, silence
 from llama_ssp.visible import visible
 
 
 class Options(argparse.ArgumentParser):
-    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence."""
+    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence that ends with a hint."""
 
-    def __init__(self, usage: str, text: str | None) -> None:
+    def __init__(self, usage: str, text: str | None, *, hint: str | None = None) -> None:
         super().__init__(
-            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False, add_help=hint is None,
+        )  # fmt: skip
+        self._hint = hint or f"; usage: {usage}; --help explains it"
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the message and the usage."""
-        raise ConfigError(f"{message}; usage: {self.usage}; --help explains it")
+        """Raise ConfigError with the message and the hint."""
+        raise ConfigError(message + self._hint)
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the options of `llama-ssp run`, such as `-m`; all other `words` are settings.
+
+    The folder of `--config-dir` is searched from now on. Raises ConfigError for bad options.
+    """
+    hint = ": settings are written name=value, for example model=7B, and --help all lists them"
+    parser = Options("", None, hint=hint)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--resolve", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("-m", "--multirun", action="store_true")
+    kinds.add_argument("-c", "--cfg", choices=["job"])
+    kinds.add_argument("-sc", "--shell-completion", "--shell_completion", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    folders.use(options.config_dir)
+    if options.resolve and not (options.cfg or options.help):
+        raise ConfigError("--resolve needs --cfg: --cfg job --resolve")
+    return options
 
 
 @contextmanager

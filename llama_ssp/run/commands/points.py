@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -48,13 +49,11 @@ class Point:
 
 def points_of(composed: Sequence[Composed]) -> list[Point]:
     """The points of a sweep; raises as `to_run_config`."""
+    runs = [to_run_config(each.config, explicit=each.explicit) for each in composed]
     return [
-        Point(
-            number=number, settings=each.settings, run=to_run_config(each.config, explicit=each.explicit),
-            explicit=each.explicit,
-        )
-        for number, each in enumerate(composed)
-    ]  # fmt: skip
+        Point(number=number, settings=each.settings, run=run, explicit=each.explicit)
+        for number, (each, run) in enumerate(zip(composed, runs, strict=True))
+    ]
 
 
 def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_Result]:
@@ -100,9 +99,7 @@ def check_here(point: Point, ranks: Ranks) -> None:
         if run.hardware:
             raise
         return  # an unknown machine: the run has no forecast either
-    try:
+    with suppress(CheckpointError):  # a config.json without all sizes: transformers may know them in the run
         job, machine = job_ahead(run, world_size=ranks.size)
-    except CheckpointError:
-        return  # a config.json without all sizes: transformers may know them, once the run has started
-    plan = plan_job(job, machine, auto_ranks=ranks.size if run.placement.auto else None)
-    require_room(plan, words=settings_of_run(run))
+        plan = plan_job(job, machine, auto_ranks=ranks.size if run.placement.auto else None)
+        require_room(plan, words=settings_of_run(run))

@@ -1,7 +1,6 @@
 """The program `llama-ssp`: finds the command, and ends the process with its exit code."""
 
 import atexit
-import codecs
 import os
 import signal
 import sys
@@ -22,35 +21,20 @@ HELP = """\
     llama-ssp --version
 
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
-UTF8_MODE = "PYTHONUTF8"
 INTERRUPTED = 4
 COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
-    """Do what the command line says, and end the process.
+    """Do what the command line says, by default that of this process, and end the process.
 
-    Nothing slow is imported before Ctrl-C is handled; each command imports what it needs.
-
-    Args:
-        words: the command line; by default that of this process.
-        num_ranks: ranks of `run` where the words do not say; by default one for each GPU.
+    Nothing slow is imported before Ctrl-C is handled; each command imports what it needs. `num_ranks` is the number of
+    ranks of `run` where the words do not say; by default one for each GPU.
     """
-    _use_utf8()
     handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
     _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
-
-
-def _use_utf8() -> None:
-    """Start this process again in Python's UTF-8 mode, for prompts, file names and output, if it would use ASCII.
-
-    It would under LC_ALL=POSIX with PYTHONUTF8=0. Every other locale keeps its encoding.
-    """
-    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and os.environ.get(UTF8_MODE) != "1":
-        os.environ[UTF8_MODE] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:
@@ -67,9 +51,9 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
     if command in {"--help", "-h"}:
         return _show(HELP)
     if command in {"run", "calibrate"}:
-        from llama_ssp.run.commands.ranks import own  # noqa: PLC0415 - see main
+        from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
 
-        return own.main(_of_run(command, rest), num_ranks=num_ranks)
+        return own_ranks.main(_of_run(command, rest), num_ranks=num_ranks)
     if command in {"-sc", "--shell-completion"}:
         return _complete(words)
     if command in COMMANDS:
@@ -115,8 +99,7 @@ def _show(text: str) -> int:
 def _version() -> str:
     from llama_ssp.reports.provenance import git_commit, versions  # noqa: PLC0415 - see main
 
-    known = versions()
-    commit = git_commit()
+    known, commit = versions(), git_commit()
     others = [f"{name} {known[name]}" for name in ("python", "torch", "transformers") if known[name]]
     others += [f"commit {commit[:12]}"] if commit else []
     return f"llama-ssp {known['llama_ssp'] or 'unknown'} ({', '.join(others)})"

@@ -6,19 +6,21 @@ Errors become sentences and exit codes only here. torch is imported after the ch
 
 import argparse
 import gc
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.environment import Ranks, read_ranks
 from llama_ssp.ranks.signals import find_agent, handle_signals, ignore_signals
-from llama_ssp.run.commands import command_line, completion, topics
-from llama_ssp.run.commands.options import until_unread
+from llama_ssp.run.commands import completion, topics
+from llama_ssp.run.commands.options import read_options, until_unread
 from llama_ssp.run.commands.points import check_here, for_all, points_of
-from llama_ssp.run.commands.ranks import torchrun
 from llama_ssp.run.session import startup
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
@@ -32,10 +34,12 @@ EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
-
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torchrun: what its report quotes of a failed rank."""
+SILENCE_S = 5.0
+"""How long ranks above 0 wait after an error of all ranks, which rank 0 reports."""
 
 _failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
-
 
 Act = Callable[[RunConfig, startup.StartClock], bool]
 """Does what a checked config says; returns whether somebody stopped it too late for its task."""
@@ -67,8 +71,7 @@ def main(
             handle_signals(interrupt)
             if agent := find_agent():
                 agent.heed_end()
-            points = _Points(ranks, act, interrupt, warns=warns)
-            _launch(list(sys.argv[1:] if words is None else words), ranks, points)
+            _launch(list(sys.argv[1:] if words is None else words), ranks, act, interrupt, warns=warns)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - `_report` raises what nobody has foreseen
             exit_code = _report(interrupt.hidden_by(error), ranks)
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
@@ -80,9 +83,6 @@ class _Interrupt:
     """Handles a signal as Ctrl-C is handled, outside of `session.interruption`; a second signal changes nothing.
 
     Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
-
-    Attributes:
-        has_come: a signal has.
     """
 
     def __init__(self) -> None:
@@ -95,47 +95,75 @@ class _Interrupt:
 
     def hidden_by(self, error: BaseException) -> BaseException:
         """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
-        is_settled = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
-        return KeyboardInterrupt() if self.has_come and not is_settled else error
+        is_known = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
+        return KeyboardInterrupt() if self.has_come and not is_known else error
 
 
 def _report(error: BaseException, ranks: Ranks) -> int:
     """Say in a sentence why the run has ended, and return its exit code; raises an error that nobody has foreseen."""
     if isinstance(error, KeyboardInterrupt):
-        return fail("interrupted", InterruptedRun.exit_code, ranks)
-    if isinstance(error, SspError):
-        _failures.append(error)
-        return fail(str(error), error.exit_code, ranks, speaks=error.speaks)
-    raise error
+        error = InterruptedRun("interrupted")
+    if not isinstance(error, SspError):
+        raise error
+    _failures.append(error)
+    return fail(error, ranks)
 
 
-def fail(sentence: str, exit_code: int, ranks: Ranks, *, speaks: bool | None = None) -> int:
-    """Report an error once: rank 0 does, unless the error says which rank; the other ranks wait to be ended.
+def fail(error: SspError, ranks: Ranks) -> int:
+    """Report an error once: rank 0 does, unless the error says which rank. Returns the code that this rank ends with.
 
-    Returns the code that this rank ends with, which under torchrun is 0 where rank 0 has reported the same.
+    torchrun ends all ranks when one has ended, and lists those that fail, with the text of their error files. So the
+    others wait for that end, which is then none of theirs, or for `SILENCE_S`.
     """
-    if speaks or (speaks is None and ranks.rank == 0):
-        complain(sentence)
-    if speaks is None and ranks.rank == 0:
-        torchrun.report(sentence, ranks)
-    elif speaks is None and torchrun.await_report(ranks):
-        return 0
-    return exit_code
+    if error.speaks or (error.speaks is None and ranks.rank == 0):
+        complain(str(error))
+    if error.speaks is not None:
+        return error.exit_code
+    if ranks.rank == 0 and (file := os.environ.get(ERROR_FILE)):
+        said = {"message": str(error), "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+    elif ranks.rank > 0 and not isinstance(error, InterruptedRun):
+        try:
+            time.sleep(SILENCE_S)
+        except KeyboardInterrupt:
+            return 0 if ERROR_FILE in os.environ else error.exit_code
+    return error.exit_code
 
 
-def _launch(arguments: list[str], ranks: Ranks, points: "_Points") -> None:
-    """Do what the options say, by default compose the settings of each run and run them."""
+def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, warns: bool) -> None:
+    """Do what the options say, by default run one point after the other, until one of them fails or is stopped."""
     load_plugins()
-    options = command_line.read_options(arguments)
+    options = read_options(arguments)
     if options.help or options.shell_completion or options.cfg:
         if ranks.rank == 0:
             _show(options)
         return
     composed = compose(options.words, multirun=options.multirun)
-    if options.multirun:
-        _check_sweep(composed, ranks)
-    if composed[0].launcher is None:
-        points.run(composed, of_sweep=options.multirun)
+    if options.multirun and _is_submitted(composed, ranks):
+        return
+    is_to_stop = False
+    for number, each in enumerate(composed):
+        if interrupt.has_come:  # and nobody has heard
+            raise KeyboardInterrupt
+        if is_to_stop:
+            sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir"
+            raise InterruptedRun(f"{sentence} goes on from here")
+        if number:
+            gc.collect()  # frees the models of the last point: its objects refer to each other
+        checked = _check(each, ranks, number=number if options.multirun else None, warns=warns)
+        is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
+
+
+def _act(act: Act, run: RunConfig, clock: startup.StartClock, *, of_sweep: bool) -> bool:
+    try:
+        return act(run, clock)
+    except InterruptedRun as error:
+        if error.run_dir and of_sweep:
+            raise InterruptedRun.in_folder(str(Path(error.run_dir).parent)) from error
+        raise
+    except BrokenPipeError as error:  # not of standard output: the run handles that itself
+        raise RuntimeError(f"a connection was lost: {error}") from error
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -149,46 +177,18 @@ def _show(options: argparse.Namespace) -> None:
         print(visible(composed.to_yaml(resolve=options.resolve)), end="")
 
 
-def _check_sweep(composed: Sequence[Composed], ranks: Ranks) -> None:
-    """Check all points, and submit them if they are jobs."""
+def _is_submitted(composed: Sequence[Composed], ranks: Ranks) -> bool:
+    """Check all points of a sweep, and submit them if they are jobs."""
     points, launcher = points_of(composed), composed[0].launcher
     if launcher is None:
         for_all(points, lambda point: check_here(point, ranks))
-    elif ranks.size > 1:
+        return False
+    if ranks.size > 1:
         raise ConfigError("hydra/launcher=slurm submits each job once: start it with plain python, on one rank")
-    else:
-        from llama_ssp.run.commands import slurm  # noqa: PLC0415 - few runs need it
+    from llama_ssp.run.commands import slurm  # noqa: PLC0415 - few runs need it
 
-        slurm.submit_sweep(points, launcher)
-
-
-class _Points:
-    """Runs the points of a sweep, or the only one, until one of them fails or is stopped."""
-
-    def __init__(self, ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, warns: bool) -> None:
-        self._ranks, self._act, self._interrupt, self._warns = ranks, act, interrupt, warns
-
-    def run(self, composed: Sequence[Composed], *, of_sweep: bool) -> None:
-        """Run all points in turn."""
-        is_to_stop = False
-        for number, each in enumerate(composed):
-            if self._interrupt.has_come:  # and nobody has heard
-                raise KeyboardInterrupt
-            if is_to_stop:
-                sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir"
-                raise InterruptedRun(f"{sentence} goes on from here")
-            try:
-                if checked := _check(each, self._ranks, number=number if of_sweep else None, warns=self._warns):
-                    if number:
-                        gc.collect()  # frees the models of the last point: its objects refer to each other
-                    act = self._act or task_code()
-                    is_to_stop = act(*checked)
-            except InterruptedRun as error:
-                if error.run_dir and of_sweep:
-                    raise InterruptedRun.in_folder(str(Path(error.run_dir).parent)) from error
-                raise
-            except BrokenPipeError as error:  # not of standard output: the run handles that itself
-                raise RuntimeError(f"a connection was lost: {error}") from error
+    slurm.submit_sweep(points, launcher)
+    return True
 
 
 def _check(
@@ -205,13 +205,11 @@ def _check(
             complain(f"warning: at point {number} of the sweep, {unread}")
     if of_sweep:
         run.run_dir = f"{run.run_dir}/{number}"
-
     if run.dry_run:
         if ranks.rank == 0:
             with until_unread():
                 dry_run.dry_run(run, world_size=ranks.size)
         return None
-
     checks.check_docstrings()
     if ranks.rank == 0 and (file := os.environ.get(RUN_DIR_FILE)):
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")

@@ -1,8 +1,7 @@
 """Submits a sweep to a SLURM cluster: checks and plans every point before it queues the first job.
 
-A job is launch/slurm.sbatch with the settings of its point
-as arguments; no shell ever parses them. Points that ask for the same resources are the tasks of one job array, whose
-arguments are in files:
+A job is launch/slurm.sbatch with the settings of its point as arguments; no shell ever parses them. Points that ask for
+the same resources are the tasks of one job array, whose arguments are in files:
 
     run_dir/N/job.args    words for launch/slurm.sbatch, each ended by NUL, of the task with index N
 """
@@ -15,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,6 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.signals import AGENT
 from llama_ssp.reports.plan_tables import JobRow, print_jobs
@@ -39,16 +37,14 @@ from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanFormat, RunConf
 from llama_ssp.terminal.unread import complain
 from llama_ssp.visible import visible
 
-SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
+_SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own. Users have others such as GROUP_HOME.
 _PREFIXES_OF_THIS_PROCESS = ("SLURM_", "TORCHELASTIC_")
 _OF_THIS_PROCESS = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "RUN_ID", AGENT,
 }  # fmt: skip
-
-
-ARGUMENTS_FILE = "job.args"
+_ARGUMENTS_FILE = "job.args"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +58,11 @@ class _Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A point with its plan, the copies that its nodes make first, and how messages name missing settings."""
+    """A point with its plan, and the copies that its nodes make first."""
 
     point: Point
     plan: Plan
     copies: list[_Copy]
-    words: dict[str, str]
 
 
 def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
@@ -87,9 +82,14 @@ def submit_sweep(points: Sequence[Point], settings: SlurmConfig) -> None:
     jobs = for_all(points, lambda point: _plan(point, settings))
     if any(job.point.run.dry_run for job in jobs):
         _show(jobs, settings)
-    for_all([job.point for job in jobs], lambda point: _require_room(jobs[point.number]))
+    for_all([job.point for job in jobs], lambda point: require_room(jobs[point.number].plan, words=_words(point)))
     if not any(job.point.run.dry_run for job in jobs):
         _submit(jobs, settings)
+
+
+def _words(point: Point) -> dict[str, str]:
+    """How messages name the settings that a job does not have."""
+    return settings_of_run(point.run) | {"hardware.num_nodes": f"{LAUNCHER}.nodes={{}}"}
 
 
 def _plan(point: Point, settings: SlurmConfig) -> _Job:
@@ -112,14 +112,13 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
         complain(f"warning: {point.name}: {each}")
     point = point.without({each.key for each in unread})
     job, _ = job_ahead(run, world_size=world_size)
-    machine = _nodes_of(machine, settings, ranks_per_node)
+    if settings.nodes > 1 and machine.network is None:
+        raise ConfigError(
+            f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
+        )
+    machine = replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
     plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
-    words = settings_of_run(run) | {"hardware.num_nodes": f"{LAUNCHER}.nodes={{}}"}
-    return _Job(point=point, plan=plan, copies=list(_copies(point.run, settings.stage_to)), words=words)
-
-
-def _require_room(job: _Job) -> None:
-    require_room(job.plan, words=job.words)
+    return _Job(point=point, plan=plan, copies=list(_copies(run, settings.stage_to)))
 
 
 def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
@@ -127,34 +126,25 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     for job in jobs:
         print(visible(f"\n{job.point.name}:"))
         with contextlib.suppress(CapacityError):
-            show_plan(job.plan, PlanFormat.table, words=job.words)
+            show_plan(job.plan, PlanFormat.table, words=_words(job.point))
     if all(job.plan.fits for job in jobs):
         for group in _arrays(jobs, settings):
-            command = sbatch_command(group, settings, after=None)
+            command = _command(group, settings, after=None)
             print(visible(f"\n{_named(group)} would be queued by\n  {shlex.join(command)}"))
     common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
+    rows = []
+    for job in jobs:  # each named by the settings that not all have
+        plan, timed = job.plan, job.plan.timing
+        name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
+        rows.append(
+            JobRow(
+                name=" ".join(name), fits=plan.fits, hours=expected_hours(job.point.run, plan),
+                ms_per_token=1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s),
+                num_gpus=plan.hardware.num_ranks if plan.hardware.device == "cuda" else 0,
+            )
+        )  # fmt: skip
     print()
-    print_jobs([_row(job, common) for job in jobs])
-
-
-def _row(job: _Job, common: Container[str]) -> JobRow:
-    """The job's line in the table of all, named by the settings that not all have."""
-    plan, timed = job.plan, job.plan.timing
-    own = [word for word in job.point.settings if word not in common]
-    return JobRow(
-        name=" ".join([str(job.point.number), *own]), fits=plan.fits,
-        ms_per_token=1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s),
-        hours=expected_hours(job.point.run, plan),
-        num_gpus=plan.hardware.num_ranks if plan.hardware.device == "cuda" else 0,
-    )  # fmt: skip
-
-
-def _nodes_of(machine: HardwareConfig, settings: SlurmConfig, ranks_per_node: int) -> HardwareConfig:
-    if settings.nodes > 1 and machine.network is None:
-        raise ConfigError(
-            f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
-        )
-    return replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
+    print_jobs(rows)
 
 
 def _arrays(jobs: Sequence[_Job], settings: SlurmConfig) -> list[list[_Job]]:
@@ -167,7 +157,6 @@ def _arrays(jobs: Sequence[_Job], settings: SlurmConfig) -> list[list[_Job]]:
 
 
 def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
-    """Queue all jobs."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "hydra/launcher=slurm needs sbatch: start it on a node of the cluster, or add dry_run=true to see the plans"
@@ -176,7 +165,7 @@ def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     for group in _arrays(jobs, settings):
         after = ids[-1] if ids and settings.max_running else None
         try:
-            ids.append(_queue(group, sbatch_command(group, settings, after=after), settings))
+            ids.append(_queue(group, _command(group, settings, after=after), settings))
         except ConfigError as error:
             before = f"; to cancel what is queued already: scancel {' '.join(ids)}" if ids else ""
             raise ConfigError(f"{error}{before}") from error
@@ -190,7 +179,6 @@ def _submit(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
 
 
 def _resources(job: _Job, settings: SlurmConfig) -> dict[str, object]:
-    """The resources of a job, as options of sbatch."""
     ranks_per_node = job.plan.hardware.num_gpus
     gpus = f"gpu:{ranks_per_node}" if job.plan.hardware.device == "cuda" else None
     return {
@@ -206,7 +194,7 @@ def _resources(job: _Job, settings: SlurmConfig) -> dict[str, object]:
     }
 
 
-def sbatch_command(group: Sequence[_Job], settings: SlurmConfig, *, after: str | None) -> list[str]:
+def _command(group: Sequence[_Job], settings: SlurmConfig, *, after: str | None) -> list[str]:
     """Return the command that queues a job, or several as an array, after the job `after`."""
     first = group[0]
     is_array = len(group) > 1
@@ -223,14 +211,14 @@ def sbatch_command(group: Sequence[_Job], settings: SlurmConfig, *, after: str |
     return [
         "sbatch", "--parsable",
         *(f"--{name}={value}" for name, value in options.items() if value is not None),
-        *settings.sbatch, str(SCRIPT),
+        *settings.sbatch, str(_SCRIPT),
         *(["--arguments-in", str(folder)] if is_array else _arguments(first, settings)),
     ]  # fmt: skip
 
 
 def _arguments(job: _Job, settings: SlurmConfig) -> list[str]:
     """The arguments of launch/slurm.sbatch for a point; nodes first make the copies."""
-    own = ["--root", str(SCRIPT.parents[1])]
+    own = ["--root", str(_SCRIPT.parents[1])]
     own += ["--python", settings.python or ("python" if settings.container else sys.executable)]
     for word in settings.container:
         own += ["--prefix", word]
@@ -267,14 +255,11 @@ def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig)
             folder.mkdir(parents=True, exist_ok=True)
             if len(group) > 1:
                 words = "".join(f"{word}\0" for word in _arguments(job, settings))
-                (folder / ARGUMENTS_FILE).write_bytes(os.fsencode(words))
+                (folder / _ARGUMENTS_FILE).write_bytes(os.fsencode(words))
         except OSError as error:
             raise ConfigError(f"run_dir={folder} cannot be made: {error.strerror}") from error
-    outside = {
-        name: value
-        for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not (name in _OF_THIS_PROCESS or name.startswith(_PREFIXES_OF_THIS_PROCESS))
-    }
+    ours = {name for name in os.environ if name in _OF_THIS_PROCESS or name.startswith(_PREFIXES_OF_THIS_PROCESS)}
+    outside = {name: value for name, value in os.environ.items() if name not in ours - {"SLURM_CONF"}}
     try:
         done = subprocess.run(command, env=outside, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -288,10 +273,8 @@ def _queue(group: Sequence[_Job], command: Sequence[str], settings: SlurmConfig)
 def _expected(plan: Plan) -> str:
     full, timed = plan.fullest, plan.timing
     room = f"{full.needed_bytes / 2**30:.1f} of {full.capacity_bytes / 2**30:.1f} GiB on the fullest rank"
-    plain = f"{1e3 * timed.plain_s:.2f} ms/token plain"
-    if timed.speculative_s is None:
-        return f"{room}, {plain}"
-    return f"{room}, {plain}, {1e3 * timed.speculative_s:.2f} speculative"
+    fast = "" if timed.speculative_s is None else f", {1e3 * timed.speculative_s:.2f} speculative"
+    return f"{room}, {1e3 * timed.plain_s:.2f} ms/token plain{fast}"
 
 
 def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:

@@ -18,7 +18,7 @@ from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, RunConfig, SlurmConfig
 from llama_ssp.visible import visible
 
-ALL = "all"
+_ALL = "all"
 _PLACE = re.compile(r"^ *\{(?P<kind>\w+)(?P<words>[^}\n]*)\}$", re.MULTILINE)
 _NAMES: Mapping[str, Callable[[], list[str]]] = {"model_names": catalogue.names, "hardware_names": hardware.names}
 _WHOLE: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
@@ -28,8 +28,17 @@ _IN_OVERVIEW = ("start", "examples", "exit")
 
 def show(words: Sequence[str]) -> None:
     """Print the sections that the words after `--help` ask for; raises ConfigError for a word that no section has."""
-    text = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
-    print(visible(_chosen(_PLACE.sub(_filled, text), words)))
+    file = Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
+    text = _PLACE.sub(_filled, file).strip("\n")
+    before, *parts = _HEADING.split(text)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    sections = {topic.lower(): f"{topic}: {body}".rstrip() for topic, body in pairs}
+    if not words:
+        text = _overview(before.strip("\n"), sections)
+    elif _ALL not in words:
+        kept = {topic for word in words for topic in _topics_of(word.partition("=")[0], sections)}
+        text = "\n\n".join(section for topic, section in sections.items() if topic in kept)
+    print(visible(text))
 
 
 def _filled(place: re.Match[str]) -> str:
@@ -44,9 +53,9 @@ def _filled(place: re.Match[str]) -> str:
     return entries(each for each in _settings() if any(_is_of(each.key, word) for word in words))
 
 
-def entries(settings: Iterable[DescribedSetting]) -> str:
+def entries(settings: Iterable[DescribedSetting], indent: str = "") -> str:
     """Write settings as entries of a section."""
-    return "\n".join(_entry(f"{each.key}={each.default}", each.meaning) for each in settings)
+    return "\n".join(_entry(f"{indent}{each.key}={each.default}", each.meaning) for each in settings)
 
 
 def _entry(name: str, meaning: str) -> str:
@@ -54,10 +63,8 @@ def _entry(name: str, meaning: str) -> str:
 
 
 def _of_task(name: str, said: str) -> str:
-    settings = [each for each in task_settings(name) if each.key != "task.default_prompts"]
-    return "\n".join(
-        [_entry(f"task={name}", said), *(_entry(f"  {each.key}={each.default}", each.meaning) for each in settings)]
-    )
+    own = entries((each for each in task_settings(name) if each.key != "task.default_prompts"), "  ")
+    return "\n".join(filter(None, [_entry(f"task={name}", said), own]))
 
 
 def _is_of(key: str, word: str) -> bool:
@@ -72,50 +79,24 @@ def _settings() -> list[DescribedSetting]:
     return [each for each in kept if not each.key.startswith((*DERIVED, "draft.model."))]
 
 
-def _chosen(text: str, words: Sequence[str]) -> str:
-    before, sections = _sections(text)
-    if not words:
-        return _overview(before, sections)
-    if ALL in words:
-        return text.strip("\n")
-    kept: set[str] = set()
-    for word in (each.partition("=")[0] for each in words):
-        found = _topics_of(word, sections)
-        if not found:
-            names = [ALL, *sections]
-            raise ConfigError(f"{unknown_name('topic', word, names)}; the name of a setting finds its topic too")
-        kept |= {*found}
-    return "\n\n".join(section for topic, section in sections.items() if topic in kept)
-
-
 def _topics_of(word: str, sections: dict[str, str]) -> list[str]:
     """Return the topic itself, or the topics that explain a setting, or else those that mention the word."""
     if word.lower() in sections:
         return [word.lower()]
-    explaining = [topic for topic, section in sections.items() if _has(section, word, before=r"^ +(?:[\w.]+\.)?")]
-    return explaining or [topic for topic, section in sections.items() if _has(section, word)]
-
-
-def _sections(text: str) -> tuple[str, dict[str, str]]:
-    """Return what stands before the first heading, and each section by its topic in small letters."""
-    before, *parts = _HEADING.split(text)
-    topics, bodies = parts[::2], parts[1::2]
-    return before.strip("\n"), {
-        topic.lower(): f"{topic}: {body}".rstrip() for topic, body in zip(topics, bodies, strict=True)
-    }
+    for before in (r"^ +(?:[\w.]+\.)?", r"(?<!\w)"):
+        whole = re.compile(rf"{before}{re.escape(word)}(?!\w)", re.MULTILINE)
+        if found := [topic for topic, section in sections.items() if whole.search(section)]:
+            return found
+    problem = unknown_name("topic", word, [_ALL, *sections])
+    raise ConfigError(f"{problem}; the name of a setting finds its topic too")
 
 
 def _overview(before: str, sections: dict[str, str]) -> str:
     lines = [
-        f"  {topic:<13}{section.partition(': ')[2].partition(chr(10))[0]}"
+        f"  {topic:<13}{section.partition(': ')[2].splitlines()[0]}"
         for topic, section in sections.items()
         if topic not in _IN_OVERVIEW
     ]
     start, examples, exit_codes = (sections[topic] for topic in _IN_OVERVIEW)
     topics = "\n".join(["TOPICS: --help TOPIC, --help SETTING, or --help all", *lines])
     return "\n\n".join([before, start, topics, examples, exit_codes])
-
-
-def _has(text: str, word: str, *, before: str = r"(?<!\w)") -> bool:
-    """Whether a text has a word, such as the last one of a setting's key, behind a pattern."""
-    return re.search(rf"{before}{re.escape(word)}(?!\w)", text, re.MULTILINE) is not None

@@ -212,9 +212,7 @@ class _Recorder:
         self._exchange = None
         if self._num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
-            self._exchange = ResultQueue.begin(
-                session.models.mesh, num_copies=self._num_replicas, watch=watch, patience_s=patience_s
-            )
+            self._exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
     def take(self, update: Update) -> None:
         """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""

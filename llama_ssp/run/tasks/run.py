@@ -19,8 +19,7 @@ import transformers
 from llama_ssp.errors import ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.ranks.failures import Phase, raise_on_all_ranks, unify_failure
-from llama_ssp.ranks.gpu.watchdog import guard
+from llama_ssp.ranks.failures import Phase, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, versions

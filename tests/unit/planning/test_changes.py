@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from llama_ssp.planning.layouts import placement_settings
 
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning import advice as changes
 from llama_ssp.planning.advice import Change, Loss, changes_that_fit
+from llama_ssp.planning.layouts import placement_settings
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
 from llama_ssp.planning.spec import PlanSpec

@@ -4,9 +4,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from llama_ssp.planning.layouts import choose_placement, same_kind
 
 from llama_ssp.machines import hardware
+from llama_ssp.planning.layouts import choose_placement, same_kind
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import Choice, _drafts_of, search
 from llama_ssp.planning.timing import timing

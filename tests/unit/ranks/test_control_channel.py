@@ -185,18 +185,6 @@ def test_another_rank_speaks_when_rank_0_has_not_come_for_a_while() -> None:
     assert not zero.is_error_reporter()
 
 
-def test_a_later_wish_reaches_every_rank_too(signals: list[int]) -> None:
-    one, two = watches(0, 1, size=2)
-    for own, num_signals in ((one, 2), (two, 4)):
-        own.ask_to_stop()
-        deadline = time.monotonic() + 5
-        while len(signals) < num_signals and time.monotonic() < deadline:
-            time.sleep(0.01)
-        two.ask_to_stop()  # as its handler does for the signal that the call has brought
-        time.sleep(failures.ANSWER_S + 0.1)
-        assert signals == [signal.SIGTERM] * num_signals
-
-
 @pytest.mark.usefixtures("signals")
 def test_a_rank_without_memory_for_a_thread_still_tells_why_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     zero, one = watches(0, 1, size=2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.ranks.failures import ControlChannel, Phase, from_message, unify_failure
+from llama_ssp.ranks.failures import ControlChannel, Phase, _from_message, unify_failure
 from llama_ssp.ranks.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.usefixtures("_signal_handlers")
@@ -95,7 +95,7 @@ def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     assert "\n" not in str(found)
     for number in STOP_SIGNALS:
         signal.raise_signal(number)  # is ignored
-    assert type(from_message(watch.agreed[0])) is kind
+    assert type(_from_message(watch.agreed[0])) is kind
 
 
 def test_an_interrupt_by_the_alarm_of_a_killed_rank_says_how_that_rank_was_lost() -> None:

@@ -1,4 +1,4 @@
-"""What this process holds and what the node still has, as the kernel tells it."""
+"""What the node still has, and what a GPU has lost."""
 
 from pathlib import Path
 
@@ -26,10 +26,3 @@ def test_a_gpus_memory_is_what_it_has_lost_at_most_as_plans_count_it(monkeypatch
     told["mem_get_info"] = 55, 100
     watch.sample()
     assert watch.peak_bytes == 60 + 13
-
-
-def test_a_system_without_proc_tells_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
-    assert memory.available_bytes() is None
-    assert memory.anonymous_bytes() is None

@@ -1,5 +1,6 @@
-"""How ranks meet: one group, with a backend for each kind of memory, and no watchdog that aborts without a sentence."""
+"""How ranks meet: what each tells the others, the device of each, and one group with a backend for each memory."""
 
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +17,125 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
 
-from llama_ssp.errors import LostRankError
+from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
 from llama_ssp.ranks.environment import Ranks, listen
-from llama_ssp.ranks.rendezvous import meet, open_store, wait_for_all
+from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, open_store, seen_by_all, wait_for_all
+from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners
 
-RANKS = Ranks(rank=1, size=2, local_rank=1, local_size=2)
+FIRST, SECOND = (Ranks(rank=rank, size=2, local_rank=rank, local_size=2) for rank in range(2))
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the process group was made with; rank 0 is there."""
-    store, found = HashStore(), dict[str, Any]()
-    store.set("llama_ssp/here/0", "")
-    monkeypatch.setattr(rendezvous, "open_store", lambda *_, **__: store)
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
+    """The store where ranks meet."""
+    opened = HashStore()
+    monkeypatch.setattr(rendezvous, "open_store", lambda *_, **__: opened)
+    seen_by_all.cache_clear()
+    yield opened
+    seen_by_all.cache_clear()
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *, starts: bool = True) -> None:
+    """Let this rank see these GPUs."""
+
+    def properties(index: int) -> SimpleNamespace:
+        if not starts:
+            raise RuntimeError("the driver is too old")
+        return SimpleNamespace(uuid=gpus[index])
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "starts", "ids"), [(["a"], True, ("a",)), (["a"], False, ()), (["a", "b"], True, ()), ([], True, ())],
+    ids=["fewer than ranks", "a driver that does not start", "one for each", "none"],
+)  # fmt: skip
+def test_a_rank_tells_its_gpus_and_hears_of_the_others(
+    gpus: list[str], starts: bool, ids: tuple[str, ...], store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees(monkeypatch, gpus, starts=starts)
+    theirs = Seen("there", 2, (0, 1), 8)
+    store.set("llama_ssp/seen/auto/0", json.dumps(theirs))
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    assert seen_by_all(SECOND, DeviceKind.auto, timeout_s=0.1) == (
+        theirs, Seen(socket.gethostname(), 2, cores, len(gpus), ids),
+    )  # fmt: skip
+
+
+def test_a_single_rank_asks_nobody(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Ranks(rank=0, size=1, local_rank=0, local_size=1)
+    sees(monkeypatch, ["1", "2"])
+    for kind, device in ((DeviceKind.auto, GPU), (DeviceKind.cuda, GPU), (DeviceKind.cpu, CPU)):
+        assert choose_device(kind, alone, seen_by_all(alone, kind, timeout_s=0.1)) == (device, None)
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
+    with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1") as caught:
+        seen_by_all(SECOND, DeviceKind.cpu, timeout_s=0.1)
+    assert caught.value.speaks
+    assert store.check(["llama_ssp/seen/cpu/1"]), "else the others would wait for this rank"
+
+
+def test_rank_0_keeps_the_store_until_the_others_have_read(store: HashStore) -> None:
+    store.set("llama_ssp/seen/cpu/1", json.dumps(Seen("here", 2, (0,))))
+    with pytest.raises(LostRankError, match="rank 1 did not connect"):
+        seen_by_all(FIRST, DeviceKind.cpu, timeout_s=0.1)
+    store.set("llama_ssp/seen/cpu/1/read", "")
+    assert len(seen_by_all(FIRST, DeviceKind.cpu, timeout_s=0.1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "device"),
+    [
+        (("here", 2, 2), (2,), torch.device("cuda", 1)),
+        (("here", 2, 1, "1"), (1, "1"), CPU),
+        (("here", 2, 1, "1"), (1, "2"), GPU),
+        (("here", 2, 1, "1"), (1,), CPU),
+        (("there", 2, 1, "1"), (1, "1"), GPU),
+        (("there", 2, 2), (1, "1"), GPU),
+        (("there", 2, 2), (2,), torch.device("cuda", 1)),
+        (("there", 2, 0), (2,), CPU),
+        (("here", 2, 0), (1, "1"), CPU),
+        (("here", 2, 0), (2,), CPU),
+        (("here", 2, 2), (1, "1"), CPU),
+        (("here", 2, 1, "1"), (2,), CPU),
+        (("here", 3, 2, "12"), (2, "34"), GPU),
+        (("here", 3, 2, "12"), (2, "23"), CPU),
+    ],
+    ids=[
+        "both", "one for both", "one each", "one that does not start", "two hosts", "enough on the other host",
+        "on both hosts", "none on the other host", "none there", "both or none", "both or one", "one or both",
+        "two each", "one is shared",
+    ],
+)  # fmt: skip
+def test_ranks_choose_from_what_all_see(theirs: Any, mine: Any, device: torch.device) -> None:  # noqa: ANN401 - a table
+    """Of two ranks the second: host, ranks of the node, GPUs and their ids."""
+    host, num_ranks, *gpus = theirs
+    ranks = Ranks(rank=1, size=2, local_rank=1, local_size=num_ranks)
+    seen = [Seen(host, num_ranks, (), *gpus), Seen("here", num_ranks, (), *mine)]
+    assert choose_device(DeviceKind.auto, ranks, seen)[0] == device
+    assert choose_device(DeviceKind.cpu, ranks, seen) == (CPU, None)
+
+
+def test_gpus_that_are_left_unused_are_a_note_and_those_that_are_missing_an_error() -> None:
+    one = [Seen("here", 2, (), 1, ("1",))] * 2
+    assert choose_device(DeviceKind.auto, SECOND, one)[1] == "2 ranks on a node with 1 GPUs: all ranks run on the CPU"
+    assert choose_device(DeviceKind.auto, SECOND, [Seen("here", 2, ())] * 2) == (CPU, None)
+    with pytest.raises(PlacementError, match="this node has 1 for 2: start at most 1 ranks"):
+        choose_device(DeviceKind.cuda, SECOND, one)
+    with pytest.raises(PlacementError, match="node there has 0 for 2: use device=cpu"):
+        choose_device(DeviceKind.cuda, FIRST, [Seen("here", 2, (), 2), Seen("there", 2, ())])
+
+
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> Iterator[dict[str, Any]]:
+    """What the process group was made with."""
+    found: dict[str, Any] = {"store": store}
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: found.update(given, backend=backend))
     set_here = (*rendezvous._OWN_WATCHDOG, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in set_here:
@@ -39,63 +145,43 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         os.environ.pop(name, None)
 
 
-def test_ranks_on_cpus_meet_through_gloo(met: dict[str, Any]) -> None:
-    meet(RANKS, device=torch.device("cpu"), timeout_s=5.0)
-    assert (met["backend"], met["device_id"], met["timeout"]) == ("gloo", None, timedelta(seconds=5))
-    assert not rendezvous._OWN_WATCHDOG.keys() & os.environ.keys()
-
-
-def test_ranks_on_gpus_have_nccl_for_tensors_and_gloo_for_texts(
-    met: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_ranks_on_cpus_meet_through_gloo_and_gpus_have_nccl_for_tensors(
+    formed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    form_group(SECOND, device=CPU, timeout_s=5.0)
+    assert (formed["backend"], formed["device_id"], formed["timeout"]) == ("gloo", None, timedelta(seconds=5))
+    assert not rendezvous._OWN_WATCHDOG.keys() & os.environ.keys()
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    meet(RANKS, device=torch.device("cuda", 1), timeout_s=5.0)
-    assert (met["backend"], met["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
+    form_group(SECOND, device=torch.device("cuda", 1), timeout_s=5.0)
+    assert (formed["backend"], formed["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
 
 
-def test_a_rank_that_does_not_come_is_named(met: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    monkeypatch.setattr(rendezvous, "open_store", lambda *_, **__: store)
-    with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1") as caught:
-        meet(RANKS, device=torch.device("cpu"), timeout_s=0.1)
-    assert caught.value.speaks
-    assert met == {}
-
-
-def test_the_store_of_rank_0_listens_on_the_loopback_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with listen("127.0.0.1") as free:
         port = str(free.getsockname()[1])
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
     for name, value in {**environ, "MASTER_ADDR": socket.gethostname()}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    store = open_store(replace(RANKS, rank=0, local_rank=0), timeout_s=5.0)
-    theirs = open_store(RANKS, timeout_s=5.0)
-    store.set("key", "value")
+    held, theirs = open_store(FIRST, timeout_s=5.0), open_store(SECOND, timeout_s=5.0)
+    held.set("key", "value")
     assert theirs.get("key") == b"value"
     assert {str(address) for address, used in listeners(os.getpid()) if used == int(port)} == {"127.0.0.1"}
-
-
-def test_a_port_that_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with listen("127.0.0.1") as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        words = rf"rank 0 cannot reach the others, 127\.0\.0\.1:{port}: address already in use.*; another MASTER_PORT"
-        with pytest.raises(LostRankError, match=words):
-            open_store(replace(RANKS, rank=0, local_rank=0), timeout_s=5.1)
+    words = rf"rank 0 cannot reach the others, 127\.0\.0\.1:{port}: address already in use.*; another MASTER_PORT"
+    with pytest.raises(LostRankError, match=words):
+        open_store(replace(FIRST, local_size=1), timeout_s=5.1)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda: open_store(RANKS, timeout_s=40.0),
-        lambda: wait_for_all(HashStore(), ["llama_ssp/here/0"], ranks=RANKS, timeout_s=40.0),
+        lambda: open_store(SECOND, timeout_s=40.0),
+        lambda: wait_for_all(HashStore(), ["llama_ssp/here/0"], ranks=SECOND, timeout_s=40.0),
     ],
     ids=["a store that is not there", "a rank that does not come"],
 )

@@ -3,39 +3,52 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined] # torch does not list it
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.ranks import result_queue
+from llama_ssp.ranks.comms import Comm, Mesh
 from llama_ssp.ranks.result_queue import ResultQueue
+
+if TYPE_CHECKING:
+    from llama_ssp.ranks.failures import ControlChannel
+    from llama_ssp.settings.layout import Layout
+
+
+@dataclass
+class Watch:
+    """What a queue asks the control channel."""
+
+    missing: Callable[[], tuple[int, ...]] = tuple
+    failed: Callable[[], bool] = bool
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failed()
+
+    def be_alert(self) -> None:
+        """Start no heartbeat."""
 
 
 def _stage(
-    *,
-    ranks_per_copy: int,
-    num_copies: int,
-    monkeypatch: pytest.MonkeyPatch,
-    missing: Callable[[], tuple[int, ...]] = tuple,
-    has_failed: Callable[[], bool] = bool,
+    *, num_copies: int, monkeypatch: pytest.MonkeyPatch, watch: Watch | None = None, ranks_per_copy: int = 1
 ) -> list[ResultQueue]:
     """One end for each rank, all of the same stage."""
-    store = HashStore()
-    monkeypatch.setattr(result_queue, "_stages", iter([7] * ranks_per_copy * num_copies))
-    return [
-        ResultQueue(
-            store,
-            rank=rank,
-            number=rank // ranks_per_copy,
-            speaks=rank % ranks_per_copy == 0,
-            num_copies=num_copies,
-            missing=missing,
-            has_failed=has_failed,
-            patience_s=0.3,
-        )
-        for rank in range(ranks_per_copy * num_copies)
-    ]
+    store, size = HashStore(), ranks_per_copy * num_copies
+    monkeypatch.setattr(result_queue, "_stages", iter([7] * size))
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    layout = cast("Layout", None)
+    ends = []
+    for rank in range(size):
+        number, place = divmod(rank, ranks_per_copy)
+        world, replica = Comm(rank=rank, size=size), Comm(rank=place, size=ranks_per_copy)
+        mesh = Mesh(world=world, replica=replica, number=number, layout=layout, target=None, draft=None)
+        ends.append(ResultQueue(mesh, watch=cast("ControlChannel", watch or Watch()), patience_s=0.3))
+    return ends
 
 
 @pytest.mark.parametrize("who_stopped", [None, 0, 2, 3])
@@ -59,17 +72,8 @@ def test_rank_0_hears_every_text_once_and_all_hear_whether_one_was_stopped(
     assert outcomes == [who_stopped is not None] * 6
 
 
-def test_rank_0_fetches_while_others_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch)
-    assert first.fetch() == []
-    second.tell("one")
-    second.tell("two")
-    assert first.fetch() == ["one", "two"]
-    assert first.fetch() == []
-
-
 def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch)
+    first, second = _stage(num_copies=2, monkeypatch=monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
         time.sleep(0.1)
@@ -81,7 +85,7 @@ def test_no_copy_goes_on_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
-    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: (1 - rank,))
+    ends = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(lambda: (1 - rank,)))
     with pytest.raises(dist.DistStoreError):
         ends[rank].end(stopped=False, take=lambda _text: None)
 
@@ -89,7 +93,7 @@ def test_nobody_waits_for_a_copy_whose_rank_has_ended(rank: int, monkeypatch: py
 def test_a_rank_that_answers_again_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_queue, "_CALL_EVERY_S", 0.1)
     calls = iter([(), (1,), ()] * 5)
-    first, second = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, missing=lambda: next(calls, ()))
+    first, second = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(lambda: next(calls, ())))
     with ThreadPoolExecutor(1) as pool:
         waiting: Future[bool] = pool.submit(first.end, stopped=False, take=lambda _text: None)
         time.sleep(1.0)
@@ -109,7 +113,7 @@ def test_a_killed_rank_ends_the_wait_at_once_and_what_its_copy_had_told_is_kept(
             killed.append(True)
         return bool(killed)
 
-    ends = _stage(ranks_per_copy=1, num_copies=2, monkeypatch=monkeypatch, has_failed=has_failed)
+    ends = _stage(num_copies=2, monkeypatch=monkeypatch, watch=Watch(failed=has_failed))
     heard: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ends[rank].end, stopped=False, take=heard.append)

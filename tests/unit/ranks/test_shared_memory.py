@@ -47,7 +47,7 @@ def is_right(board, number, parts, widths, rank):
         return torch.allclose(values, sum(firsts), atol=1e-6)
     if number % 3 == 1:
         return board.all_gather_last(parts[rank], widths).equal(torch.cat(parts, -1))
-    board.broadcast(values, src=number % len(parts))
+    board.deliver(values, src=number % len(parts))
     return values.equal(firsts[number % len(parts)])
 
 def messages(board, rank, size):
@@ -63,11 +63,11 @@ def messages(board, rank, size):
             assert is_right(board, number, parts, widths, rank), number
     for number in range(200):  # long ones: who reads before all is written finds an old number at the end
         values = torch.full((200_000,), float(number if rank == number % size else -1))
-        board.broadcast(values, src=number % size)
+        board.deliver(values, src=number % size)
         assert values.eq(number).all()
         src, dst = number % size, (number + 1) % size
         values = torch.full((100_000,), float(-number if rank == src else 1))
-        board.deliver(values if rank in (src, dst) else None, src=src, dst=dst)
+        board.deliver(values if rank in (src, dst) else None, src=src)
         assert values.eq(-number if rank in (src, dst) else 1).all()
     words = torch.tensor([[rank, 7]])
     board.all_reduce(words)
@@ -80,17 +80,9 @@ def messages(board, rank, size):
     assert halves.eq(size).all()
     return sums
 
-def dies(board, rank, size):
+def fails(board, rank, size):
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return fails(board)
-
-def stalls(board, rank, size):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return fails(board)
-
-def fails(board):
+        os.kill(os.getpid(), signal.SIGKILL if scenario == "dies" else signal.SIGSTOP)
     board.timeout_s = 1.0
     began = time.monotonic()
     try:
@@ -112,7 +104,8 @@ for rank in range(size):
         os.open = lambda *_: (_ for _ in ()).throw(FileNotFoundError())
     gather_text = exchange(rank, size, folder, count())
     board = shared_memory.SharedMemoryGroup.join(gather_text, rank=rank, size=size, crowded=size > 2)
-    said = globals()[scenario](board, rank, size)
+    act = {"messages": messages, "cannot": cannot}.get(scenario, fails)
+    said = act(board, rank, size)
     (folder / f"said-{rank}").write_text(json.dumps(said))
     os._exit(0)
 deadline = time.monotonic() + 60

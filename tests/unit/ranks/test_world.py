@@ -1,21 +1,19 @@
 """Who a process is, where it computes, and which cores are its own."""
 
-import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined] # torch does not list it
 
 from llama_ssp.errors import LostRankError
 from llama_ssp.ranks import world
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.environment import Ranks, read_ranks
+from llama_ssp.ranks.rendezvous import Seen
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.ranks.world import on_all_cores, share_cores
 from llama_ssp.settings.schema import DeviceKind
@@ -73,32 +71,31 @@ def test_ranks_that_may_use_the_same_cores_share_them(
     set_threads: list[int] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)))
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
-    assert share_cores(FIFTH_OF_EIGHT, cores=frozenset(range(num_cores)), sharers=sharers) == threads
+    share_cores(FIFTH_OF_EIGHT, cores=frozenset(range(num_cores)), sharers=sharers)
     assert (kept, set_threads) == (own, [threads])
 
 
 @pytest.mark.parametrize(
-    ("others", "sharers", "crowded"),
+    ("others", "num_sharers", "crowded"),
     [
-        ([["here", [0, 1]]] * 3, (0, 1, 2, 3), True),
-        ([["here", [2, 3]], ["here", [0, 1]], ["there", [0, 1]]], (1, 2), False),
+        ([("here", (0, 1))] * 3, 4, True),
+        ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False),
     ],
     ids=["one mask for all", "a mask for each socket, and another host"],
 )
 def test_ranks_of_a_host_with_the_same_mask_share_cores(
-    others: list[object], sharers: tuple[int, ...], crowded: bool, meeting: "Meeting", monkeypatch: pytest.MonkeyPatch
+    others: list[tuple[str, tuple[int, ...]]], num_sharers: int, crowded: bool, meeting: "Meeting"
 ) -> None:
-    meeting.say(others)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    meeting.say(("here", (0, 1)), others)
     with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
-        assert world._sharers(job.ranks, job.cores) == sharers
+        assert (job.num_sharers, set(job.cores)) == (num_sharers, {0, 1})
     assert meeting.crowded == [crowded]
 
 
 def test_a_lone_process_keeps_the_threads_that_its_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("the number of threads was changed"))
-    assert share_cores(ALONE, cores=frozenset({0, 1}), sharers=(0,)) == torch.get_num_threads()
+    share_cores(ALONE, cores=frozenset({0, 1}), sharers=(0,))
 
 
 def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
@@ -116,16 +113,14 @@ def test_groups_are_made_on_all_cores_and_the_share_comes_back() -> None:
 class Meeting:
     """A world of four that has met, without the three others."""
 
-    def __init__(self, *, fails_at: str = "never") -> None:
-        self.fails_at = fails_at
+    def __init__(self) -> None:
+        self.fails_at = "never"
         self.crowded: list[bool] = []
-        self.store = HashStore()
-        self.say([["there", [0]]] * 3)
+        self.say(("here", (0, 1)), [("there", (0,))] * 3)
 
-    def say(self, cores: list[object]) -> None:
-        """Let the others, ranks 0, 2 and 3, tell their host and cores."""
-        for rank, words in zip((0, 2, 3), cores, strict=True):
-            self.store.set(f"llama_ssp/cores/{rank}", json.dumps(words))
+    def say(self, own: tuple[str, tuple[int, ...]], others: list[tuple[str, tuple[int, ...]]]) -> None:
+        """Let all tell their host and cores; this is rank 1."""
+        self.seen = [Seen(host, 4, cores) for host, cores in (others[0], own, *others[1:])]
 
     def of_world(self, *, crowded: bool, **_: object) -> SimpleNamespace:
         self.crowded.append(crowded)
@@ -154,15 +149,10 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(world, "_watch", lambda _: others)
-    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: found.store)
-    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: found.seen)
     monkeypatch.setattr(Comm, "of_world", found.of_world)
-    for cached in (world._first_cores, world._sharers):
-        cached.cache_clear()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield found
-    for cached in (world._first_cores, world._sharers):
-        cached.cache_clear()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -174,12 +164,3 @@ def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeti
     sentence = f"rank 2 is missing while {doing} .connection closed.; "
     with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
         assert place == "ending"
-
-
-def test_later_jobs_of_a_sweep_know_all_cores_of_the_node(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = [set(range(4)), {1}]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores.pop(0) if len(cores) > 1 else cores[0])
-    for _ in range(2):
-        with world.start(device=DeviceKind.cpu, timeout_s=5.0) as job:
-            assert job.cores == set(range(4))
-    assert meeting.crowded == [False, False]

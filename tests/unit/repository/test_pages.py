@@ -18,8 +18,9 @@ import yaml
 from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp import plan as load_plan
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
-from llama_ssp.run.commands import command_line, plan
-from llama_ssp.run.commands.ranks.own import read_start
+from llama_ssp.run.commands import plan
+from llama_ssp.run.commands.options import read_options
+from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files
@@ -99,7 +100,7 @@ def test_every_command_is_known_to_a_test() -> None:
 def test_every_run_on_a_page_composes() -> None:
     assert launches() != []
     for words in launches():
-        options = command_line.read_options(read_start(shlex.split(words), {}, default=None).words)
+        options = read_options(read_start(shlex.split(words), {}, default=None).words)
         if options.help:
             continue
         first = compose(options.words, multirun=options.multirun)[0]

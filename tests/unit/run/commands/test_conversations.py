@@ -9,6 +9,7 @@ import pytest
 
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
+from tests.helpers.disturbed import lines as recorded
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
@@ -31,7 +32,7 @@ def ask(folder: Path, *settings: str, name: str = "run", questions: list[dict[st
 
 
 def lines(folder: Path, name: str = "run") -> list[Line]:
-    return [json.loads(line) for line in (folder / name / "run.jsonl").read_text().splitlines()]
+    return recorded(folder / name)
 
 
 def ids(found: list[Line]) -> dict[tuple[int, str, int], list[int]]:
@@ -90,8 +91,8 @@ def test_in_a_chat_the_turns_and_answers_are_messages(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_every_turn_is_recorded_with_its_question(tmp_path: Path) -> None:
     assert ask(tmp_path, *GENERATE, "draft=none", "model=tiny-draft", "batch_size=2").code == 0
-    recorded = sorted(lines(tmp_path), key=lambda line: line["index"])
-    for line, (question, number) in zip(recorded, TURNS, strict=True):
+    found = sorted(lines(tmp_path), key=lambda line: line["index"])
+    for line, (question, number) in zip(found, TURNS, strict=True):
         assert line["prompt"] == question["turns"][number]
         assert (line["turn"], line["category"]) == (number, question["category"])
         assert line["question_id"] == str(question["question_id"])
@@ -117,15 +118,6 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers(
     resumed = lines(tmp_path)
     assert len(resumed) == len(whole)
     assert ids(resumed) == ids(whole)
-
-
-@pytest.mark.heavy
-def test_texts_that_are_read_as_they_come_keep_the_order_of_the_file(tmp_path: Path) -> None:
-    words = (*GENERATE, "model=tiny-draft", "draft=none")
-    for batch_size, order in ((1, [0, 1, 2, 3, 4, 5]), (8, [0, 3, 4, 1, 5, 2])):
-        name = f"run{batch_size}"
-        assert ask(tmp_path, *words, f"batch_size={batch_size}", "ignore_eos=true", name=name).code == 0
-        assert [line["index"] for line in lines(tmp_path, name)] == order
 
 
 @pytest.mark.heavy
@@ -156,18 +148,9 @@ def test_a_conversation_that_cannot_work_is_refused_before_anything_is_loaded(
 
 @pytest.mark.heavy
 def test_a_dry_run_counts_the_answers_before_a_turn(tmp_path: Path) -> None:
-    short, long = (
-        ask(
-            tmp_path,
-            "task=generate",
-            "max_new_tokens=500",
-            "dry_run=true",
-            "device=cpu",
-            name=name,
-            questions=questions,
-        )
-        for name, questions in (("one", [{"prompt": "import os def f(x): class A"}]), ("three", QUESTIONS[:1]))
-    )
+    words = ("task=generate", "max_new_tokens=500", "dry_run=true", "device=cpu")
+    short = ask(tmp_path, *words, questions=[{"prompt": "import os def f(x): class A"}])
+    long = ask(tmp_path, *words, questions=QUESTIONS[:1])
     assert (short.code, long.code) == (0, 0)
     assert "batch 1, 10 + 500 tokens" in short.out
     assert "batch 1, 1009 + 500 tokens" in long.out

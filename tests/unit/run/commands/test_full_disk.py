@@ -1,7 +1,6 @@
 """A disk that is full, at any moment of a run: one sentence, and once there is room the run is completed."""
 
 import contextlib
-import json
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -84,9 +83,8 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_with_more_room_it_is_completed
     with room(PLENTY):
         ended = complete(run_dir)
     assert ended.code == 0, ended.err
-    found = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
-    assert [(line["index"], line["mode"], line["sample"]) for line in found] == [
+    assert [(line["index"], line["mode"], line["sample"]) for line in ended.lines] == [
         (0, "speculative", sample) for sample in range(NUM_SAMPLES)
     ]
-    assert (run_dir / "status").read_text() == "done\n"
+    assert ended.status == "done\n"
     assert not list(run_dir.glob("*.tmp"))

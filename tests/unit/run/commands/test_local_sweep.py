@@ -1,7 +1,6 @@
 """A sweep on this machine: all points are checked before the first one starts."""
 
 import gc
-import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.run.commands.ranks import own
+from llama_ssp.run.commands import own_ranks
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.seconds
 
 TINY = folders.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> str:
-    """Settings of a sweep over a folder with a model and a folder that does not exist."""
-    shutil.copytree(TINY, tmp_path / "good")
-    return f"model.path={tmp_path}/good,{tmp_path}/typo"
 
 
 def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
@@ -61,7 +53,7 @@ def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["llama-ssp", "run"])
     words = ["ranks=2", "-m", "placement=own_gpu", "hardware=laptop_cpu", "seed=1,2", "dry_run=true"]
-    assert own.main(words, num_ranks=None) == 0, capsys.readouterr().err
+    assert own_ranks.main(words, num_ranks=None) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.count("Memory per rank") == 2
 
 
@@ -110,7 +102,7 @@ def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
 def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     as_step_of_srun(monkeypatch, rank=rank)
     monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda _config, _clock: False)
-    monkeypatch.setattr("llama_ssp.run.commands.ranks.torchrun.SILENCE_S", 0.1)
+    monkeypatch.setattr("llama_ssp.run.commands.run.SILENCE_S", 0.1)
     ended = launch(*TOO_LARGE)
     assert ended.code == 3
     assert ended.err.startswith("job 1 (") == (rank == 0)
@@ -125,14 +117,6 @@ def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkey
     monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
     assert launch("-m", "device=cpu", "seed=1,2").code == 0
     assert started == [1, 2]
-
-
-@pytest.mark.heavy
-def test_a_folder_without_a_model_keeps_all_points_from_starting(local: str, tmp_path: Path) -> None:
-    ended = launch("-m", "model=local", local, "task=generate", "device=cpu", f"run_dir={tmp_path}/sweep")
-    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
-    assert ended.err.startswith("job 1 (")
-    assert "typo does not exist" in ended.err
 
 
 def test_prompts_that_cannot_be_read_keep_all_points_from_starting_on_any_machine(

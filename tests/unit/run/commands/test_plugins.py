@@ -1,10 +1,10 @@
 """A rule, a storage format and a family from outside the package: a Python file, its YAML, and no change inside."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.disturbed import lines
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.plugins import launch
 from tests.helpers.tokenizers import save_tokenizer
@@ -75,17 +75,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines_of(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.heavy
 @pytest.mark.seconds
 def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Path) -> None:
     words = ("prompt=import os", "max_new_tokens=8", "task=generate", "model.quantization=toy16")
     ended = launch(folder, "verification=never", *words, plugins="toy_rule,toy_format")
     assert ended.returncode == 0, ended.stderr
-    (line,) = lines_of(folder)
+    (line,) = lines(folder / "run")
     assert line["accepted_lengths"] == [0] * 7
     assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
 
@@ -99,7 +95,7 @@ def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> No
     words = ("model=seed", f"model.path={model}", "draft=none", "task=generate", "prompt=t5", "max_new_tokens=8")
     ended = launch(folder, *words, plugins="toy_family")
     assert ended.returncode == 0, ended.stderr
-    (line,) = lines_of(folder)
+    (line,) = lines(folder / "run")
     assert line["num_new_tokens"] == 8
     refused = launch(folder, *words, f"run_dir={folder / 'other'}", plugins="")
     assert refused.returncode == 2

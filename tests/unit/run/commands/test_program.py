@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import program
 from tests.helpers.in_process import Ended
 from tests.helpers.repository import ROOT
-from tests.helpers.starters import run_program
 
 pytestmark = pytest.mark.seconds
 
@@ -35,11 +33,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
     yield call_once
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_the_installed_program_is_this_one() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"llama-ssp": "llama_ssp.run.commands.program:main"}
 
 
 def test_help_names_every_command_and_each_explains_itself(call: Call) -> None:
@@ -94,12 +87,6 @@ def test_calibrate_is_a_task_of_run(call: Call) -> None:
     ended = call("calibrate", "--cfg", "job")
     assert (ended.code, ended.err) == (0, "")
     assert re.search(r"^task:\n  name: calibrate$", ended.out, re.MULTILINE)
-
-
-def test_it_is_a_module_too() -> None:
-    ended = run_program("--version")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith("llama-ssp ")
 
 
 def signalled_in_an_import(number: signal.Signals, *before: str) -> tuple[int, str, str]:

@@ -36,18 +36,6 @@ def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -
     assert not (tmp_path / "a" / "report.html").exists()
 
 
-def test_options_may_stand_anywhere(tmp_path: Path) -> None:
-    first, second = (str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b"))
-    assert report.main([first, "--output", str(tmp_path / "c"), second]) == 0
-    assert (tmp_path / "c" / "report.html").exists()
-
-
-def test_figures_go_into_a_folder_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([str(write_run(tmp_path / "run", PLAIN)), "--figures=pdf"]) == 0
-    assert "report.csv and figures (2 as pdf): 1 run\n" in capsys.readouterr().out
-    assert sorted(file.name for file in (tmp_path / "run" / "figures").iterdir()) == ["forecast.pdf", "memory.pdf"]
-
-
 @pytest.mark.heavy
 def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for k in (2, 4):
@@ -130,8 +118,3 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path
     assert ended.returncode == 2
     assert f"needs {package}: pip install {package}" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-
-
-def test_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main(["--help"]) == 0
-    assert "llama-ssp report outputs/SWEEP" in capsys.readouterr().out

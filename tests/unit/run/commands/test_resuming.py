@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.run.commands import report
+from tests.helpers.disturbed import lines
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 
@@ -24,13 +25,11 @@ def complete(folder: Path, *prompts: str, max_new_tokens: int = 2) -> Ended:
 
 
 def recorded(folder: Path) -> dict[int, str]:
-    lines = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
-    return {line["index"]: line["prompt"] for line in lines}
+    return {line["index"]: line["prompt"] for line in lines(folder / "run")}
 
 
 def texts(run_dir: Path) -> dict[int, str]:
-    lines = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
-    return {line["index"]: line["text"] for line in sorted(lines, key=lambda line: line["index"])}
+    return {line["index"]: line["text"] for line in sorted(lines(run_dir), key=lambda line: line["index"])}
 
 
 @pytest.mark.parametrize(
@@ -76,17 +75,17 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     (tmp_path / "p.txt").write_text("import\nfrom\n")
     words = (*ADAPTIVE, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run")
     assert launch(*words).code == 0
-    costs, lines = tmp_path / "run" / "round_costs.json", tmp_path / "run" / "run.jsonl"
-    measured, (first, second) = costs.read_text(), lines.read_text().splitlines()
+    costs, file = tmp_path / "run" / "round_costs.json", tmp_path / "run" / "run.jsonl"
+    measured, (first, second) = costs.read_text(), file.read_text().splitlines()
     assert {cost["num_tokens"] for cost in json.loads(measured)["rounds"]} == {0, 1, 2, 3, 4, 6, 8}
-    lines.write_text(first + "\n")
-    assert launch(*words).code == 0
+    file.write_text(first + "\n")
+    ended = launch(*words)
     assert costs.read_text() == measured
-    again = json.loads(lines.read_text().splitlines()[1])
+    again = ended.lines[1]
     assert again["text"] == json.loads(second)["text"]
     assert len(again["draft_lengths"]) == again["num_rounds"]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert sum(summary["speculative"]["drafted_histogram"]) == summary["speculative"]["num_rounds"]
+    fast = ended.summary["speculative"]
+    assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
     assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -206,12 +205,10 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
 
 @pytest.mark.slow
 def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
-    run_dir, lines = f"run_dir={tmp_path}/run", tmp_path / "run" / "run.jsonl"
-    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
-    first = lines.read_bytes()
-    assert first.count(b"\n") == 15
-    assert launch("task=latency", "max_new_tokens=2", run_dir).code == 0
-    assert lines.read_bytes() == first
-    other = launch("task=latency", "max_new_tokens=3", run_dir)
+    words = ("task=latency", f"run_dir={tmp_path}/run")
+    first = launch(*words, "max_new_tokens=2").lines
+    assert len(first) == 15
+    assert launch(*words, "max_new_tokens=2").lines == first
+    other = launch(*words, "max_new_tokens=3")
     assert other.code == 2
     assert "max_new_tokens was 2 and is now 3" in other.err

@@ -1,9 +1,7 @@
 """The entry of every rank: exit codes, who speaks, and what reaches the task."""
 
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,15 +15,13 @@ import llama_ssp.run.tasks
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import run
-from llama_ssp.run.commands.ranks import torchrun
 from llama_ssp.run.session.startup import StartClock
-from llama_ssp.settings import catalogue, compose, folders
+from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
+from tests.helpers.commands import run as start_run
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
-
-ENTRY = folders.conf_dir().parent / "launch" / "run.py"
 
 
 @dataclass
@@ -55,7 +51,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
+    monkeypatch.setattr(run, "SILENCE_S", 0.0)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -94,18 +90,12 @@ def test_a_run_hands_its_config_to_the_task(launch: Launch) -> None:
     [
         ("model=nosuch", "unknown model 'nosuch'"),
         ("speculation.num_draft_tokens=0", "speculation.num_draft_tokens=0 must be at least 1"),
-        heavy("sampling.temperature=-1", "sampling.temperature=-1.0 must be 0"),
-        heavy("sampling.top_p=2", "sampling.top_p=2.0 must be above 0"),
-        heavy("sampling.top_k=-3", "sampling.top_k=-3 must be at least 1"),
-        heavy("prompts=missing.txt", "prompts=missing.txt must be a file"),
-        heavy("draft=7B", "the draft must have the target's vocabulary"),
         ("nosuch=1", "unknown setting 'nosuch'"),
         ("seed=abc", "seed=abc: Value 'abc'"),
         ("stop_strings=self", "stop_strings=self: a list is written [a,b]"),
         heavy("stop_strings={a:1}", "stop_strings={a:1}: a list is written [a,b]"),
         ('stop_strings=["???"]', "stop_strings[0]=??? stands for a value that is still missing: give one"),
         heavy("prompt=???", "prompt=??? stands for a value that is still missing: give one"),
-        heavy("model.dtype=fp8", "model.dtype=fp8: Invalid value 'fp8', expected one of [auto, fp32, bf16, fp16]"),
         ("run_dir=${nosuch}", "Interpolation key 'nosuch' not found"),
         ("--nosuch", "unrecognized arguments: --nosuch"),
     ],
@@ -118,17 +108,25 @@ def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, lau
     assert (ended.out, ended.runs) == ("", [])
 
 
-def test_ranks_above_zero_end_alike_and_say_nothing(launch: Launch) -> None:
+def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "SILENCE_S", 0.3)
     for argument in ("model=nosuch", "sampling.top_p=2", "seed=abc"):
+        start = time.monotonic()
         ended = launch(argument, RANK="1", WORLD_SIZE="2")
         assert (ended.code, ended.out, ended.err) == (2, "", "")
+        assert time.monotonic() - start >= 0.3
 
 
-def test_ranks_above_zero_let_rank_zero_speak_first(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.3)
-    start = time.monotonic()
-    launch("model=nosuch", RANK="1", WORLD_SIZE="2")
-    assert time.monotonic() - start >= 0.3
+@pytest.mark.heavy
+def test_torchrun_lists_rank_0_alone_with_its_sentence() -> None:
+    ended = start_run(["model=nosuch"], num_ranks=4)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
+    assert sum("exitcode  :" in line for line in lines) == 1
+    assert "traceback : unknown model 'nosuch'" in lines[-2]
 
 
 def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) -> None:
@@ -173,54 +171,21 @@ def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> No
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize(("rank", "content"), [("0", "3\n"), ("1", None)])
-def test_rank_zero_leaves_its_exit_code_where_a_launcher_can_read_it(
-    rank: str, content: str | None, launch: Launch, tmp_path: Path
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_zero_leaves_its_exit_code_and_its_run_folder_where_a_launcher_can_read_them(
+    rank: str, launch: Launch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "code"
-    ended = launch(fails=CapacityError("full"), RANK=rank, WORLD_SIZE="2", EXIT_CODE_FILE=str(file))
+    files = [tmp_path / "code", tmp_path / "folder"]
+    paths = {"EXIT_CODE_FILE": str(files[0]), "RUN_DIR_FILE": str(files[1])}
+    ended = launch("run_dir=some/run", fails=CapacityError("full"), RANK=rank, WORLD_SIZE="2", **paths)
     assert ended.code == 3
-    assert (file.read_text() if file.exists() else None) == content
-
-
-@pytest.mark.parametrize(("rank", "content"), [("0", "some/run\n"), ("1", None)])
-def test_rank_zero_leaves_its_run_folder_where_a_launcher_can_read_it(
-    rank: str, content: str | None, launch: Launch, tmp_path: Path
-) -> None:
-    file = tmp_path / "folder"
-    assert launch("run_dir=some/run", RANK=rank, WORLD_SIZE="2", RUN_DIR_FILE=str(file)).code == 0
-    assert (file.read_text() if file.exists() else None) == content
+    assert [file.read_text() for file in files if file.exists()] == ["3\n", "some/run\n"] * (rank == "0")
 
 
 def test_the_plan_of_a_dry_run_is_printed_by_rank_zero_alone(launch: Launch) -> None:
     for rank in ("0", "1"):
         ended = launch("dry_run=true", "hardware=laptop_cpu", RANK=rank, WORLD_SIZE="2")
         assert (ended.code, bool(ended.out), ended.runs) == (0, rank == "0", [])
-
-
-@pytest.mark.heavy
-def test_later_points_of_a_sweep_start_when_they_begin(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    ages = []
-
-    def begin(*, age_s: float) -> StartClock:
-        ages.append(age_s)
-        return StartClock(age_s=age_s)
-
-    monkeypatch.setattr(run, "startup", SimpleNamespace(StartClock=begin, process_age_s=lambda: 7.0))
-    assert launch("-m", "hardware=1xh200", "model=7B,13B,30B").code == 0
-    assert ages == [7.0, 0.0, 0.0]
-
-
-def test_a_fault_of_ours_is_not_hidden(launch: Launch) -> None:
-    with pytest.raises(ZeroDivisionError):
-        launch(fails=ZeroDivisionError())
-
-
-@pytest.mark.heavy
-def test_points_of_a_sweep_have_folders_of_their_own(launch: Launch) -> None:
-    ended = launch("-m", "hardware=1xh200", "model=7B,13B", "run_dir=sweep")
-    assert ended.code == 0
-    assert [(config.model.name, config.run_dir) for config in ended.runs] == [("7B", "sweep/0"), ("13B", "sweep/1")]
 
 
 def test_a_sweep_ends_with_its_first_failure(launch: Launch) -> None:
@@ -249,42 +214,16 @@ def test_hydra_leaves_no_file(arguments: list[str], launch: Launch, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("argument", "told"),
-    [
-        ("sampling.top_p=2", "sampling.top_p=2.0 must be"),
-        ("model=nosuch", "unknown model 'nosuch'"),
-        ("--help", "llama-ssp: speculative sampling"),
-        ("--nosuch", "unrecognized arguments: --nosuch"),
-    ],
-)
-def test_help_and_mistakes_are_told_without_loading_torch(argument: str, told: str) -> None:
-    program = f"import runpy, sys; sys.argv = ['run.py', {argument!r}]\ntry: runpy.run_path({str(ENTRY)!r}, "
-    program += "run_name='__main__')\nfinally: print(*{'torch', 'numpy'} & {*sys.modules}, file=sys.stderr)"
-    ended = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=False)
-    *lines, loaded = ended.stderr.splitlines()
-    assert "\n".join([*lines, ended.stdout]).startswith(told)
-    assert loaded == "", "a module that takes seconds was loaded"
-
-
-def test_help_tells_every_setting_and_every_option() -> None:
-    environment = {**os.environ, "RANK": "0"}
-    ended = subprocess.run(
-        [sys.executable, str(ENTRY), "--help", "all"],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
+def test_help_tells_every_setting_and_every_option(launch: Launch) -> None:
+    shown = launch("--help", "all").out
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     leaves |= {"task.format", "task.num_warmup"}
     leaves |= {f"{LAUNCHER}.{field.name}" for field in fields(SlurmConfig)}
-    assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", ended.stdout)} == set()
+    assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", shown)} == set()
     for group, options in compose.groups_of().items():
-        assert {option for option in options if option not in ended.stdout} == set(), group
-    assert max(map(len, ended.stdout.splitlines())) <= 120
+        assert {option for option in options if option not in shown} == set(), group
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_help_and_completion_are_for_rank_zero_alone(launch: Launch) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from llama_ssp.run.commands.ranks.agent import exit_code_of
+from llama_ssp.run.commands.agent import exit_code_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -12,16 +12,26 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from llama_ssp.errors import InterruptedRun, LostRankError
 from llama_ssp.ranks.environment import LOOPBACK
 from llama_ssp.ranks.rendezvous import hold_store
 from llama_ssp.ranks.signals import AGENT
-from llama_ssp.run.commands.ranks.relay import SignalRelay
+from llama_ssp.run.commands.own_ranks import SignalRelay
 from llama_ssp.terminal.unread import complain
 
-_STORE_S = 60.0
+_STORE_S = 60
+_RUN_ID = "none"  # names no run folder: each run has the time of its start
+
+
+class _Loopback(StaticTCPRendezvous):
+    """The only agent meets nobody, and holds the store of its ranks. torch's own would listen on all interfaces."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = hold_store(LOOPBACK, 0, size=self.world_size, timeout_s=_STORE_S)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
 
 def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> int:
@@ -31,8 +41,18 @@ def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> 
     os.environ[AGENT] = str(os.getpid())
     # The relay takes the others, and a SIGHUP that nohup ignores stays ignored.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    agent = _make_agent(command, num_ranks)
-    relay.lead_to(lambda: [worker.id for worker in agent.get_worker_group().workers])
+    program, *words = command
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=program,
+        args=tuple(word.replace("$", "$$") for word in words),  # the agent fills in ${local_rank}
+        rdzv_handler=_Loopback(LOOPBACK, 0, 0, num_ranks, _RUN_ID, _STORE_S),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
+    relay.list_ranks = lambda: [worker.id for worker in agent.get_worker_group().workers]
     try:
         failures = agent.run().failures
     except SignalException:  # SIGQUIT, which asks no rank to finish anything
@@ -41,51 +61,6 @@ def run_ranks(command: Sequence[str], *, num_ranks: int, relay: SignalRelay) -> 
         complain(f"{num_ranks} ranks could not be started: {str(error).strip().partition(chr(10))[0]}")
         return LostRankError.exit_code
     return exit_code_of(failures, was_stopped=relay.has_relayed)
-
-
-def _make_agent(command: Sequence[str], num_ranks: int) -> LocalElasticAgent:
-    program, *words = command
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        entrypoint=program,
-        args=tuple(word.replace("$", "$$") for word in words),  # the agent fills in ${local_rank}
-        rdzv_handler=_Loopback(num_ranks),
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull))
-
-
-class _Loopback(RendezvousHandler):
-    """The only agent meets nobody, and holds the store of its ranks. torch's own handlers listen on all interfaces."""
-
-    use_agent_store = True
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = hold_store(LOOPBACK, 0, size=self._num_ranks, timeout_s=_STORE_S)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "none"  # names no run folder: each run has the time of its start
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def exit_code_of(failures: Mapping[int, ProcessFailure], *, was_stopped: bool) -> int:

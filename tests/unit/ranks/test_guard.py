@@ -8,9 +8,9 @@ import time
 import pytest
 
 from llama_ssp.errors import SspError
-from llama_ssp.ranks.failures import ControlChannel, Phase
-from llama_ssp.ranks.gpu import watchdog
-from llama_ssp.ranks.gpu.device_wait import DeviceWait
+from llama_ssp.ranks import failures
+from llama_ssp.ranks.failures import ControlChannel, Phase, guard
+from llama_ssp.ranks.gpu import DeviceWait
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -42,8 +42,8 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes that the watchdog chose."""
     chosen: list[int] = []
     monkeypatch.setattr(os, "_exit", chosen.append)
-    monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(watchdog, "_NOTICE_S", 0.1)
+    monkeypatch.setattr(failures, "_WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(failures, "_NOTICE_S", 0.1)
     return chosen
 
 
@@ -66,7 +66,7 @@ def test_a_stuck_main_thread_ends_with_the_sentence_and_the_code_of_a_lost_rank(
     peers: Peers, timeout_s: float, cause: str, codes: list[int]
 ) -> None:
     reported = list[SspError]()
-    with watchdog.guard(peers, waits(timeout_s=timeout_s), PHASE, report=reported.append):
+    with guard(peers, waits(timeout_s=timeout_s), PHASE, report=reported.append):
         deadline = time.monotonic() + 10
         while not codes:
             assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def test_a_stuck_main_thread_ends_with_the_sentence_and_the_code_of_a_lost_rank(
 def test_a_rank_that_answers_is_not_lost_however_long_this_one_works(
     peers: Peers, timeout_s: float, num_calls: int, codes: list[int]
 ) -> None:
-    with watchdog.guard(peers, waits(timeout_s=timeout_s), PHASE, report=lambda error: pytest.fail(str(error))):
+    with guard(peers, waits(timeout_s=timeout_s), PHASE, report=lambda error: pytest.fail(str(error))):
         time.sleep(0.4)
     assert peers.num_calls >= num_calls
     assert (peers.num_calls > 0) == (num_calls > 0)
@@ -92,23 +92,23 @@ def test_a_rank_that_answers_is_not_lost_however_long_this_one_works(
 
 
 def test_a_main_thread_that_comes_back_reports_by_itself(codes: list[int]) -> None:
-    with pytest.raises(KeyError), watchdog.guard(Peers(alarmed=True), waits(), PHASE, report=lambda _: None):
+    with pytest.raises(KeyError), guard(Peers(alarmed=True), waits(), PHASE, report=lambda _: None):
         raise KeyError("row")
     time.sleep(0.3)
     assert codes == []
 
 
 def test_ranks_on_cpus_have_no_watchdog(codes: list[int]) -> None:
-    with watchdog.guard(Peers(alarmed=True), None, PHASE, report=lambda _: None):
+    with guard(Peers(alarmed=True), None, PHASE, report=lambda _: None):
         time.sleep(0.2)
     assert codes == []
 
 
 STUCK = """
 import ctypes
-from llama_ssp.ranks.gpu import watchdog
-from tests.unit.ranks.gpu.test_watchdog import PHASE, Peers, waits
-with watchdog.guard(Peers(), waits(), PHASE, report=print):
+from llama_ssp.ranks.failures import guard
+from tests.unit.ranks.test_guard import PHASE, Peers, waits
+with guard(Peers(), waits(), PHASE, report=print):
     ctypes.CDLL(None).sleep(60)
 """
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.commands.ranks import own
-from llama_ssp.run.commands.ranks.own import Start, num_gpus, read_start
+from llama_ssp.run.commands import own_ranks
+from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
@@ -21,14 +21,9 @@ def read(*words: str, environ: dict[str, str] | None = None, default: int | None
 def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine of 4 cores without GPUs, and a torch for GPUs."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(own, "version", lambda _package: "2.13.0")
-    monkeypatch.setattr(own, "_DEVICES", tmp_path)
-    monkeypatch.setattr(own, "_AMD_NODES", tmp_path)
-
-
-def test_ranks_are_a_word_of_the_command_and_no_setting() -> None:
-    start = read("model=30B", "ranks=4", "draft=7B")
-    assert start == Start(words=["model=30B", "draft=7B"], num_ranks=4, sentence="starting 4 ranks…")
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0")
+    monkeypatch.setattr(own_ranks, "_DEVICES", tmp_path)
+    monkeypatch.setattr(own_ranks, "_AMD_NODES", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +44,8 @@ def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(
     for index in range(gpus):
         (tmp_path / f"nvidia{index}").touch()
     (tmp_path / "nvidiactl").touch()
-    start = read(*words)
-    assert (start.num_ranks, start.sentence) == (num_ranks, sentence)
+    others = [word for word in words if not word.startswith("ranks=")]
+    assert read("model=30B", *words) == Start(words=["model=30B", *others], num_ranks=num_ranks, sentence=sentence)
 
 
 def test_a_file_of_the_checkout_starts_one_rank_and_says_nothing_new() -> None:
@@ -64,10 +59,7 @@ def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> N
     assert read("ranks=2", environ=environ).num_ranks is None
     with pytest.raises(ConfigError, match=r"ranks=4: (torchrun|srun) has started 2 already, so leave ranks= out"):
         read("ranks=4", environ=environ)
-
-
-def test_a_shell_on_a_node_of_slurm_is_no_rank() -> None:
-    assert read("ranks=4", environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}).num_ranks == 4
+    assert read("ranks=4", environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}).num_ranks == 4, "a shell on a node"
 
 
 def test_jobs_of_a_sweep_have_a_setting_of_their_own() -> None:
@@ -105,14 +97,10 @@ def test_gpus_may_be_hidden(variable: str, visible: str, count: int, tmp_path: P
     assert num_gpus({variable: visible}) == count
 
 
-def test_amds_gpus_are_counted_without_its_cpus(tmp_path: Path) -> None:
+def test_amds_gpus_are_counted_without_its_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, units in (("0", 0), ("1", 304), ("2", 304)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
     assert num_gpus({}) == 2
-
-
-def test_a_torch_for_cpus_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(own, "version", lambda _package: "2.13.0+cpu")
-    assert num_gpus({}) == 0
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0+cpu")
+    assert num_gpus({}) == 0, "torch sees none"

@@ -1,0 +1,186 @@
+"""`llama-ssp run`: as a rank that exists already, in this process alone, or on ranks that it starts itself.
+
+`ranks=N` is a word of `llama-ssp run`, no setting: it changes no text, and a config has no such key. All mistakes of
+the command line, and models that the engine does not run, are found before a rank is started: in one sentence, with the
+true exit code, without torch.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from threading import Thread
+
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.environment import Ranks, launcher_of, read_ranks
+from llama_ssp.ranks.signals import STOP_SIGNALS, heeded_signals
+from llama_ssp.run.commands import run
+from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.tasks.dry_run import check_models
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.terminal.unread import complain
+
+_NODES = "several nodes are started by sbatch launch/slurm.sbatch, or by torchrun --nnodes with launch/run.py"
+_MOST_PER_CORE = 8
+_DEVICES = Path("/dev")
+_AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+# Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
+_ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "device=cpu"}
+_LOOK_EVERY_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The ranks that a command line asks for.
+
+    Attributes:
+        words: the others.
+        num_ranks: how many to start; None if this process is a rank that torchrun or srun has started.
+        sentence: the first line of the run; None where nothing new needs to be said.
+    """
+
+    words: list[str]
+    num_ranks: int | None
+    sentence: str | None = None
+
+
+def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int | None) -> Start:
+    """Read and take out `ranks=`; `default` ranks where the words do not say, None for one on each GPU, else one.
+
+    Raises ConfigError for no number that can be started here, or another one than `environ` says there are already.
+    """
+    given = [word.partition("=")[2] for word in words if word.startswith("ranks=")]
+    others = [word for word in words if not word.startswith("ranks=")]
+    wanted = _number(given) if given else None
+    if launcher := launcher_of(environ):
+        size = read_ranks(environ).size
+        if wanted not in {None, size}:
+            raise ConfigError(f"ranks={wanted}: {launcher} has started {size} already, so leave ranks= out")
+        return Start(words=others, num_ranks=None)
+    if any(word.startswith("hydra/launcher=") for word in others):
+        if given:
+            raise ConfigError(
+                f"ranks={wanted} has no effect on jobs: hydra.launcher.ranks_per_node={wanted} sets theirs"
+            )
+        return Start(words=others, num_ranks=1)
+    if wanted is None and default is not None:
+        return Start(words=others, num_ranks=default)
+    num_ranks, why = wanted or 1, ""
+    if wanted is None and _ON_ONE_RANK & set(others):
+        why = " (ranks=N starts more)"
+    elif wanted is None:
+        gpus = num_gpus(environ)
+        num_ranks, reason = max(gpus, 1), "one for each GPU" if gpus else "since no GPU was found"
+        why = f", {reason} (ranks=N starts another number)"
+    counted = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    return Start(words=others, num_ranks=num_ranks, sentence=f"starting {counted}{why}…")
+
+
+def _number(given: Sequence[str]) -> int:
+    """Return the only value as a number of ranks."""
+    shown = " ".join(f"ranks={value}" for value in given)
+    if len(given) > 1:
+        raise ConfigError(f"{shown}: give ranks= once")
+    if not re.fullmatch(r"[1-9]\d*", given[0]):
+        raise ConfigError(
+            f"{shown} must be one whole number from 1 on, of the processes on this machine, such as ranks=2; {_NODES}"
+        )
+    most = max(_MOST_PER_CORE * (os.cpu_count() or 1), num_gpus(os.environ))
+    if int(given[0]) > most:
+        raise ConfigError(f"{shown} must be at most {most} on this machine, which has {os.cpu_count()} cores; {_NODES}")
+    return int(given[0])
+
+
+def num_gpus(environ: Mapping[str, str]) -> int:
+    """Count the GPUs that torch would see, without torch: those of the environment, else of the device files."""
+    with suppress(PackageNotFoundError):  # a torch without metadata
+        if version("torch").endswith("+cpu"):
+            return 0
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:
+            named = [each.strip() for each in environ[name].split(",")]
+            return named.index("-1") if "-1" in named else len([each for each in named if each])
+    nvidia = [file for file in _DEVICES.glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit()]
+    return len(nvidia) or sum(_is_gpu(node / "properties") for node in _AMD_NODES.glob("*"))
+
+
+def _is_gpu(properties: Path) -> bool:
+    """Whether a node of AMD's driver has vector units, which its CPUs have not."""
+    with suppress(OSError):
+        return re.search(r"^simd_count [1-9]", properties.read_text(encoding="ascii"), re.MULTILINE) is not None
+    return False
+
+
+def main(words: Sequence[str], *, num_ranks: int | None) -> int:
+    """Run the command line, on so many ranks without `ranks=`, None as in `read_start`; returns the exit code."""
+    try:
+        start = read_start(words, os.environ, default=num_ranks)
+    except ConfigError as error:
+        return run.fail(error, read_ranks(os.environ))
+    if start.num_ranks is None:
+        return run.main(start.words)
+    size, points = start.num_ranks, list[RunConfig]()
+
+    def act(config: RunConfig, clock: StartClock) -> bool:
+        """Run the point on one rank; for several, which each check and run it, only note it."""
+        check_models(config)
+        points.append(config)
+        if size > 1:
+            return False
+        if start.sentence and len(points) == 1:
+            complain(start.sentence)
+        return run.task_code()(config, clock)
+
+    if size == 1:
+        return run.main(start.words, act=act)
+    as_rank_0 = Ranks(rank=0, size=size, local_rank=0, local_size=size)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    exit_code = run.main(start.words, ranks=as_rank_0, act=act, warns=False)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if exit_code or not points:
+        return exit_code
+    if start.sentence:
+        complain(start.sentence)
+    relay = SignalRelay()
+    from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
+
+    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=size, relay=relay)
+
+
+class SignalRelay:
+    """Takes the signals of this process, from now on, and passes them on to its ranks.
+
+    The ranks lead sessions of their own, so Ctrl-C and a terminal that hangs up reach this process alone. The signals
+    are blocked in every thread that starts later, and in the ranks until these can answer them.
+
+    Attributes:
+        list_ranks: lists the process ids of the ranks, None for one that it does not have yet.
+        has_relayed: whether a signal has been passed on.
+    """
+
+    def __init__(self) -> None:
+        self.list_ranks: Callable[[], Sequence[int | None]] | None = None
+        self.has_relayed = False
+        self._signals = heeded_signals()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        Thread(target=self._relay, daemon=True, name="relay").start()
+
+    def _relay(self) -> None:
+        while True:
+            number = signal.sigwait(self._signals)
+            if self.list_ranks is None:
+                complain("interrupted")
+                os._exit(InterruptedRun.exit_code)
+            self.has_relayed = True
+            while not (ranks := self.list_ranks()) or None in ranks:
+                time.sleep(_LOOK_EVERY_S)
+            for rank in filter(None, ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(rank, number)
