@@ -28,11 +28,11 @@ from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlappedTime, alone_s
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import Models, build_decoder, load_models
-from llama_ssp.run.session.prompts import encode
-from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.prompts import encode
 from llama_ssp.run.tasks.benchmark import cut
+from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DeviceKind,

@@ -20,8 +20,8 @@ from llama_ssp.api.words import in_library_words
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu.devices import selection_kept
 from llama_ssp.ranks.world import World, start
-from llama_ssp.run.session.checkpoints import Loaded, find_sources
-from llama_ssp.run.session.loading import load_models
+from llama_ssp.run.checkpoints import Loaded, find_sources
+from llama_ssp.run.decoders import load_models
 from llama_ssp.settings.checks import check_docstrings
 from llama_ssp.settings.drafters import DraftTokenizer, Matching
 from llama_ssp.settings.registry import load_plugins

@@ -19,9 +19,9 @@ from llama_ssp.api.words import in_library_words
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu.devices import selected
-from llama_ssp.run.session.loading import Models, build_decoder
-from llama_ssp.run.session.prompts import Message, Prompt, encode_messages
-from llama_ssp.run.session.tuning import make_ready
+from llama_ssp.run.decoders import Models, build_decoder
+from llama_ssp.run.prompts import Message, Prompt, encode_messages
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.rules import DEFAULT

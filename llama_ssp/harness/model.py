@@ -19,8 +19,8 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.ranks.gpu.devices import selected
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import Message, check_ids, in_template
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.prompts import Message, check_ids, in_template
 from llama_ssp.settings.checks import check_values
 from llama_ssp.speculate.engine.likelihoods import ScoredText, log_likelihoods
 from llama_ssp.speculate.engine.state import Request, count_equal_before

@@ -32,9 +32,9 @@ from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import NgramConfig, draft_name, matching_of
 from llama_ssp.settings.formats import format_of

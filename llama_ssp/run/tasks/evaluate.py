@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
 from llama_ssp.run.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.run.evaluation.martingales import Role, roles_of
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, TextScore, score
 from llama_ssp.settings.tasks import task_and_suite
 

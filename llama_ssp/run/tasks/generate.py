@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from llama_ssp.reports.records import CompletionLine, LineKey
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
 

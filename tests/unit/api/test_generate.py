@@ -9,7 +9,6 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from llama_ssp import Completion, Pair, load, speculative_generate
-from llama_ssp.run.session import loading
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import llama_ssp.run.tasks
+import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import run
 from llama_ssp.run.commands.ranks import torchrun
-from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose, folders
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.slurm import KEY, SlurmConfig
@@ -71,7 +71,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
                 raise fails
             return stops
 
-        monkeypatch.setattr(llama_ssp.run.tasks, "run", SimpleNamespace(run=note), raising=False)
+        monkeypatch.setattr(llama_ssp.run, "pipeline", SimpleNamespace(run=note), raising=False)
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)

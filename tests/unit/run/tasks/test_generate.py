@@ -14,9 +14,9 @@ import pytest
 
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.reports.records import CompletionLine
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
@@ -24,7 +24,7 @@ from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.runs import PLAIN
-from tests.unit.run.session.test_jobs import jobs_of
+from tests.unit.run.test_jobs import jobs_of
 
 JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 

@@ -12,7 +12,7 @@ from llama_ssp import load, speculative_generate
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.ranks.comms import Comm, Mesh
-from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (

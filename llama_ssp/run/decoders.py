@@ -13,9 +13,9 @@ from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
-from llama_ssp.run.session.checkpoints import Source, device_map_place
-from llama_ssp.run.session.jobs import JobMaker
-from llama_ssp.run.session.ranklog import describe_part
+from llama_ssp.run.checkpoints import Source, device_map_place
+from llama_ssp.run.jobs import JobMaker
+from llama_ssp.run.ranklog import describe_part
 from llama_ssp.settings.drafters import drafts, matching_of
 from llama_ssp.settings.layout import lay_out_replica, may_capture
 from llama_ssp.settings.schema import GpuKernels, RunConfig, TargetKind

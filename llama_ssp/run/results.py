@@ -21,9 +21,9 @@ from llama_ssp.reports.records import (
     Span,
 )
 from llama_ssp.reports.summary import round_gains, summarise
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.session import Session
+from llama_ssp.run.slowness import Surroundings, unusual_times
 from llama_ssp.run.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.run.tasks.slowness import Surroundings, unusual_times
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.tasks import task_of

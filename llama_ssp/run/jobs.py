@@ -6,7 +6,7 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.run.session.prompts import Prompt, check_ids
+from llama_ssp.run.prompts import Prompt, check_ids
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 

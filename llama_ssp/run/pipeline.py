@@ -24,17 +24,17 @@ from llama_ssp.ranks.gpu.watchdog import guard
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, versions
-from llama_ssp.run.session.checkpoints import find_sources, offload_folder, with_number_formats
-from llama_ssp.run.session.interruption import interruptible, stopping_on_signals
-from llama_ssp.run.session.jobs import JobMaker, PromptTask
-from llama_ssp.run.session.loading import load_models
-from llama_ssp.run.session.prompts import Prompt, is_interactive, read_prompts
-from llama_ssp.run.session.ranklog import close_logs, describe_rank, open_logs
-from llama_ssp.run.session.session import Session
-from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.checkpoints import find_sources, offload_folder, with_number_formats
+from llama_ssp.run.decoders import load_models
+from llama_ssp.run.interruption import interruptible, stopping_on_signals
+from llama_ssp.run.jobs import JobMaker, PromptTask
+from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
+from llama_ssp.run.ranklog import close_logs, describe_rank, open_logs
+from llama_ssp.run.results import finalize, pass_gate
+from llama_ssp.run.resuming import check_lines, check_models
+from llama_ssp.run.session import Session
+from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
-from llama_ssp.run.tasks.finalize import finalize, pass_gate
-from llama_ssp.run.tasks.resuming import check_lines, check_models
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import (
     DraftLayout,

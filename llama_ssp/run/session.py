@@ -20,11 +20,11 @@ from llama_ssp.ranks.result_queue import ResultQueue
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
-from llama_ssp.run.session.jobs import PromptTask, in_turns
-from llama_ssp.run.session.loading import Models, build_decoder
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.startup import StartClock
-from llama_ssp.run.session.tuning import make_ready
+from llama_ssp.run.decoders import Models, build_decoder
+from llama_ssp.run.jobs import PromptTask, in_turns
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.startup import StartClock
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder, Update

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from llama_ssp import load
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.session import Session, to_line
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.session import Session, to_line
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder, Update
 from llama_ssp.speculate.engine.state import Request

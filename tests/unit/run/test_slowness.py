@@ -12,7 +12,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.environment import Ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.records import Forecast, RankActivity
-from llama_ssp.run.tasks.slowness import Surroundings, unusual_times
+from llama_ssp.run.slowness import Surroundings, unusual_times
 
 ALONE = Surroundings(device="cpu", num_ranks=1, num_threads=8, num_cores=8, load=8.0)
 FORECAST = Forecast(plain_ms_per_token=10.0, speculative_ms_per_token=5.0)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.jobs import JobMaker, PromptTask, in_turns
-from llama_ssp.run.session.prompts import Prompt, encode
+from llama_ssp.run.jobs import JobMaker, PromptTask, in_turns
+from llama_ssp.run.prompts import Prompt, encode
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,

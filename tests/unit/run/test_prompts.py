@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
+from llama_ssp.run.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,

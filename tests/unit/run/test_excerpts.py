@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llama_ssp.reports.records import Span
-from llama_ssp.run.tasks.finalize import NUM_EXCERPTS, excerpts
+from llama_ssp.run.results import NUM_EXCERPTS, excerpts
 from llama_ssp.settings.folders import conf_dir
 from tests.helpers.runs import FAST, PLAIN
 

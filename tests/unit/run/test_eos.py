@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llama_ssp import load
 from llama_ssp.errors import CheckpointError
-from llama_ssp.run.session.checkpoints import read_eos_ids
+from llama_ssp.run.checkpoints import read_eos_ids
 from tests.helpers.models import build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 

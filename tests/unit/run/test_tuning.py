@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.tuning import _read_waits, measure_pieces
+from llama_ssp.run.tuning import _read_waits, measure_pieces
 from llama_ssp.speculate.engine.adaptive import FixedLength
 
 
