@@ -24,7 +24,7 @@ from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.prompts import encode
+from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue

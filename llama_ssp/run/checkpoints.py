@@ -71,8 +71,7 @@ def find_sources(
 
     The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
     and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
-    model cannot be served or quantized, and PlacementError if one cannot be split over this many ranks, or not in its
-    precision.
+    model cannot be quantized, and PlacementError if one cannot be split over these ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind, device = config.placement.target.kind, world.device.type

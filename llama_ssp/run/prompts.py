@@ -1,4 +1,4 @@
-"""Prompts from one text, a file, standard input or the task's own list, and their token ids. Imports no torch.
+"""Prompts from one text, a file, standard input or the task's own list. Imports no torch; `jobs` encodes them.
 
 The ending of a file's name says how it is read: JSON lines, JSON, CSV and Parquet as records, others as lines. A record
 has a text, the turns of a question (Spec-Bench's format), or a list of messages. Each turn becomes a prompt that
@@ -7,7 +7,6 @@ follows the answers to those before it, and so does each message of a user that 
 
 import csv
 import io
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,22 +14,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import ConfigError
 from llama_ssp.reports.reading import is_storable, read_json
 from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 
-if TYPE_CHECKING:  # plans read prompts too, without transformers
-    from transformers import PreTrainedTokenizerBase
-
 STANDARD_INPUT = "-"
-EXCERPT = 40
-"""Longest excerpt of a prompt in an error."""
 Message: TypeAlias = dict[str, str]
 """One turn of a conversation: its `role` and its `content`."""
+_Record: TypeAlias = tuple[str, dict[str, Any] | str]
+"""One entry of a file: its place, for messages, and its fields by name, or the text of a line or an entry."""
 
 _CONTENTS = ("prompt", "turns", "messages")
 """Fields of a record, one of which holds the text to complete."""
@@ -47,7 +43,7 @@ _NEVER_LINES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt of a run.
+    """A prompt of a run; ranks send it to one another as JSON.
 
     Attributes:
         text: as the user wrote it; of a list of messages, the last one's content.
@@ -61,56 +57,18 @@ class Prompt:
 
     text: str
     role: str = "user"
-    messages: tuple[Message, ...] | None = None
-    earlier: tuple[str, ...] = ()
+    messages: list[Message] | None = None
+    earlier: list[str] = field(default_factory=list)
     question_id: str | None = None
     category: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     ids: tuple[int, ...] | None = None
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Prompt":
-        """Restore a prompt that another rank has sent as JSON."""
-        messages = content["messages"]
-        lists = {"earlier": tuple(content["earlier"]), "messages": None if messages is None else tuple(messages)}
-        return cls(**{**content, **lists})
 
     @property
     def num_characters(self) -> int:
         """The length of its text with all that precedes it and is known."""
         before = self.earlier if self.messages is None else [message["content"] for message in self.messages]
         return sum(map(len, (*before, self.text)))
-
-    def encode(
-        self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, answers: Sequence[str] = ()
-    ) -> tuple[int, ...]:
-        """Encode it as the model expects it; an empty text becomes the begin-of-sequence token.
-
-        Args:
-            tokenizer: the target's.
-            chat: texts are a user's messages for the chat template, in which a list of messages always goes.
-            answers: to the turns before it. Without a chat template each turn stands as it was written, with a line
-                break after its answer.
-
-        Raises:
-            CheckpointError: the chat template is damaged.
-            ConfigError: there is no template, or the prompt has no token or is not valid Unicode.
-        """
-        if self.ids is not None:
-            return self.ids
-        if self.messages is not None:
-            return encode_messages(self._conversation(answers), tokenizer)
-        return encode(self.text, tokenizer, chat=chat, earlier=[*zip(self.earlier, answers, strict=True)])
-
-    def _conversation(self, answers: Sequence[str]) -> list[Message]:
-        """All messages, with the answers to those of the user that have none."""
-        whole: list[Message] = []
-        given = iter(answers)
-        for message in (*(self.messages or ()), {"role": self.role, "content": self.text}):
-            if whole and whole[-1]["role"] == message["role"] == "user":
-                whole.append({"role": "assistant", "content": next(given)})
-            whole.append(message)
-        return whole
 
 
 def read_prompts(config: RunConfig) -> list[Prompt]:
@@ -128,7 +86,7 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
                 f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input"
             )
         return [Prompt(text=text) for text in own_prompts]
-    prompts = [prompt for record in _records(config.prompts) for prompt in _of_record(record, config.prompts_column)]
+    prompts = [prompt for record in _records(config.prompts) for prompt in _of_record(*record, config.prompts_column)]
     if not prompts:
         one_per_line = "" if ending_of(config.prompts) in ENDINGS_WITH_FIELDS else ": write one per line"
         raise ConfigError(f"prompts={config.prompts} holds no prompt{one_per_line}")
@@ -145,36 +103,33 @@ def is_interactive(config: RunConfig) -> bool:
     return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
 
 
-class _Record(NamedTuple):
-    """One entry of a file: its place, for messages, and its fields by name, or the text of a line or an entry."""
-
-    where: str
-    content: dict[str, Any] | str
-
-
 def _records(source: str) -> Iterator[_Record]:
-    """Yield the entries of a file or of standard input, without empty lines; ConfigError for one that is damaged."""
+    """Yield the entries of a file or of standard input; ConfigError for one that the records of a run cannot hold."""
     ending = "" if source == STANDARD_INPUT else ending_of(source)
     if ending in _NEVER_LINES:
         raise ConfigError(
             f"prompts={source} cannot be read: {ending} is none of .txt (a prompt per line), .jsonl, .json, .csv, "
             ".tsv and .parquet; convert it to one of these"
         )
-    if ending == ".parquet":
-        yield from _parquet(source)
-        return
-    try:
-        text = sys.stdin.read() if source == STANDARD_INPUT else Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read prompts={source}: {error}; it must be a text file in UTF-8") from None
-    yield from _READERS.get(ending, _lines)(text.removeprefix("\ufeff"), source)
+    text = ""
+    if ending != ".parquet":
+        try:
+            text = sys.stdin.read() if source == STANDARD_INPUT else Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read prompts={source}: {error}; it must be a text file in UTF-8") from None
+    for where, content in _READERS.get(ending, _lines)(text.removeprefix("\ufeff"), source):
+        if isinstance(content, dict):
+            for name, value in content.items():
+                if not is_storable(value):
+                    raise ConfigError(f"{where} has a field `{name}` that is infinite or nested too deep: leave it out")
+        yield where, content
 
 
 def _lines(text: str, source: str) -> Iterator[_Record]:
     # Not `splitlines`, which also splits at form feeds and at characters that JSON strings may contain.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _Record(f"line {number} of prompts={source}", line)
+            yield f"line {number} of prompts={source}", line
 
 
 def _json_lines(text: str, source: str) -> Iterator[_Record]:
@@ -182,10 +137,10 @@ def _json_lines(text: str, source: str) -> Iterator[_Record]:
         try:
             content = read_json(str(line))
         except ValueError as error:
-            raise ConfigError(f"{where} must be a JSON object: it cannot be read ({_reason(error)})") from None
+            raise ConfigError(f"{where} must be a JSON object: it cannot be read ({reason_of(error)})") from None
         if not isinstance(content, dict):
             raise ConfigError(f"{where} must be a JSON object, and not {_kind_of(content)}")
-        yield _checked(where, content)
+        yield where, content
 
 
 def _json(text: str, source: str) -> Iterator[_Record]:
@@ -193,14 +148,14 @@ def _json(text: str, source: str) -> Iterator[_Record]:
     try:
         content = read_json(text)
     except ValueError as error:
-        raise ConfigError(f"prompts={source} is not JSON ({_reason(error)}): it must be {wanted}") from None
+        raise ConfigError(f"prompts={source} is not JSON ({reason_of(error)}): it must be {wanted}") from None
     if not isinstance(content, list):
         raise ConfigError(f"prompts={source} holds {_kind_of(content)}: it must be {wanted}")
     for number, entry in enumerate(content, start=1):
         where = f"entry {number} of prompts={source}"
         if not isinstance(entry, dict | str):
             raise ConfigError(f"{where} must be an object or a text, and not {_kind_of(entry)}")
-        yield _checked(where, entry) if isinstance(entry, dict) else _Record(where, entry)
+        yield where, entry
 
 
 def _csv(text: str, source: str, *, delimiter: str = ",") -> Iterator[_Record]:
@@ -214,12 +169,12 @@ def _csv(text: str, source: str, *, delimiter: str = ",") -> Iterator[_Record]:
                     f"{where} ends a row whose number of cells is not that of the first line, which names the columns "
                     f"{', '.join(rows.fieldnames or ())}: quote cells that contain commas or line breaks"
                 )
-            yield _Record(where, row)
+            yield where, row
     except csv.Error as error:
         raise ConfigError(f"line {rows.reader.line_num} of prompts={source} is not CSV: {error}") from None
 
 
-def _parquet(source: str) -> Iterator[_Record]:
+def _parquet(_text: str, source: str) -> Iterator[_Record]:
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError:
@@ -229,23 +184,16 @@ def _parquet(source: str) -> Iterator[_Record]:
     try:
         rows = parquet.read_table(source).to_pylist()
     except Exception as error:  # noqa: BLE001 - pyarrow's own errors, which cannot be named without it
-        raise ConfigError(f"prompts={source} is no Parquet file that can be read: {_reason(error)}") from None
+        raise ConfigError(f"prompts={source} is no Parquet file that can be read: {reason_of(error)}") from None
     for number, row in enumerate(rows, start=1):
         # Times and the like become text, and what is not a number becomes null.
         as_json = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
-        yield _checked(f"row {number} of prompts={source}", as_json)
+        yield f"row {number} of prompts={source}", as_json
 
 
 _READERS: dict[str, Callable[[str, str], Iterator[_Record]]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"),
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
 }  # fmt: skip
-
-
-def _checked(where: str, content: dict[str, Any]) -> _Record:
-    """Refuse fields that the records of a run could not hold."""
-    if wrong := [name for name, value in content.items() if not is_storable(value)]:
-        raise ConfigError(f"{where} has a field `{wrong[0]}` that is infinite or nested too deep: leave it out")
-    return _Record(where, content)
 
 
 def _kind_of(content: object) -> str:
@@ -253,13 +201,13 @@ def _kind_of(content: object) -> str:
     return kinds.get(type(content), "a number")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The beginning of an error's text, on one line."""
     return " ".join(str(error).split())[:200]
 
 
-def _of_record(record: _Record, column: str | None) -> Iterator[Prompt]:
+def _of_record(where: str, content: dict[str, Any] | str, column: str | None) -> Iterator[Prompt]:
     """Yield the prompt of a record, or all turns of its conversation; `column` names its field, if not as usual."""
-    where, content = record
     if isinstance(content, str):
         if column:
             raise ConfigError(f"{where} is a text, which has no prompts_column={column}: leave that out")
@@ -270,7 +218,8 @@ def _of_record(record: _Record, column: str | None) -> Iterator[Prompt]:
         raise ConfigError(f"{where} has no prompts_column={name}: it has {', '.join(content)}")
     value = content[name]
     if name == "turns":
-        wanted, fits = "a list of one or more texts as `turns`", _is_list_of_texts(value)
+        wanted = "a list of one or more texts as `turns`"
+        fits = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
     elif name == "messages":
         wanted, fits = "a list as `messages` that ends with a user's or an assistant's", _is_conversation(value)
     else:
@@ -283,7 +232,7 @@ def _of_record(record: _Record, column: str | None) -> Iterator[Prompt]:
     if name == "messages":
         yield from _of_messages(value, common)
     elif name == "turns":
-        yield from (Prompt(text=turn, earlier=tuple(value[:number]), **common) for number, turn in enumerate(value))
+        yield from (Prompt(text=turn, earlier=value[:number], **common) for number, turn in enumerate(value))
     else:
         yield Prompt(text=value, **common)
 
@@ -306,10 +255,6 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
-
-
 def _is_conversation(value: object) -> bool:
     """Whether these are messages that somebody can answer or continue."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
@@ -318,111 +263,12 @@ def _is_conversation(value: object) -> bool:
     return all(isinstance(part, str) for pair in parts for part in pair) and parts[-1][0] in {"user", "assistant"}
 
 
-def _of_messages(given: Sequence[Mapping[str, Any]], common: dict[str, Any]) -> Iterator[Prompt]:
+def _of_messages(given: Sequence[Message], common: dict[str, Any]) -> Iterator[Prompt]:
     """A prompt for every message of a user that the next one does not answer, and for an assistant's last one."""
-    messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
+    messages = [{"role": message["role"], "content": message["content"]} for message in given]
     earlier: list[str] = []
-    for number, message in enumerate(messages):
-        is_last = number == len(messages) - 1
-        if is_last or (message["role"] == messages[number + 1]["role"] == "user"):
-            yield Prompt(
-                text=message["content"], role=message["role"], messages=tuple(messages[:number]),
-                earlier=tuple(earlier), **common,
-            )  # fmt: skip
-            earlier.append(message["content"])
-
-
-def encode(
-    text: str, tokenizer: "PreTrainedTokenizerBase", *, chat: bool, earlier: Sequence[tuple[str, str]] = ()
-) -> tuple[int, ...]:
-    """Encode a text, after earlier turns with their answers; see `Prompt.encode`."""
-    _check_unicode(text)
-    if chat:
-        roles = itertools.cycle(("user", "assistant"))
-        contents = (*itertools.chain(*earlier), text)
-        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-        return _encode_in_template(messages, tokenizer)
-    ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + text).input_ids
-    return _never_empty(ids, tokenizer)
-
-
-def encode_messages(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
-
-    Raises as `Prompt.encode`.
-    """
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"messages, such as {messages[-1]['content'][:EXCERPT]!r}, need a tokenizer with a chat template: use a "
-            "chat model, or give texts without roles"
-        )
-    return _encode_in_template(messages, tokenizer)
-
-
-def _encode_in_template(messages: list[Message], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    for message in messages:
-        _check_unicode(message["content"])
-    text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant")
-    return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
-
-
-def _never_empty(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    if not ids and tokenizer.bos_token_id is None:
-        raise ConfigError("an empty prompt needs a begin-of-sequence token, which this tokenizer lacks: write a prompt")
-    return tuple(ids) or (tokenizer.bos_token_id,)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"prompt {text[:EXCERPT]!r} holds {text[error.start]!r}, a lone surrogate: write it in UTF-8"
-        ) from None
-
-
-def in_template(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", *, goes_on: bool = False) -> str:
-    """Write messages in the tokenizer's chat template, up to where the assistant speaks.
-
-    With `goes_on`, the last message stays open, for the assistant to continue it. Raises CheckpointError if the
-    template is damaged, and ConfigError if there is none.
-    """
-    if not tokenizer.chat_template:
-        raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
-            )
-        )
-    except Exception as error:  # a template can raise anything
-        reason = _reason(error) or type(error).__name__
-        raise CheckpointError(
-            f"the chat template in {tokenizer.name_or_path} fails ({reason}): copy tokenizer_config.json or "
-            "chat_template.jinja again, or leave chat out"
-        ) from error
-
-
-def check_ids(
-    ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str, num_answers: int = 0
-) -> None:
-    """Raise ConfigError for a prompt that leaves no room for the new tokens, or has token ids that the model lacks.
-
-    `num_answers` to earlier turns, each as long as the new tokens, are still to come before it.
-    """
-    if max(ids) >= vocab_size:
-        raise ConfigError(
-            f"prompt {prompt[:EXCERPT]!r} has token id {max(ids)}, and the model knows {vocab_size} ids, from 0 on: "
-            "remove the text of that token"
-        )
-    num_texts = num_answers + 1
-    if len(ids) + num_texts * max_new_tokens > context:
-        room = (context - len(ids)) // num_texts
-        remedy = (
-            f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - num_texts} at most"
-        )
-        counted = f" for each of {num_texts} answers" if num_answers else ""
-        raise ConfigError(
-            f"prompt {prompt[:EXCERPT]!r} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens}{counted} "
-            f"that is more than the context of {context}; {remedy}"
-        )
+    for number, (message, following) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
+        if following is None or message["role"] == following["role"] == "user":
+            text, role, before = message["content"], message["role"], messages[:number]
+            yield Prompt(text=text, role=role, messages=before, earlier=[*earlier], **common)
+            earlier.append(text)

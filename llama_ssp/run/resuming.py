@@ -10,7 +10,8 @@ from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.prompts import EXCERPT, Message, Prompt
+from llama_ssp.run.jobs import EXCERPT
+from llama_ssp.run.prompts import Message, Prompt
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import read_json

@@ -35,7 +35,7 @@ class TaskSpec:
         config: its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has
             the values, on top of `/schema/NAME@_here_`.
         run: `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of
-            `tasks.run`.
+            `run.pipeline`.
         needs_models: False for a task that loads no models and writes no run folder.
         why_no_plan: without models, why `dry_run` has no effect; a relative clause.
         needs_draft: a run without a draft is refused.

@@ -1,6 +1,6 @@
 """`llama-ssp run` on a rank: under torchrun, under srun, on a rank of its own, or alone.
 
-Reads and checks the whole config before anything is loaded and before the ranks meet, then calls `llama_ssp.run.pipeline`.
+Reads and checks the whole config before anything is loaded and before the ranks meet, then calls `run.pipeline`.
 Errors become sentences and exit codes only here. torch is imported after the checks, so that mistakes show at once.
 """
 

@@ -18,15 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
+from llama_ssp.run.jobs import check_ids, encode, encode_messages, ids_of
+from llama_ssp.run.prompts import Prompt, read_prompts
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
-    SamplingConfig,
     TaskConfig,
-    VerificationConfig,
 )
 from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
 
@@ -47,9 +45,9 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
 
 def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
     file.write_text(text, encoding="utf-8")
-    config: dict[str, Any] = {"draft": DrafterConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig()}
-    model, rule = ModelConfig(name="tiny"), VerificationConfig()
-    run = RunConfig(task=task or GenerateConfig(), model=model, verification=rule, prompts=str(file), **config)
+    run = RunConfig(
+        task=task or GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file)
+    )
     run.prompts_column = column
     return read_prompts(run)
 
@@ -81,8 +79,8 @@ def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path
     named: dict[str, Any] = {"question_id": "81", "category": "writing"}
     assert found == [
         Prompt(text="Write.", **named),
-        Prompt(text="Rewrite.", earlier=("Write.",), **named),
-        Prompt(text="Stop.", earlier=("Write.", "Rewrite."), **named),
+        Prompt(text="Rewrite.", earlier=["Write."], **named),
+        Prompt(text="Stop.", earlier=["Write.", "Rewrite."], **named),
         Prompt(text="alone", category="x"),
         Prompt(text="one", question_id="a1"),
     ]
@@ -201,11 +199,11 @@ def test_a_list_of_messages_is_a_prompt_for_every_message_without_an_answer(tmp_
     lists = ([SYSTEM, ASK], [SYSTEM, ASK, MORE], [ASK, SAID, MORE], [ASK, SAID])
     text = "".join(json.dumps({"id": number, "messages": each}) + "\n" for number, each in enumerate(lists))
     assert prompts_of(tmp_path / "p.jsonl", text) == [
-        Prompt(text="a", messages=(SYSTEM,), fields={"id": 0}),
-        Prompt(text="a", messages=(SYSTEM,), fields={"id": 1}),
-        Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",), fields={"id": 1}),
-        Prompt(text="b", messages=(ASK, SAID), fields={"id": 2}),
-        Prompt(text="b b", role="assistant", messages=(ASK,), fields={"id": 3}),
+        Prompt(text="a", messages=[SYSTEM], fields={"id": 0}),
+        Prompt(text="a", messages=[SYSTEM], fields={"id": 1}),
+        Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"], fields={"id": 1}),
+        Prompt(text="b", messages=[ASK, SAID], fields={"id": 2}),
+        Prompt(text="b b", role="assistant", messages=[ASK], fields={"id": 3}),
     ]
 
 
@@ -220,19 +218,19 @@ def test_a_list_that_nobody_can_answer_is_refused(messages: str, tmp_path: Path)
 
 def test_messages_are_put_in_the_template_with_the_answers_between_them() -> None:
     roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
-    prompt = Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",))
+    prompt = Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"])
     words = tokenizer(chat_template=roles)
-    answered = prompt.encode(words, chat=False, answers=["b b"])
+    answered = ids_of(prompt, words, chat=False, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
-    assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
+    assert Prompt(**json.loads(json.dumps(asdict(prompt)))) == prompt
     with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
-        prompt.encode(tokenizer(), chat=True, answers=["b b"])
+        ids_of(prompt, tokenizer(), chat=True, answers=["b b"])
 
 
 def test_a_message_of_the_assistant_is_continued() -> None:
-    prompt = Prompt(text="b b", role="assistant", messages=(ASK,))
+    prompt = Prompt(text="b b", role="assistant", messages=[ASK])
     words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
-    assert words.decode([*prompt.encode(words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
+    assert words.decode([*ids_of(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
 
 
 def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import load, speculative_generate
+from llama_ssp import load
 from llama_ssp.run.commands import plan
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
@@ -110,7 +110,7 @@ def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: 
 @pytest.mark.usefixtures("cache")
 def test_the_library_loads_a_pair_of_the_hub() -> None:
     of_hub, by_name = (load(*names, device="cpu") for names in ((TARGET, DRAFT), ("tiny", "tiny-draft")))
-    texts = [speculative_generate(pair, "import os", max_new_tokens=8)[0].text for pair in (of_hub, by_name)]
+    texts = [pair.generate("import os", max_new_tokens=8)[0].text for pair in (of_hub, by_name)]
     assert texts[0] == texts[1]
 
 
