@@ -1,7 +1,7 @@
 """The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -29,10 +29,7 @@ from llama_ssp.settings.registry import imported
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
 
-NUM_EXCERPTS = 3
-"""Completions that a run keeps for its report."""
-_MOST_PROMPT_CHARS, _MOST_TOKENS = 400, 512
-_Gains = Callable[[Sequence[int]], list[int]]
+_NUM_EXCERPTS, _MOST_PROMPT_CHARS, _MOST_TOKENS = 3, 400, 512
 
 
 def finalize(session: Session) -> None:
@@ -43,7 +40,7 @@ def finalize(session: Session) -> None:
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
     peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
-    activities = _activities(session)
+    activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
     if config.placement.num_replicas > 1:
@@ -54,8 +51,8 @@ def finalize(session: Session) -> None:
         task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
         placement=_placement(session), world_size=comm.size, seed=config.seed,
         memory=[
-            RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
-            for rank, peak in enumerate(peaks)
+            RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
+            for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
         ],
         forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
@@ -64,9 +61,9 @@ def finalize(session: Session) -> None:
     if activities:
         waits = any(each.waits for each in activities)
         gains_of = partial(round_gains, num_draft_tokens=most_drafted, waits=waits)
-    shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
     summary = summarise(
-        facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown, activities=activities,
+        facts, folder.lines, folder.rows, evaluation=session.evaluation, activities=activities,
+        excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     folder.write_summary(summary)
@@ -85,9 +82,7 @@ def finalize(session: Session) -> None:
 
 
 def _activities(session: Session) -> list[RankActivity]:
-    """The activity of each rank in rounds that overlap; empty in any other run."""
-    if not session.config.speculation.overlap:
-        return []
+    """The activity of each rank in rounds that overlap."""
     comm, decoder = session.world.comm, session.decoders.get(SPECULATIVE)
     own = RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
     if decoder:
@@ -109,7 +104,10 @@ def _placement(session: Session) -> dict[str, Any]:
 
 
 def excerpts(
-    lines: Sequence[CompletionLine], tokenizer: PreTrainedTokenizerBase, *, gains_of: _Gains | None = None
+    lines: Sequence[CompletionLine],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    gains_of: Callable[[Sequence[int]], list[int]] | None = None,
 ) -> list[Excerpt]:
     """The first completions of a run, one a prompt, with their text split by who chose each token.
 
@@ -117,32 +115,23 @@ def excerpts(
     it a round adds one of the target's.
     """
     best = [line for line in lines if line.mode == SPECULATIVE] or lines
-    chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:NUM_EXCERPTS]
+    chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:_NUM_EXCERPTS]
     found = []
     for line in chosen:
-        prompt = line.prompt[-_MOST_PROMPT_CHARS:]
-        spans = list(_spans(line, tokenizer, prompt=prompt, gains_of=gains_of))
+        prompt, token_ids = line.prompt[-_MOST_PROMPT_CHARS:], line.token_ids[:_MOST_TOKENS]
+        accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
+        gains = [num_accepted + 1 for num_accepted in accepted_lengths]
+        if gains_of and line.accepted_lengths:
+            gains = gains_of(accepted_lengths)
+        text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
+        pieces, begin = text.push(token_ids[:1]), 1  # the prefill chose it
+        for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
+            pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
+            begin += gain
+        by_origin = groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted)
+        spans = [Span(text="".join(piece.text for piece in group), drafted=drafted) for drafted, group in by_origin]
         found.append(Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
     return found
-
-
-def _spans(
-    line: CompletionLine, tokenizer: PreTrainedTokenizerBase, *, prompt: str, gains_of: _Gains | None
-) -> Iterator[Span]:
-    """Yield the first tokens of a completion, with the tokens of each round told apart."""
-    text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
-    token_ids = line.token_ids[:_MOST_TOKENS]
-    pieces = text.push(token_ids[:1])  # the prefill chose it
-    begin = 1
-    accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
-    gains = [num_accepted + 1 for num_accepted in accepted_lengths]
-    if gains_of and line.accepted_lengths:
-        gains = gains_of(accepted_lengths)
-    for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
-        pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
-        begin += gain
-    for drafted, group in groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted):
-        yield Span(text="".join(piece.text for piece in group), drafted=drafted)
 
 
 def pass_gate(session: Session) -> None:
