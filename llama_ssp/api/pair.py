@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class Completion:
 
 
 def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    request, part_s = row.request, row.part_s
+    request = row.request
     examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
     num_examined = sum(of for _, of in examined)
     # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
@@ -146,8 +146,7 @@ def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completio
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
         num_target_forwards=row.num_target_forwards,
         times=CompletionTimes(
-            total_s=row.busy_s, first_token_s=row.first_token_s,
-            draft_s=part_s["draft"], verify_s=part_s["verify"], other_s=part_s["other"],
+            total_s=row.busy_s, first_token_s=row.first_token_s, **{f"{part}_s": s for part, s in row.part_s.items()}
         ),
     )  # fmt: skip
 
@@ -254,37 +253,25 @@ class Pair:
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
                 )
             config.batch_size = min(config.batch_size, len(requests))
-            return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
-
-    def _complete(
-        self, requests: Sequence[Request], config: RunConfig, *, speculative: bool, streamer: BaseStreamer | None
-    ) -> list[Completion]:
-        adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
-        done = {}
-        with (
-            torch.inference_mode(),
-            selected(self.device),
-            self._decoder(config, requests, speculative=speculative) as decoder,
-        ):
-            for updates in decoder.run(requests):
-                for update in updates:
-                    row = update.completion
-                    done[row.request.index, row.request.sample] = row
+            adapter, done = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None, {}
+            with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
+                for update in chain.from_iterable(decoder.run(requests)):
+                    done[update.completion.request.index, update.completion.request.sample] = update.completion
                     if adapter:
                         adapter.put(update.new_ids)
-        if adapter:
-            adapter.end()
-        return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+            if adapter:
+                adapter.end()
+            return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
     @contextmanager
-    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, speculative: bool) -> Iterator[Decoder]:
+    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, plain: bool) -> Iterator[Decoder]:
         """Yield the decoder of a config, with room for the requests; forget it if the block fails.
 
         All decoders share the models' caches, which have room for one number of rows: a call with another number
         allocates them, and then every decoder captures its graphs again. An interruption may leave a decoder in the
         middle of a capture.
         """
-        models, kept = self.models, self._decoders
+        models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
             torch.get_num_threads(), astuple(config.sampling),
@@ -314,21 +301,18 @@ def _room(requests: Sequence[Request], *, context: int) -> Request:
     return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
 
 
-def _as_list(prompts: object) -> list[Any]:
-    """The prompts of a call, which has one or several; raises ConfigError if it has none."""
-    prompts = _plain(prompts)
-    if isinstance(prompts, str):
+def _as_list(prompts: object) -> list[object]:
+    """The prompts of a call, which has one or several; lists for tensors and arrays. ConfigError if it has none."""
+    if isinstance(prompts := _plain(prompts), str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts={reprlib.repr(prompts)} must be {_WANTED}")
     if not prompts:
         raise ConfigError("at least one prompt is required")
-    is_one = isinstance(prompts[0], Integral | Mapping)
-    return [prompts] if is_one else [_plain(prompt) for prompt in prompts]
+    return [prompts] if isinstance(prompts[0], Integral | Mapping) else [_plain(prompt) for prompt in prompts]
 
 
 def _plain(prompt: object) -> object:
-    """Lists for tensors and arrays."""
     to_list = getattr(prompt, "tolist", None)
     return to_list() if callable(to_list) else prompt
 
@@ -341,17 +325,16 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(prompt, Sequence):
         if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             ids = tuple(int(token) for token in prompt)
-        elif all(_is_message(message) for message in prompt):
+        elif all(
+            isinstance(each, Mapping) and all(isinstance(each.get(name), str) for name in ("role", "content"))
+            for each in prompt
+        ):
             ids = encode_messages([dict(message) for message in prompt], tokenizer)
     if not ids:
         raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
     if min(ids) < 0:
         raise ConfigError(f"prompt {number} has token id {min(ids)}: ids begin at 0")
     return Prompt(text=str(prompt), ids=ids)
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
 
 
 @known_arguments
