@@ -27,6 +27,11 @@ class PromptTask:
     source: Prompt
 
     @property
+    def prompt(self) -> str:
+        """The prompt's text, as the user wrote it."""
+        return self.source.text
+
+    @property
     def earlier_indices(self) -> range:
         """The indices of the turns before it in its conversation."""
         return range(self.request.index - len(self.source.earlier), self.request.index)

@@ -29,7 +29,7 @@ class Texts(Viewer):
 
     def begin(self, job: PromptTask, mode: str) -> None:
         """Print its head."""
-        self._head(job.request.index, job.request.sample, job.source.text, mode)
+        self._head(job.request.index, job.request.sample, job.prompt, mode)
 
     def show(self, pieces: list[Piece]) -> None:
         """Print new text."""

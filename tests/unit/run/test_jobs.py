@@ -35,7 +35,7 @@ def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> 
 
 
 def texts(jobs: list[PromptTask], *, keeps_order: bool) -> list[str]:
-    return ["".join(job.source.text for job in group) for group in in_turns(jobs, keeps_order=keeps_order)]
+    return ["".join(job.prompt for job in group) for group in in_turns(jobs, keeps_order=keeps_order)]
 
 
 def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:

@@ -31,9 +31,7 @@ JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="
 
 def line_of(job: PromptTask) -> CompletionLine:
     index, sample = job.request.index, job.request.sample
-    return replace(
-        PLAIN, index=index, sample=sample, prompt=job.source.text, text=f"{index}{sample}", fields={"id": index}
-    )
+    return replace(PLAIN, index=index, sample=sample, prompt=job.prompt, text=f"{index}{sample}", fields={"id": index})
 
 
 def written(
