@@ -137,17 +137,6 @@ def member(kind: type[_Kind], what: str, given: object) -> _Kind:
     return kind[given]
 
 
-def dtype_of(given: object) -> Dtype | None:
-    """Read a number format: ours, a dtype of torch, or the name of either; None stays None."""
-    if given is None:
-        return None
-    name = given.value if isinstance(given, Dtype) else str(given).removeprefix("torch.")
-    found = next((dtype for dtype in Dtype if name in {dtype.name, dtype.value}), None)
-    if found is None:
-        raise ConfigError(unknown_name("dtype", str(given), Dtype.__members__))
-    return found
-
-
 def for_each_model(given: object) -> tuple[object, object]:
     """An argument of both models, or a pair of arguments: the target's and the draft's."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
@@ -176,9 +165,13 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
 
 
 def in_format(entry: ModelConfig, *, dtype: object, quantization: object) -> ModelConfig:
-    """Change the number format and the storage format of an entry, unless they are None; raises ConfigError."""
-    if (read := dtype_of(dtype)) is not None:
-        entry.dtype = read
+    """Change the number format, ours or that of torch, and the storage format, unless None; raises ConfigError."""
+    if dtype is not None:
+        name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
+        found = next((each for each in Dtype if name in {each.name, each.value}), None)
+        if found is None:
+            raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
+        entry.dtype = found
     if quantization is not None:
         if problem := problem_of(str(quantization), key="quantization"):
             raise ConfigError(problem)

@@ -38,11 +38,7 @@ if TYPE_CHECKING:  # the library's models take seconds to import
 class Source:
     """One model of the run, checked but not loaded.
 
-    Attributes:
-        origin: where its weights come from.
-        eos_ids: tokens that end a text; none if its files name none.
-        dtype: number format to load it in; None for that of the files.
-        precision: storage format of its linear layers.
+    `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
     """
 
     entry: ModelConfig
@@ -61,11 +57,11 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-_NOTHING = Loaded()
+_NOTHING_LOADED = (Loaded(), Loaded())
 
 
 def find_sources(
-    config: RunConfig, world: World, *, loaded: tuple[Loaded, Loaded] = (_NOTHING, _NOTHING)
+    config: RunConfig, world: World, *, loaded: tuple[Loaded, ...] = _NOTHING_LOADED
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
@@ -75,9 +71,8 @@ def find_sources(
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind, device = config.placement.target.kind, world.device.type
-    tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
-    num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
-    wholes = (WholeParts.none, config.placement.draft.whole)
+    num_target_ranks = len(layout.target_ranks) if kind is TargetKind.tensor else 1
+    num_draft_ranks = 1 if layout.splits_batch else len(layout.draft_ranks)
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
@@ -99,15 +94,16 @@ def find_sources(
 
             choose_accelerator(world.device)
             check_auto_tp(origins[0].shape, quantization=config.model.quantization, num_ranks=len(layout.target_ranks))
-        target, *drafts = (
-            _check(*each, device=device) for each in zip(entries, origins, loaded, num_ranks, wholes, strict=False)
-        )
+        target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
+        draft = None
+        if len(entries) > 1:
+            whole = config.placement.draft.whole
+            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, whole, device=device)
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             place, quantization = device_map_place(config, world), target.entry.quantization
             check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
-        draft = drafts[0] if drafts else None
         if draft:
             _check_vocabularies(target, draft, matching_of(config.draft))
     return target, draft
@@ -153,7 +149,13 @@ def _inspect(entry: ModelConfig) -> WeightSource:
 
 
 def _check(
-    entry: ModelConfig, origin: WeightSource, loaded: Loaded, num_ranks: int, whole: WholeParts, *, device: str
+    entry: ModelConfig,
+    origin: WeightSource,
+    loaded: Loaded,
+    num_ranks: int,
+    whole: WholeParts = WholeParts.none,
+    *,
+    device: str,
 ) -> Source:
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 

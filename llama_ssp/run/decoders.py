@@ -1,7 +1,6 @@
 """From checked sources to the models on this rank, and from models and settings to a decoder."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +89,13 @@ def load_models(
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
     own: Callable[..., Runner] = partial(load_model, device=world.device, fuses=config.gpu_kernels is GpuKernels.fused)
+
+    def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
+        report = partial(progress, part) if progress else None
+        runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+        _log.info("loaded %s %s", part, source.entry.name)
+        return runner
+
     with raise_on_all_ranks(world.comm):
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
@@ -103,26 +109,23 @@ def load_models(
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
                 load = partial(load_auto_tp, device=world.device, comm=mesh.target)
-            target = _load("target", target_source, load, comm=mesh.target, progress=progress)
+            target = loaded("target", target_source, load)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=config.placement.draft.whole)
-            draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
+            draft = loaded("draft", draft_source, partial(own, comm=mesh.draft, whole=config.placement.draft.whole))
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:
             agree_on_packing(draft, mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.peers = mesh.replica_ranks
-    tokenizers = None
-    if draft_source and matching_of(config.draft):
-        tokenizers = TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
+    own_tokenizer = draft_source.tokenizer if draft_source and matching_of(config.draft) else None
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-        tokenizers=tokenizers,
+        tokenizers=TokenizerPair(target_source.tokenizer, own_tokenizer) if own_tokenizer else None,
     )  # fmt: skip
 
 
@@ -133,17 +136,6 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
     """
     can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
     runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
-
-
-def _load(
-    part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: Callable[..., None] | None
-) -> Runner:
-    started = time.perf_counter()
-    report = partial(progress, part) if progress else None
-    runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
-    seconds = time.perf_counter() - started
-    _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)
-    return runner
 
 
 def build_decoder(

@@ -43,13 +43,21 @@ def finalize(session: Session) -> None:
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
-    if config.placement.num_replicas > 1:
-        folder.put_in_order()
     task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
     planned = planned_bytes(plan) if plan else [None] * comm.size
+    layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
+    parts: dict[str, Any] = {"target": (config.placement.target.kind, layout.target_ranks, len(layout.target_ranks))}
+    if layout.draft_ranks:
+        draft_size = 1 if layout.splits_batch else len(layout.draft_ranks)
+        parts["draft"] = (layout.draft_kind, layout.draft_ranks, draft_size)
+    placement: dict[str, Any] = {
+        part: {"kind": kind.name, "ranks": [*ranks], "tp_size": size} for part, (kind, ranks, size) in parts.items()
+    }
+    if num_replicas > 1:
+        folder.put_in_order()
     facts = RunFacts(
         task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
-        placement=_placement(session), world_size=comm.size, seed=config.seed,
+        placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
             RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
             for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
@@ -91,16 +99,6 @@ def _activities(session: Session) -> list[RankActivity]:
             draft_cpu_s=decoder.clock.draft_cpu_s, waits=bool(decoder.round.waits),
         )  # fmt: skip
     return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
-
-
-def _placement(session: Session) -> dict[str, Any]:
-    placement, layout = session.config.placement, session.models.mesh.layout
-    target, draft = layout.target_ranks, layout.draft_ranks
-    parts: dict[str, Any] = {"target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}}
-    if draft:
-        tp_size = 1 if layout.splits_batch else len(draft)
-        parts["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
-    return parts | {"num_replicas": placement.num_replicas}
 
 
 def excerpts(

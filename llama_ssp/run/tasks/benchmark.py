@@ -23,10 +23,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.planning.memory import rank_shares, step_bytes
-from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import timing
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey, Forecast
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
 from llama_ssp.run.decoders import build_decoder
@@ -285,26 +284,24 @@ def _measure(
     pass_ms, has_steps = ms.pop(_PASS), num_new_tokens > 1
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
+    expected = Forecast()
+    if session.plan:
+        drafted = num_draft_tokens or 1
+        job = replace(session.plan.job, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
+        expected = forecast(timing(job, session.plan.hardware))
+    expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkRow(
         model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
         quantization=config.model.quantization, world_size=session.world.comm.size,
         temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
         num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
-        forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
+        forecast_ms_per_token={mode: ms / batch_size for mode, ms in expected_ms.items() if ms is not None},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
         text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
     )  # fmt: skip
-
-
-def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
-    prompt_tokens, num_rows, num_draft_tokens = cell
-    job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
-    expected = forecast(timing(job, plan.hardware))
-    by_mode = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
-    return {mode: ms / num_rows for mode, ms in by_mode.items() if ms is not None}
 
 
 def _pass_s(session: Session) -> float:

@@ -9,20 +9,14 @@ from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.tasks import task_and_suite
 
-_SEED_STEP = 1 << 62
-
-
-def speculative_seed(seed: int) -> int:
-    """The seed of speculative decoding: plain decoding uses the run's, and samples must not share their draws."""
-    return (seed + _SEED_STEP) % (2 * _SEED_STEP)
-
 
 def evaluate(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs in both modes and judge them; the verdict, `session.evaluation`, exists on rank 0."""
     (task, suite), config = task_and_suite(session.config), session.config
     session.has_gate = task.gate
     modes = (PLAIN, SPECULATIVE)
-    session.decoder(SPECULATIVE).seed = speculative_seed(config.seed)
+    # Plain decoding uses the run's own seed, and samples must not share their draws.
+    session.decoder(SPECULATIVE).seed = (config.seed + (1 << 62)) % (1 << 63)
     session.warm_up(jobs, modes, num_jobs=1)
     with session.showing_progress(jobs, modes, shows_texts=False):
         for mode in modes:

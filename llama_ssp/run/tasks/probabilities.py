@@ -37,9 +37,7 @@ from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
 _SCORED = "scored by the target"
-_LEAST_PROBABILITY = 1e-30
-"""Stands for 0: rounding can move a token out of the most probable ones that sampling keeps."""
-LogProbs = Callable[[Tensor, Context], Tensor]
+_LogProbs = Callable[[Tensor, Context], Tensor]
 """Maps logits (B, T, V) and their context to log-probabilities."""
 
 
@@ -63,7 +61,7 @@ class TextScore(NamedTuple):
     sums: TextSums | None = None
 
 
-def log_probs_of(sampling: SamplingConfig) -> LogProbs:
+def log_probs_of(sampling: SamplingConfig) -> _LogProbs:
     """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
     penalize = penalty(sampling)
     process = processor(sampling) if sampling.temperature > 0 else None
@@ -73,7 +71,8 @@ def log_probs_of(sampling: SamplingConfig) -> LogProbs:
             logits_BTV = penalize(logits_BTV, context)
         if process is None:
             return logits_BTV.log_softmax(-1)
-        return process(logits_BTV).clamp_min(_LEAST_PROBABILITY).log()
+        # Rounding can move a token out of the most probable ones that sampling keeps: 1e-30 stands for 0.
+        return process(logits_BTV).clamp_min(1e-30).log()
 
     return log_probs
 
@@ -90,7 +89,7 @@ class Scorer:
     """
 
     def __init__(
-        self, target: Runner, log_probs: LogProbs, *, batch_size: int, longest: int, num_positions: int,
+        self, target: Runner, log_probs: _LogProbs, *, batch_size: int, longest: int, num_positions: int,
         drafter: Drafter | None = None, reports: bool = True,
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
@@ -197,8 +196,10 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
         for _, of_prompt in groupby(share, key=lambda entry: (entry[1].prompt_ids, bool(entry[1].roles))):
             entries = list(of_prompt)
             scores = scorer.score([text for _, text in entries]) if scorer else repeat([TextScore([])] * len(entries))
-            for start in range(0, len(entries), config.batch_size):
-                stopped = stopped or _is_stopped(session)
+            for start in range(0, 0 if stopped else len(entries), config.batch_size):
+                # The deciding rank of this replica says whether to stop.
+                wish_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
+                stopped = bool(mesh.replica.read(mesh.replica.broadcast(wish_1, src=mesh.layout.verify_rank)))
                 if stopped:
                     break
                 batch, began_s = entries[start : start + config.batch_size], time.perf_counter()
@@ -218,19 +219,10 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
 
 def _drafter(session: Session) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
-    config, models = session.config, session.models
-    config = replace(
-        config, verification=VerificationConfig(rule=DEFAULT), speculation=replace(config.speculation, overlap=False)
-    )
+    models, speculation = session.models, replace(session.config.speculation, overlap=False)
+    config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
         config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
         vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
     )  # fmt: skip
     return drafter
-
-
-def _is_stopped(session: Session) -> bool:
-    """Whether the deciding rank of this replica has a request to stop, the same on all its ranks."""
-    mesh = session.models.mesh
-    flag_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
-    return bool(mesh.replica.read(mesh.replica.broadcast(flag_1, src=mesh.layout.verify_rank)))

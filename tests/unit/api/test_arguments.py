@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from llama_ssp import Pair, compare_machines, load, plan
-from llama_ssp.api.arguments import dtype_of
 from llama_ssp.api.words import in_library_words, of_library
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.settings import catalogue
@@ -217,7 +216,7 @@ def test_every_setting_in_an_error_becomes_an_argument() -> None:
 
 @pytest.mark.parametrize("given", [Dtype.bf16, "bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
-    assert dtype_of(given) is Dtype.bf16
+    assert plan("30B", hardware="laptop_cpu", dtype=given).job.target.dtype is Dtype.bf16  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])
