@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp import Pair, compare_machines, load, plan
-from llama_ssp.api.words import in_library_words, of_library
+from llama_ssp.api.words import in_library_words
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DeviceKind, Dtype
@@ -203,15 +203,21 @@ def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         load("7B")
 
 
-def test_every_setting_in_an_error_becomes_an_argument() -> None:
-    messages = (
-        "sampling.top_k=0 must be at least 1, or null", "draft.model.path=DIR is required", "give draft.matching=text",
-        "unknown model.quantization 'a'", "verification=greedy keeps", "chat=true needs", "model=7B has",
-        "another model.revision is required", "3 problems in the configuration:",
-    )  # fmt: skip
-    assert [OF_COMMANDS.search(of_library(message)) for message in messages] == [None] * len(messages)
-    with pytest.raises(SspError, match=r"^top_k=0$"), in_library_words():
-        raise SspError("sampling.top_k=0")
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("sampling.top_k=0 must be at least 1, or null", "top_k=0 must be at least 1, or None"),
+        ("draft.model.path=DIR is required", "the folder of a checkpoint is required"),
+        ("unknown model.quantization 'a' of model.safetensors", "unknown quantization 'a' of model.safetensors"),
+        ("verification=greedy keeps, give draft.matching=text", "rule=greedy keeps, give matching=text"),
+        ("chat=true needs model=7B, another model.revision", "chat=True needs target=7B, another revision"),
+        ("3 problems in the configuration: stop_strings", "3 problems in the arguments: stop"),
+    ],
+)
+def test_every_setting_in_an_error_becomes_an_argument(message: str, said: str) -> None:
+    with pytest.raises(SspError) as caught, in_library_words():
+        raise SspError(message)
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("given", [Dtype.bf16, "bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
