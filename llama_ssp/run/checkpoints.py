@@ -12,6 +12,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
+from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
@@ -182,10 +183,9 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
         tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in many ways
-        reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read ({reason}); tokenizer.json and tokenizer_config.json, as "
-            "save_pretrained writes them, are required"
+            f"the tokenizer in {folder} cannot be read ({reason_of(error)}); tokenizer.json and "
+            "tokenizer_config.json, as save_pretrained writes them, are required"
         ) from error
     return tokenizer
 

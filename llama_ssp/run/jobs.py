@@ -187,9 +187,8 @@ def in_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
             )
         )
     except Exception as error:  # a template can raise anything
-        reason = reason_of(error) or type(error).__name__
         raise CheckpointError(
-            f"the chat template in {tokenizer.name_or_path} fails ({reason}): copy tokenizer_config.json or "
+            f"the chat template in {tokenizer.name_or_path} fails ({reason_of(error)}): copy tokenizer_config.json or "
             "chat_template.jinja again, or leave chat out"
         ) from error
 

@@ -202,8 +202,8 @@ def _kind_of(content: object) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The beginning of an error's text, on one line."""
-    return " ".join(str(error).split())[:200]
+    """The beginning of an error's text, on one line; its kind if it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _of_record(where: str, content: dict[str, Any] | str, column: str | None) -> Iterator[Prompt]:

@@ -30,6 +30,7 @@ from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.tasks.dry_run import forecast
@@ -166,10 +167,9 @@ def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) 
         try:
             GenerationConfig.from_pretrained(file.parent, local_files_only=True)
         except Exception as error:  # it checks some values and crashes on others
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointError(
-                f"transformers, which this benchmark measures too, refuses {file} ({reason}): copy or download it "
-                "again, or set task.peers=false"
+                f"transformers, which this benchmark measures too, refuses {file} ({reason_of(error)}): copy or "
+                "download it again, or set task.peers=false"
             ) from error
 
 

@@ -22,8 +22,7 @@ OF_COMMANDS = re.compile(
     r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\bmodel=|\blaunch/"
 )
 """Settings of a command line, which a notebook does not have."""
-try_load: Any = load
-try_plan: Any = plan
+PAIR = ["tiny", "tiny-draft"]
 
 
 @pytest.fixture(scope="module")
@@ -118,50 +117,40 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("function", "models", "given", "message"),
     [
-        (lambda: try_load("tini"), "unknown target 'tini': .* did you mean tiny"),
-        (lambda: try_load("tiny", "tini"), "unknown draft 'tini': .* did you mean tiny"),
-        (lambda: try_load(""), "unknown target ''"),
-        (lambda: try_load("local"), "unknown target 'local'"),
-        (
-            lambda: try_load(5),
-            "target=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub",
-        ),
-        (lambda: try_load("tiny", dtype="int3"), "unknown dtype 'int3': there are auto, bf16, fp16, fp32"),
-        (lambda: try_load("tiny", dtype=torch.int64), "unknown dtype 'torch.int64'"),
-        (lambda: try_load("tiny", quantization="int5"), "unknown quantization 'int5': there are"),
-        (lambda: try_load("tiny", quantization=8), "unknown quantization '8'"),
-        (lambda: try_load("tiny", device="tpu"), "unknown device 'tpu': there are auto, cpu, cuda"),
-        (lambda: try_load("tiny", device=torch.device("meta")), "unknown device 'meta'"),
-        (
-            lambda: try_load("tiny", device="cuda:99"),
-            "device=cuda:99 is not on this machine, which has auto, cpu",
-        ),
-        (lambda: try_load("tiny", "tiny-draft", tokenizer="mine"), "unknown tokenizer 'mine': there are own, same"),
-        (lambda: try_load("tiny", "tiny-draft", tokenizer=5), "tokenizer=5 must be same, own, a loaded tokenizer"),
-        (lambda: try_load("tiny", "tiny-draft", tokenizer="own"), "^tokenizer=own has no effect with draft=tiny-draft"),
-        (
-            lambda: try_load(torch.nn.Linear(2, 2)),
-            "target is a loaded Linear, and a causal language model of transformers",
-        ),
-        (lambda: try_plan("30B", hardware="p5"), "unknown hardware 'p5': there are"),
-        (lambda: try_plan("30B", hardware=5), "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
-        (lambda: try_plan("30B", hardware="8xa100_80gb", num_gpus=0), "^num_gpus=0"),
-        (
-            lambda: try_plan("30B", placement="wide"),
-            "unknown placement 'wide': there are auto, one_rank, own_gpu, repl",
-        ),
-        (lambda: try_plan("30B", batch_size="two"), "batch_size='two' must be a whole number of rows"),
-        (lambda: try_plan("30B", "7B", num_draft_tokens=0), "^num_draft_tokens=0 must be at least 1"),
-        (lambda: try_plan("30B", "7B", acceptance=2), "^acceptance=2.0 must be a probability, between 0 and 1"),
-        (lambda: try_plan("30B", "llama3_8B"), "^the draft must have the target's vocabulary: target=30B has 32000"),
-        (lambda: try_plan("30B", prompt_tokens=4000), "the context of target=30B has 2048 tokens"),
+        (load, ["tini"], {}, "unknown target 'tini': .* did you mean tiny"),
+        (load, ["tiny", "tini"], {}, "unknown draft 'tini': .* did you mean tiny"),
+        (load, [""], {}, "unknown target ''"),
+        (load, ["local"], {}, "unknown target 'local'"),
+        (load, [5], {}, "target=5 must be a name of the catalogue, a folder with a checkpoint, owner/name of the hub"),
+        (load, ["tiny"], {"dtype": "int3"}, "unknown dtype 'int3': there are auto, bf16, fp16, fp32"),
+        (load, ["tiny"], {"dtype": torch.int64}, "unknown dtype 'torch.int64'"),
+        (load, ["tiny"], {"quantization": "int5"}, "unknown quantization 'int5': there are"),
+        (load, ["tiny"], {"quantization": 8}, "unknown quantization '8'"),
+        (load, ["tiny"], {"device": "tpu"}, "unknown device 'tpu': there are auto, cpu, cuda"),
+        (load, ["tiny"], {"device": torch.device("meta")}, "unknown device 'meta'"),
+        (load, ["tiny"], {"device": "cuda:99"}, "device=cuda:99 is not on this machine, which has auto, cpu"),
+        (load, PAIR, {"tokenizer": "mine"}, "unknown tokenizer 'mine': there are own, same"),
+        (load, PAIR, {"tokenizer": 5}, "tokenizer=5 must be same, own, a loaded tokenizer"),
+        (load, PAIR, {"tokenizer": "own"}, "^tokenizer=own has no effect with draft=tiny-draft"),
+        (load, [torch.nn.Linear(2, 2)], {}, "target is a loaded Linear, and a causal language model of transformers"),
+        (plan, ["30B"], {"hardware": "p5"}, "unknown hardware 'p5': there are"),
+        (plan, ["30B"], {"hardware": 5}, "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
+        (plan, ["30B"], {"hardware": "8xa100_80gb", "num_gpus": 0}, "^num_gpus=0"),
+        (plan, ["30B"], {"placement": "wide"}, "unknown placement 'wide': there are auto, one_rank, own_gpu, repl"),
+        (plan, ["30B"], {"batch_size": "two"}, "batch_size='two' must be a whole number of rows"),
+        (plan, ["30B", "7B"], {"num_draft_tokens": 0}, "^num_draft_tokens=0 must be at least 1"),
+        (plan, ["30B", "7B"], {"acceptance": 2}, "^acceptance=2.0 must be a probability, between 0 and 1"),
+        (plan, ["30B", "llama3_8B"], {}, "^the draft must have the target's vocabulary: target=30B has 32000"),
+        (plan, ["30B"], {"prompt_tokens": 4000}, "the context of target=30B has 2048 tokens"),
     ],
 )
-def test_load_and_plan_refuse_in_words_of_the_library(call: Callable[[], object], message: str) -> None:
+def test_load_and_plan_refuse_in_words_of_the_library(
+    function: Callable[..., object], models: list[object], given: dict[str, object], message: str
+) -> None:
     with pytest.raises(SspError, match=message) as caught:
-        call()
+        function(*models, **given)
     assert not OF_COMMANDS.search(str(caught.value))
 
 
