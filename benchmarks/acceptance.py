@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.measured import markdown, show
 from llama_ssp import Pair, load
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
 from llama_ssp.settings import folders
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig

@@ -21,10 +21,10 @@ from benchmarks.measured import Goal, markdown, show, table_of_goals
 from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import encode
-from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig

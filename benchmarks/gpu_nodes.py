@@ -32,7 +32,7 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm, Mesh
-from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.layout import lay_out_replica

@@ -24,11 +24,11 @@ from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import Models, build_decoder, load_models
-from llama_ssp.run.session.prompts import encode
-from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import cut
+from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,

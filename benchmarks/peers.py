@@ -24,8 +24,8 @@ from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, SamplingConfig, SpeculationConfig

@@ -24,9 +24,9 @@ from llama_ssp.planning.memory import model_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import build_decoder, load_models
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.settings import catalogue, checks
 from llama_ssp.settings.schema import (

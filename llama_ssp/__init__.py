@@ -8,14 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_ssp.api.loading import load
-    from llama_ssp.api.pair import Completion, Pair, speculative_generate
+    from llama_ssp.api.pair import Completion, Pair, load
     from llama_ssp.api.planning import compare_machines, plan
 
-__all__ = ["Completion", "Pair", "compare_machines", "load", "plan", "speculative_generate"]
+__all__ = ["Completion", "Pair", "compare_machines", "load", "plan"]
 _MODULES = {
-    "Completion": "pair", "Pair": "pair", "compare_machines": "planning", "load": "loading", "plan": "planning",
-    "speculative_generate": "pair",
+    "Completion": "pair", "Pair": "pair", "load": "pair", "compare_machines": "planning", "plan": "planning",
 }  # fmt: skip
 
 

@@ -40,25 +40,16 @@ def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
     return reader
 
 
-_whole, _number, _text = _of(Integral, int), _of(Real, float), _of(str, str)
-_whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
-_flag = _of(bool, bool)
-
-
-def _prices(value: Mapping[Any, Any]) -> dict[object, object]:
-    return {_text(name): _number(price) for name, price in value.items()}
-
-
-def _texts(value: object) -> list[object]:
-    return [value] if isinstance(value, str) else [_text(text) for text in _of(Sequence, list)(value)]  # type: ignore[attr-defined]
-
-
 def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
     if value is not None and not (callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))):
         raise TypeError
     return value
 
 
+_whole, _number, _text, _flag = _of(Integral, int), _of(Real, float), _of(str, str), _of(bool, bool)
+_whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
+_prices = _of(Mapping, lambda prices: {_text(name): _number(price) for name, price in prices.items()})
+_texts = _of(Sequence, lambda texts: [texts] if isinstance(texts, str) else [_text(text) for text in texts])
 _ENOUGH = "a number, for example"
 _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "max_new_tokens": (_whole, "a whole number of tokens, for example 64"),
@@ -84,24 +75,23 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
     "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
     "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
-    "prices": (_of(Mapping, _prices), "US dollars per hour by machine, for example {'8xh100': 20}"),
+    "prices": (_prices, "US dollars per hour by machine, for example {'8xh100': 20}"),
     "search": (_flag, "True or False"),
     "num_gpus": (_whole_or_none, "a whole number, or None"),
     "num_nodes": (_whole_or_none, "a whole number, or None"),
 }  # fmt: skip
 """The reader of each argument, and its description in an error."""
 _MEANT = {
-    **dict.fromkeys(("max_tokens", "max_length", "n_predict", "num_tokens"), "max_new_tokens"),
-    **dict.fromkeys(("k", "gamma", "num_speculative_tokens", "num_assistant_tokens"), "num_draft_tokens"),
-    **dict.fromkeys(("n", "num_return_sequences"), "num_samples"),
-    **dict.fromkeys(("stop_strings", "stop_sequences", "until"), "stop"),
-    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model"), "draft"),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "quantization"),
-    "do_sample": "temperature",
-    "model": "target",
-    "device_map": "device",
-    "machine": "hardware",
-}
+    alias: name
+    for name, aliases in {
+        "max_new_tokens": "max_tokens max_length n_predict num_tokens",
+        "num_draft_tokens": "k gamma num_speculative_tokens num_assistant_tokens",
+        "num_samples": "n num_return_sequences", "stop": "stop_strings stop_sequences until",
+        "draft": "draft_model assistant_model speculative_model", "quantization": "load_in_8bit load_in_4bit",
+        "temperature": "do_sample", "target": "model", "device": "device_map", "hardware": "machine",
+    }.items()
+    for alias in aliases.split()
+}  # fmt: skip
 """Arguments of other libraries, and ours in their place where a function has it."""
 
 
@@ -109,26 +99,24 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     """Let a function refuse keywords that it does not have, all together, in a ConfigError that names similar ones."""
     names = [name for name in signature(function).parameters if name != "self"]
 
+    def unknown(name: str) -> str:
+        other = _MEANT.get(name.casefold())
+        meant = other if other in names else similar_name(name, names)
+        hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
+        return f"unknown argument {name!r} of {function.__name__}: {hint}"
+
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if problems := [_unknown(name, names, of=function.__name__) for name in kwargs if name not in names]:
+        if problems := [unknown(name) for name in kwargs if name not in names]:
             raise ConfigError(one_message(problems, of="arguments"))
         return function(*args, **kwargs)
 
     return checked
 
 
-def _unknown(name: str, names: Sequence[str], *, of: str) -> str:
-    other = _MEANT.get(name.casefold())
-    meant = other if other in names else similar_name(name, names)
-    hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
-    return f"unknown argument {name!r} of {of}: {hint}"
-
-
 def check_types(given: Mapping[str, object]) -> dict[str, Any]:
     """Read arguments by name, numbers as Python's own; raises ConfigError for all of a wrong type together."""
-    values: dict[str, Any] = {}
-    problems = []
+    values, problems = {}, []
     for name, value in given.items():
         read, wanted = _ARGUMENTS[name]
         try:
@@ -149,17 +137,6 @@ def member(kind: type[_Kind], what: str, given: object) -> _Kind:
     return kind[given]
 
 
-def dtype_of(given: object) -> Dtype | None:
-    """Read a number format: ours, a dtype of torch, or the name of either; None stays None."""
-    if given is None:
-        return None
-    name = given.value if isinstance(given, Dtype) else str(given).removeprefix("torch.")
-    found = next((dtype for dtype in Dtype if name in {dtype.name, dtype.value}), None)
-    if found is None:
-        raise ConfigError(unknown_name("dtype", str(given), Dtype.__members__))
-    return found
-
-
 def for_each_model(given: object) -> tuple[object, object]:
     """An argument of both models, or a pair of arguments: the target's and the draft's."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
@@ -170,27 +147,31 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
 
     Raises ConfigError for anything else, and for an unknown dtype or quantization.
     """
-    if isinstance(given, str) and given in catalogue.names() and given != LOCAL:
-        entry = catalogue.load(given)
-    elif isinstance(given, str | Path) and str(given) and (folder := read_path(str(given))).is_dir():
-        entry = ModelConfig(name=LOCAL, path=str(folder))
-    elif isinstance(given, str) and is_hub_id(given):
-        entry = catalogue.load(given)
-    elif isinstance(given, str | Path):
-        unknown = unknown_name(what, str(given), catalogue.names())
-        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
-    else:
+    if not isinstance(given, str | Path):
         raise ConfigError(
             f"{what}={reprlib.repr(given)} must be a name of the catalogue, a folder with a checkpoint, owner/name of "
             "the hub, or a causal language model of transformers"
         )
+    name = str(given)
+    is_named = isinstance(given, str) and name in catalogue.names() and name != LOCAL
+    if name and not is_named and (folder := read_path(name)).is_dir():
+        entry = ModelConfig(name=LOCAL, path=str(folder))
+    elif is_named or (isinstance(given, str) and is_hub_id(name)):
+        entry = catalogue.load(name)
+    else:
+        unknown = unknown_name(what, name, catalogue.names())
+        raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
     return in_format(entry, dtype=dtype, quantization=quantization)
 
 
 def in_format(entry: ModelConfig, *, dtype: object, quantization: object) -> ModelConfig:
-    """Change the number format and the storage format of an entry, unless they are None; raises ConfigError."""
-    if (read := dtype_of(dtype)) is not None:
-        entry.dtype = read
+    """Change the number format, ours or that of torch, and the storage format, unless None; raises ConfigError."""
+    if dtype is not None:
+        name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
+        found = next((each for each in Dtype if name in {each.name, each.value}), None)
+        if found is None:
+            raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
+        entry.dtype = found
     if quantization is not None:
         if problem := problem_of(str(quantization), key="quantization"):
             raise ConfigError(problem)

@@ -1,4 +1,4 @@
-"""A target and its draft in memory, which complete prompts in one process."""
+"""A target and its draft in memory, which complete prompts in one process, as a run decodes them."""
 
 import reprlib
 from collections import OrderedDict
@@ -7,36 +7,59 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
 from numbers import Integral
-from typing import Any, TypeAlias, cast
+from pathlib import Path
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from llama_ssp.api.arguments import check_types, known_arguments
+from llama_ssp.api.arguments import (
+    check_types,
+    drafter_without_model,
+    entry_of,
+    for_each_model,
+    in_format,
+    known_arguments,
+    member,
+    model_drafter,
+)
 from llama_ssp.api.words import in_library_words
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
-from llama_ssp.ranks.gpu import selected
-from llama_ssp.run.session.loading import Models, build_decoder
-from llama_ssp.run.session.prompts import Message, Prompt, encode_messages
-from llama_ssp.run.session.tuning import make_ready
-from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import draft_name
+from llama_ssp.ranks.gpu import selected, selection_kept
+from llama_ssp.ranks.world import start
+from llama_ssp.run.checkpoints import Loaded, find_sources
+from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.jobs import encode_messages
+from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings.checks import check_docstrings, check_values
+from llama_ssp.settings.drafters import DraftTokenizer, Matching, draft_name
+from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
+from llama_ssp.settings.schema import (
+    DeviceKind,
+    Dtype,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    VerificationConfig,
+)
+from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
+from llama_ssp.weights.in_memory import weights_of
 
-Chat: TypeAlias = Sequence[Message]
-"""A conversation up to where the assistant speaks, or whose last message, the assistant's, it continues."""
-TokenIds: TypeAlias = Sequence[int] | Tensor
-AnyPrompt: TypeAlias = str | Chat | TokenIds
+AnyPrompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
 
+_OneDtype = Dtype | torch.dtype | str | None
+_OneTokenizer = PreTrainedTokenizerBase
 _SAMPLING = {each.name for each in fields(SamplingConfig)}
 _SHOWN = 40
 """Characters of a text in a `repr`."""
@@ -52,12 +75,9 @@ _WANTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTimes:
-    """Seconds of one completion; those of its batch's rounds are shared equally among the rows.
+    """Seconds of one completion from the start of its prefill: all, to its first token, and its share of the rounds.
 
-    Attributes:
-        total_s: from the start of its prefill to its end.
-        first_token_s: to its first token.
-        draft_s, verify_s, other_s: its share of the rounds' parts; prefill is no part of them.
+    The rows of a batch share the parts of its rounds equally; prefill is no part of them.
     """
 
     total_s: float
@@ -73,12 +93,9 @@ class Completion:
 
     Attributes:
         index: the place of its prompt in the list.
-        sample: which of the samples of its prompt.
         prompt_ids: what the model read.
         text: continues the prompt exactly; special tokens are left out.
-        finish_reason: "length", "eos" or "stop".
-        accepted_lengths: for each round, the accepted drafted tokens.
-        draft_lengths: for each round, the drafted tokens.
+        accepted_lengths, draft_lengths: for each round, the accepted and the drafted tokens.
         is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
         acceptance: share of the examined drafted tokens that were accepted; None without any.
         num_target_forwards: forwards of the target, including the prefill.
@@ -115,7 +132,7 @@ class Completion:
 
 
 def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    request, part_s = row.request, row.part_s
+    request = row.request
     examined = [(number, of) for number, of in zip(row.accepted_lengths, row.examined_lengths, strict=True) if of]
     num_examined = sum(of for _, of in examined)
     # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
@@ -129,8 +146,7 @@ def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completio
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
         num_target_forwards=row.num_target_forwards,
         times=CompletionTimes(
-            total_s=row.busy_s, first_token_s=row.first_token_s,
-            draft_s=part_s["draft"], verify_s=part_s["verify"], other_s=part_s["other"],
+            total_s=row.busy_s, first_token_s=row.first_token_s, **{f"{part}_s": s for part, s in row.part_s.items()}
         ),
     )  # fmt: skip
 
@@ -237,37 +253,25 @@ class Pair:
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"
                 )
             config.batch_size = min(config.batch_size, len(requests))
-            return self._complete(requests, config, speculative=self.models.drafts and not plain, streamer=streamer)
-
-    def _complete(
-        self, requests: Sequence[Request], config: RunConfig, *, speculative: bool, streamer: BaseStreamer | None
-    ) -> list[Completion]:
-        adapter = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None
-        done = {}
-        with (
-            torch.inference_mode(),
-            selected(self.device),
-            self._decoder(config, requests, speculative=speculative) as decoder,
-        ):
-            for updates in decoder.run(requests):
-                for update in updates:
-                    row = update.completion
-                    done[row.request.index, row.request.sample] = row
+            adapter, done = StreamerAdapter(streamer, requests[0].prompt_ids) if streamer else None, {}
+            with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
+                for update in chain.from_iterable(decoder.run(requests)):
+                    done[update.completion.request.index, update.completion.request.sample] = update.completion
                     if adapter:
                         adapter.put(update.new_ids)
-        if adapter:
-            adapter.end()
-        return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
+            if adapter:
+                adapter.end()
+            return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
     @contextmanager
-    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, speculative: bool) -> Iterator[Decoder]:
+    def _decoder(self, config: RunConfig, requests: Sequence[Request], *, plain: bool) -> Iterator[Decoder]:
         """Yield the decoder of a config, with room for the requests; forget it if the block fails.
 
         All decoders share the models' caches, which have room for one number of rows: a call with another number
         allocates them, and then every decoder captures its graphs again. An interruption may leave a decoder in the
         middle of a capture.
         """
-        models, kept = self.models, self._decoders
+        models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
             speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
             torch.get_num_threads(), astuple(config.sampling),
@@ -297,21 +301,18 @@ def _room(requests: Sequence[Request], *, context: int) -> Request:
     return Request(index=0, prompt_ids=(0,) * (longest - num_new), max_new_tokens=num_new)
 
 
-def _as_list(prompts: object) -> list[Any]:
-    """The prompts of a call, which has one or several; raises ConfigError if it has none."""
-    prompts = _plain(prompts)
-    if isinstance(prompts, str):
+def _as_list(prompts: object) -> list[object]:
+    """The prompts of a call, which has one or several; lists for tensors and arrays. ConfigError if it has none."""
+    if isinstance(prompts := _plain(prompts), str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts={reprlib.repr(prompts)} must be {_WANTED}")
     if not prompts:
         raise ConfigError("at least one prompt is required")
-    is_one = isinstance(prompts[0], Integral | Mapping)
-    return [prompts] if is_one else [_plain(prompt) for prompt in prompts]
+    return [prompts] if isinstance(prompts[0], Integral | Mapping) else [_plain(prompt) for prompt in prompts]
 
 
 def _plain(prompt: object) -> object:
-    """Lists for tensors and arrays."""
     to_list = getattr(prompt, "tolist", None)
     return to_list() if callable(to_list) else prompt
 
@@ -324,7 +325,10 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(prompt, Sequence):
         if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             ids = tuple(int(token) for token in prompt)
-        elif all(_is_message(message) for message in prompt):
+        elif all(
+            isinstance(each, Mapping) and all(isinstance(each.get(name), str) for name in ("role", "content"))
+            for each in prompt
+        ):
             ids = encode_messages([dict(message) for message in prompt], tokenizer)
     if not ids:
         raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
@@ -333,25 +337,100 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) 
     return Prompt(text=str(prompt), ids=ids)
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
-
-
 @known_arguments
-def speculative_generate(
-    pair: Pair,
-    prompts: str | Sequence[str],
+def load(
+    target: str | Path | PreTrainedModel,
+    draft: str | Path | PreTrainedModel | None = None,
     *,
-    max_new_tokens: int = RunConfig.max_new_tokens,
-    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
-    sampling: SamplingConfig | None = None,
-    seed: int = 0,
-    chat: bool = False,
-    stop_strings: str | Sequence[str] = (),
-    streamer: BaseStreamer | None = None,
-) -> list[Completion]:
-    """Complete texts by `Pair.generate`, with the sampling as one object; None samples at temperature 0.8."""
-    return pair.generate(
-        prompts, max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens, seed=seed, chat=chat,
-        stop=stop_strings, streamer=streamer, **vars(sampling or SamplingConfig()),
-    )  # fmt: skip
+    dtype: _OneDtype | tuple[_OneDtype, _OneDtype] = None,
+    quantization: str | tuple[str | None, str | None] | None = None,
+    device: DeviceKind | torch.device | str = DeviceKind.auto,
+    tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
+    matching: Matching | str = Matching.intersection,
+) -> Pair:
+    """Load a pair of models into this process.
+
+    Args:
+        target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face hub, or a
+            loaded causal language model of transformers, whose weights are copied.
+        draft: the same for the draft, or "ngram"; None decodes with the target alone.
+        dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
+            (`planning.spec.number_format`).
+        quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
+        device: to compute on: auto, cpu, cuda, cuda:1, or a device of torch.
+        tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
+            a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
+            loaded models without a folder.
+        matching: how the tokens of a draft with its own tokenizer become the target's (`settings.drafters.Matching`).
+
+    Raises:
+        ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
+            Python has removed docstrings.
+        CheckpointError: a checkpoint is missing or faulty.
+        PlacementError: the device is not there, or the family of a model is not supported.
+    """
+    with in_library_words():
+        check_docstrings()
+        load_plugins()
+        kind, gpu = _read_device(device)
+        choice, tokenizers = _read_tokenizers(tokenizer)
+        formats = [*zip(for_each_model(dtype), for_each_model(quantization), strict=True)]
+        target_entry, loaded_target = _read_model("target", target, tokenizers[0], *formats[0])
+        drafter, loaded_draft = drafter_without_model(draft), Loaded()
+        if drafter is None:
+            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], *formats[1])
+            drafter = model_drafter(draft_entry, tokenizer=choice, matching=matching)
+        config = RunConfig(task=GenerateConfig(), model=target_entry, draft=drafter, device=kind)
+        with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
+            if started.comm.size > 1:
+                message = "the library works in one process: use llama-ssp run with ranks=N for several"
+                raise ConfigError(message)
+            if gpu:
+                torch.cuda.set_device(gpu)
+            world = replace(started, device=gpu or started.device)
+            sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
+            return Pair(models=load_models(config, world, sources), config=config)
+
+
+def _read_model(
+    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, dtype: object, quantization: object
+) -> tuple[ModelConfig, Loaded]:
+    if not isinstance(given, torch.nn.Module):
+        return entry_of(what, given, dtype=dtype, quantization=quantization), Loaded(tokenizer=tokenizer)
+    weights = weights_of(given, what=what)
+    if tokenizer is None and not weights.folder.is_dir():
+        raise ConfigError(
+            f"{what} is a loaded {type(given).__name__} without a folder that has its tokenizer: give tokenizer=, "
+            "such as AutoTokenizer.from_pretrained(...)"
+        )
+    entry = in_format(ModelConfig(name=weights.name), dtype=dtype, quantization=quantization)
+    return entry, Loaded(weights=weights, tokenizer=tokenizer)
+
+
+def _read_device(given: object) -> tuple[DeviceKind, torch.device | None]:
+    """The kind of device, and the GPU if one is named."""
+    if isinstance(given, DeviceKind):
+        return given, None
+    name, _, number = str(given).partition(":")
+    kind = member(DeviceKind, "device", name)
+    if not number:
+        return kind, None
+    num_gpus = torch.cuda.device_count()
+    if kind is not DeviceKind.cuda or not number.isdecimal() or int(number) >= num_gpus:
+        gpus = ["cuda", *(f"cuda:{index}" for index in range(num_gpus))] if num_gpus else []
+        raise ConfigError(f"device={given} is not on this machine, which has {', '.join(['auto', 'cpu', *gpus])}")
+    return kind, torch.device("cuda", int(number))
+
+
+def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None, _OneTokenizer | None]]:
+    """Whether the draft may have its own tokenizer, and the tokenizers that are loaded already."""
+    if isinstance(given, str | DraftTokenizer):
+        return member(DraftTokenizer, "tokenizer", given), (None, None)
+    target, draft = for_each_model(given)
+    if not (isinstance(target, PreTrainedTokenizerBase) and isinstance(draft, PreTrainedTokenizerBase)):
+        raise ConfigError(
+            f"tokenizer={given!r:.60} must be same, own, a loaded tokenizer of transformers, or a tuple of the "
+            "target's and the draft's"
+        )
+    has_own = target is not draft and target.get_vocab() != draft.get_vocab()
+    return DraftTokenizer.own if has_own else DraftTokenizer.same, (target, draft)

@@ -9,32 +9,21 @@ from contextlib import contextmanager
 
 from llama_ssp.errors import SspError
 
-_WORDS = tuple(
-    (re.compile(pattern), words)
-    for pattern, words in (
-        (r"\bmodel=local model\.path=(\S+) accepts it", r"its folder \1, in place of the name, accepts it"),
-        (r"\b(?:draft\.)?model\.path=DIR\b", "the folder of a checkpoint"),
-        (r"\bcheck model\.hub_id\b", "check its name"),
-        (r"\b(?:draft\.)?model\.(?=revision|quantization|dtype|shape)", ""),
-        (r"\bdraft\.(?=tokenizer|matching)", ""),
-        (r"\bsampling=greedy\b", "temperature=0"),
-        (r"\b(?:sampling|speculation)\.(?=[a-z])", ""),
-        (r"\bverification(?:\.rule)?(?=[ =])", "rule"),
-        (r"\bhardware\.(?=num_gpus|num_nodes)", ""),
-        (r"\bstop_strings\b", "stop"),
-        (r"\bmodel=(?=\S)", "target="),
-        (r"\bor null\b", "or None"),
-        (r"=true\b", "=True"),
-        (r"\bproblems in the configuration\b", "problems in the arguments"),
-    )
-)
-
-
-def of_library(message: str) -> str:
-    """Put an error message into the words of the library."""
-    for pattern, words in _WORDS:
-        message = pattern.sub(words, message)
-    return message
+_GROUPS = {
+    "sampling": "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty",
+    "speculation": "num_draft_tokens acceptance text", "verification": "rule", "hardware": "num_gpus num_nodes",
+    "draft": "tokenizer matching", "model": "dtype quantization revision shape",
+    "draft.model": "dtype quantization revision shape",
+}  # fmt: skip
+"""Settings by their group: as arguments they have none."""
+_WORDS = {f"{group}.{name}": name for group, names in _GROUPS.items() for name in names.split()} | {
+    "model=local model.path=": "its folder ", " accepts it": ", in place of the name, accepts it", "model=": "target=",
+    "model.path=DIR": "the folder of a checkpoint", "draft.model.path=DIR": "the folder of a checkpoint",
+    "model.hub_id": "its name", "sampling=greedy": "temperature=0", "verification=": "rule=", "stop_strings": "stop",
+    "chat=true": "chat=True", "or null": "or None", "problems in the configuration": "problems in the arguments",
+}  # fmt: skip
+_WHOLE = r"(?:(?<![\w.])|(?= ))(?:{})(?!(?<=\w)\w)"
+_SETTINGS = re.compile(_WHOLE.format("|".join(map(re.escape, sorted(_WORDS, key=len, reverse=True)))))
 
 
 @contextmanager
@@ -43,5 +32,5 @@ def in_library_words() -> Iterator[None]:
     try:
         yield
     except SspError as error:
-        error.args = (of_library(str(error)),)
+        error.args = (_SETTINGS.sub(lambda found: _WORDS[found.group()], str(error)),)
         raise

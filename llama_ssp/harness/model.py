@@ -19,8 +19,9 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.ranks.gpu import selected
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import Message, check_ids, in_template
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import check_ids, in_template
+from llama_ssp.run.prompts import Message
 from llama_ssp.settings.checks import check_values
 from llama_ssp.speculate.engine.likelihoods import ScoredText, log_likelihoods
 from llama_ssp.speculate.engine.state import Request, count_equal_before
@@ -103,7 +104,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         return ids
 
     def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
-        """Write a conversation in the tokenizer's chat template; see `session.prompts.in_template`."""
+        """Write a conversation in the tokenizer's chat template; see `run.jobs.in_template`."""
         return in_template(chat_history, self.tokenizer, goes_on=not add_generation_prompt)
 
     @torch.inference_mode()

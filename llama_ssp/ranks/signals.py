@@ -1,6 +1,6 @@
 """The signals that stop a run, and the end of the torchrun agent, which also stops it.
 
-Does not import torch, so that a launcher can use it. Modules `session.interruption` and `failures` handle the signals.
+Does not import torch, so that a launcher can use it. Modules `run.interruption` and `failures` handle the signals.
 """
 
 import os

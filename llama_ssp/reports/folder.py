@@ -1,11 +1,11 @@
 """The folder of a run: its lock, its finished lines, and files that are written atomically.
 
-Only rank 0 opens a run folder. `session.ranklog` writes the log files; `records` defines lines and summary.
+Only rank 0 opens a run folder. `run.opening` writes the log files; `records` defines lines and summary.
 
     run_dir/lock          held (flock) while the run lives
     run_dir/config.yaml   the config of the run
     run_dir/run.jsonl     a line per completion, appended as soon as it ends
-    run_dir/models.json   hashes of the models' files (`tasks.resuming`)
+    run_dir/models.json   hashes of the models' files (`run.resuming`)
     run_dir/status        running, done, interrupted, or the failing exit code and its sentence
     run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
     run_dir/benchmark.jsonl   a line per cell of task=benchmark

@@ -2,7 +2,7 @@
 
 Text of models and prompts is never parsed as markup, and its control characters are made visible, so that it cannot
 control the terminal. If standard output is no terminal, texts are written without colours or added line breaks.
-`session.ranklog` writes log files.
+`run.opening` writes log files.
 """
 
 import re

@@ -18,10 +18,10 @@ import torch
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import Models, build_decoder, load_models
-from llama_ssp.run.session.prompts import encode
-from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.jobs import encode
+from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import formats

@@ -5,7 +5,7 @@ from typing import Any
 
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.ranks.comms import Comm, Mesh
-from llama_ssp.run.session.loading import Models, build_decoder
+from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import DraftLayout, RunConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair

@@ -16,9 +16,9 @@ import torch
 
 from llama_ssp import Pair
 from llama_ssp.ranks.world import start
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import build_decoder, load_models
-from llama_ssp.run.session.tuning import tune
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
 from llama_ssp.settings.schema import (

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.first_hour.engine import watched
 from llama_ssp.ranks.world import World, start
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import build_decoder, load_models
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.decoders import build_decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.stub_gpu import device
 from tests.stub_gpu.matrix import load_group

@@ -21,7 +21,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.environment import Ranks, launcher_of, read_ranks
 from llama_ssp.ranks.signals import STOP_SIGNALS, heeded_signals
 from llama_ssp.run.commands import run
-from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain

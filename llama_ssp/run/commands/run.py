@@ -1,6 +1,6 @@
 """`llama-ssp run` on a rank: under torchrun, under srun, on a rank of its own, or alone.
 
-Reads and checks the whole config before anything is loaded and before the ranks meet, then calls `llama_ssp.run.tasks`.
+Reads and checks the whole config before anything is loaded and before the ranks meet, then calls `run.pipeline`.
 Errors become sentences and exit codes only here. torch is imported after the checks, so that mistakes show at once.
 """
 
@@ -18,10 +18,10 @@ from types import FrameType
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.environment import Ranks, read_ranks
 from llama_ssp.ranks.signals import find_agent, handle_signals, ignore_signals
+from llama_ssp.run import startup
 from llama_ssp.run.commands import completion, topics
 from llama_ssp.run.commands.options import read_options, until_unread
 from llama_ssp.run.commands.points import check_here, for_all, points_of
-from llama_ssp.run.session import startup
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, compose, to_run_config
@@ -47,9 +47,9 @@ Act = Callable[[RunConfig, startup.StartClock], bool]
 
 def task_code() -> Act:
     """Import what runs one point on this rank."""
-    from llama_ssp.run.tasks import run as task  # noqa: PLC0415 - torch takes seconds to import
+    from llama_ssp.run import pipeline  # noqa: PLC0415 - torch takes seconds to import
 
-    return task.run
+    return pipeline.run
 
 
 def main(
@@ -80,7 +80,7 @@ def main(
 
 
 class _Interrupt:
-    """Handles a signal as Ctrl-C is handled, outside of `session.interruption`; a second signal changes nothing.
+    """Handles a signal as Ctrl-C is, outside of `run.interruption`; a second signal changes nothing.
 
     Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
     """

@@ -27,7 +27,7 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.signals import AGENT
 from llama_ssp.reports.plan_tables import JobRow, print_jobs
 from llama_ssp.run.commands.points import Point, for_all
-from llama_ssp.run.session.prompts import STANDARD_INPUT
+from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
 from llama_ssp.settings import checks, folders
 from llama_ssp.settings.checks import is_synthetic

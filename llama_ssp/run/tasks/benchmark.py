@@ -1,12 +1,10 @@
 """`task=benchmark`: one table over K, prompt lengths and batch sizes, with transformers' own generation as a peer.
 
 All candidates of a cell decode the same prompts with the same sampling, in turns. Milliseconds per token are those of
-whole completions, including prefill, over the tokens of all rows. Each row is appended to `benchmark.jsonl` in the run
-folder once it is measured; a resumed run skips its cells. `terminal.tables` lays out the table.
+whole completions, including prefill, over the tokens of all rows. A resumed run skips the cells in `benchmark.jsonl`.
 
-transformers' own generation, plain and assisted, is the peer. It gets the same prompts, sampling and number of drafted
-tokens, in a constant schedule without early stops and without end-of-sequence tokens. It reads checkpoints, and runs in
-one process.
+The peer, transformers' generation, plain and assisted, gets the same prompts, sampling and number of drafted tokens, in
+a constant schedule without early stops and without end-of-sequence tokens. It reads checkpoints, in one process.
 """
 
 import hashlib
@@ -17,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -25,16 +23,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.planning.memory import rank_shares, step_bytes
-from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.timing import timing
-from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.reports.provenance import git_commit, versions
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey
+from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey, Forecast
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import reason_of
+from llama_ssp.run.session import Session
+from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import NgramConfig, draft_name, matching_of
 from llama_ssp.settings.formats import format_of
@@ -65,7 +63,6 @@ class Ours:
     def ms_per_token(self, repetition: int) -> float:
         """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
         self.decoder.seed = repetition + 1
-        completions: dict[int, RowCompletion] = {}
         requests = [
             Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens, num_equal_before=number)
             for index, (ids, number) in enumerate(zip(self.prompts, count_equal_before(self.prompts), strict=True))
@@ -74,23 +71,22 @@ class Ours:
             self.decoder.make_room(requests)
             self.decoder.warm_up(requests)
         started = time.perf_counter()
-        for updates in self.decoder.run(requests):
-            completions |= {update.completion.request.index: update.completion for update in updates}
+        last = [update.completion for updates in self.decoder.run(requests) for update in updates]
         seconds = time.perf_counter() - started
         if self.decoder.stopped:
             raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
+        completions = [*{each.request.index: each for each in last}.values()]
         if repetition >= 0:
-            self.done.append(list(completions.values()))
-        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions.values())
+            self.done.append(completions)
+        return 1e3 * seconds / sum(len(each.token_ids) for each in completions)
 
     @property
     def tokens_per_round(self) -> float | None:
         """Mean over all speculative rounds that the length limit did not shorten; None without any."""
         counted = [
             length + 1
-            for completions in self.done
-            for completion in completions
-            for length, examined in zip(completion.accepted_lengths, completion.examined_lengths, strict=True)
+            for each in chain(*self.done)
+            for length, examined in zip(each.accepted_lengths, each.examined_lengths, strict=True)
             if examined
         ]
         return statistics.mean(counted) if counted else None
@@ -120,19 +116,10 @@ class Peers:
     draft: PreTrainedModel | None
     longest_match: int | None = None
 
-    @property
-    def can_assist(self) -> bool:
-        """Whether the library has an assistant of this kind."""
-        return bool(self.draft or self.longest_match)
-
     def ms_per_token(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        *,
-        num_new_tokens: int,
-        sampling: SamplingConfig,
+        self, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, sampling: SamplingConfig,
         num_draft_tokens: int | None,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Complete the prompts; returns milliseconds per new token, including prefill.
 
         Plain prompts of one length are completed together, others one by one: the library assists one row only.
@@ -140,7 +127,15 @@ class Peers:
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
-        options = {"max_new_tokens": num_new_tokens, **_generation_options(sampling)}
+        options: dict[str, object] = {
+            "max_new_tokens": num_new_tokens,
+            "repetition_penalty": sampling.repetition_penalty,
+            "do_sample": sampling.temperature > 0,
+        }
+        if sampling.temperature > 0:
+            top_p = 1.0 if sampling.top_p is None else sampling.top_p
+            filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
+            options |= {"temperature": sampling.temperature, **filters}
         if num_draft_tokens and self.draft:
             self.draft.generation_config.num_assistant_tokens = num_draft_tokens
             options["assistant_model"] = self.draft
@@ -155,16 +150,7 @@ class Peers:
         return 1e3 * (time.perf_counter() - started) / num_tokens
 
 
-def _generation_options(sampling: SamplingConfig) -> dict[str, object]:
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if sampling.temperature == 0:
-        return {"do_sample": False, **penalty}
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
-    return {"do_sample": True, "temperature": sampling.temperature, **filters, **penalty}
-
-
-def has_peers(config: RunConfig, *, world_size: int) -> bool:
+def _has_peers(config: RunConfig, *, world_size: int) -> bool:
     """Whether a benchmark also measures transformers: one rank, checkpoints, no quantization, penalties that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
@@ -175,16 +161,15 @@ def has_peers(config: RunConfig, *, world_size: int) -> bool:
 
 def check_peers(config: RunConfig, folders: Sequence[Path], *, world_size: int) -> None:
     """Before loading, raise CheckpointError if transformers is measured and refuses a generation config."""
-    if not has_peers(config, world_size=world_size):
+    if not _has_peers(config, world_size=world_size):
         return
     for file in filter(Path.is_file, (folder / GENERATION_CONFIG_FILE for folder in folders)):
         try:
             GenerationConfig.from_pretrained(file.parent, local_files_only=True)
         except Exception as error:  # it checks some values and crashes on others
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointError(
-                f"transformers, which this benchmark measures too, refuses {file} ({reason}): copy or download it "
-                "again, or set task.peers=false"
+                f"transformers, which this benchmark measures too, refuses {file} ({reason_of(error)}): copy or "
+                "download it again, or set task.peers=false"
             ) from error
 
 
@@ -204,10 +189,19 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
     raises ConfigError if the recorded rows were measured with another text, and InterruptedRun; rows so far are kept.
     """
-    task = session.config.task
+    task, folder = session.config.task, session.folder
     assert isinstance(task, BenchmarkConfig)
     text = [token for job in jobs for token in job.request.prompt_ids]
-    measured = _broadcast_measured(session, text)
+
+    def recorded() -> list[CellKey]:
+        if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
+            raise ConfigError(
+                f"run_dir={folder.path} holds cells that were measured with another text: "
+                "give the old prompts to measure the cells that are left, or name another run_dir"
+            )
+        return [row.key for row in folder.rows] if folder else []
+
+    measured = {tuple(key) for key in from_rank_0(session.world.comm, recorded)}
     all_drafted: list[int | None] = [*task.num_draft_tokens] if session.models.drafts else [None]
     cells = [cell for cell in product(task.prompt_tokens, task.batch_sizes, all_drafted) if cell not in measured]
     if not cells:
@@ -219,22 +213,8 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
             row = _measure(session, text, cell, peers=peers, progress=progress)
-            if session.folder:
-                session.folder.append_row(row)
-
-
-def _broadcast_measured(session: Session, text: Sequence[int]) -> frozenset[CellKey]:
-    """Broadcast which cells the run folder holds; raises ConfigError if another text was used for them."""
-    comm, folder = session.world.comm, session.folder
-    with raise_on_all_ranks(comm):
-        if folder and any(row.text_sha256 != _digest(text) for row in folder.rows):
-            raise ConfigError(
-                f"run_dir={folder.path} holds cells that were measured with another text: "
-                "give the old prompts to measure the cells that are left, or name another run_dir"
-            )
-    known = json.dumps([row.key for row in folder.rows]) if folder else ""
-    keys = json.loads(comm.broadcast_text(known, src=0))
-    return frozenset((prompt_tokens, batch_size, drafted) for prompt_tokens, batch_size, drafted in keys)
+            if folder:
+                folder.append_row(row)
 
 
 def _digest(text: Sequence[int]) -> str:
@@ -248,7 +228,7 @@ def cut(text: Sequence[int], *, num_prompts: int, num_tokens: int) -> list[tuple
 
 
 def _peers(session: Session) -> Peers | None:
-    if not has_peers(session.config, world_size=session.world.comm.size):
+    if not _has_peers(session.config, world_size=session.world.comm.size):
         return None
     drafting = session.config.draft
     # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
@@ -262,21 +242,10 @@ def _peers(session: Session) -> Peers | None:
 
 
 def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers | None) -> list[str]:
-    names = [PLAIN, SPECULATIVE] if num_draft_tokens else [PLAIN]
-    if peers:
-        # The library assists one row at a time.
-        is_assisted = num_draft_tokens and batch_size == 1 and peers.can_assist
-        names += [GENERATE, ASSISTED] if is_assisted else [GENERATE]
-    return names
-
-
-def _report(
-    progress: RunProgress, name: str, measure: Callable[[int], float], num_tokens: int, repetition: int
-) -> float:
-    ms = measure(repetition)
-    progress.advance(name, num_tokens)
-    progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
-    return ms
+    # The library assists one row at a time.
+    is_assisted = num_draft_tokens and batch_size == 1 and peers and (peers.draft or peers.longest_match)
+    named = {PLAIN: True, SPECULATIVE: num_draft_tokens, GENERATE: peers, ASSISTED: is_assisted}
+    return [name for name, is_candidate in named.items() if is_candidate]
 
 
 def _measure(
@@ -302,34 +271,37 @@ def _measure(
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
         candidates[ASSISTED] = lambda _repetition: run(num_draft_tokens=num_draft_tokens)
     num_tokens = batch_size * num_new_tokens
-    timed: dict[str, Callable[[int], float]] = {
-        name: partial(_report, progress, name, candidates[name], num_tokens) for name in names
-    }
+
+    def measure(name: str, repetition: int) -> float:
+        ms = candidates[name](repetition)
+        progress.advance(name, num_tokens)
+        progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
+        return ms
+
+    timed: dict[str, Callable[[int], float]] = {name: partial(measure, name) for name in names}
     timed[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
     ms = interleave(timed, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), num_new_tokens > 1
     steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
+    expected = Forecast()
+    if session.plan:
+        drafted = num_draft_tokens or 1
+        job = replace(session.plan.job, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
+        expected = forecast(timing(job, session.plan.hardware))
+    expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkRow(
         model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
         quantization=config.model.quantization, world_size=session.world.comm.size,
         temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
         num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
-        forecast_ms_per_token=_forecast(session.plan, cell) if session.plan else {},
+        forecast_ms_per_token={mode: ms / batch_size for mode, ms in expected_ms.items() if ms is not None},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
         text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
     )  # fmt: skip
-
-
-def _forecast(plan: Plan, cell: CellKey) -> dict[str, float]:
-    prompt_tokens, num_rows, num_draft_tokens = cell
-    job = replace(plan.job, batch_size=num_rows, prompt_tokens=prompt_tokens, num_draft_tokens=num_draft_tokens or 1)
-    expected = forecast(timing(job, plan.hardware))
-    by_mode = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
-    return {mode: ms / num_rows for mode, ms in by_mode.items() if ms is not None}
 
 
 def _pass_s(session: Session) -> float:

@@ -30,13 +30,12 @@ from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators, rounds
 from llama_ssp.run.calibration.profiles import DTYPES, Show, all_cores, all_parts, measure
+from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import Dtype, RunConfig
 from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.words import counted
-
-LARGEST_MESSAGE, SMALLEST_MESSAGE = -1, 0
 
 
 def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
@@ -82,9 +81,7 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
 
     Raises SspError on every rank if the file has no profiles of these ranks, or cannot be written.
     """
-    with raise_on_all_ranks(world.comm):
-        figures = _calibrated(file, world) if world.comm.rank == 0 else {}
-    figures = yaml.safe_load(world.comm.broadcast_text(yaml.safe_dump(figures, sort_keys=False), src=0))
+    figures = from_rank_0(world.comm, lambda: _calibrated(file, world))
     machine = build(figures)
     profiles = {each.num_ranks: each for each in machine.profiles}
     measured = measure(world, lambda num_ranks, _name: profiles[num_ranks], show)
@@ -123,8 +120,10 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
     device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
-    latency_s = reduces[SMALLEST_MESSAGE].s if reduces else 1e-4
-    bandwidth = reduces[LARGEST_MESSAGE].size / max(reduces[LARGEST_MESSAGE].s - latency_s, 1e-9) if reduces else 1e9
+    latency_s, bandwidth = 1e-4, 1e9
+    if reduces:
+        latency_s, largest = reduces[0].s, reduces[-1]
+        bandwidth = largest.size / max(largest.s - latency_s, 1e-9)
     return {
         "name": THIS_MACHINE,
         "device": device.type,
@@ -185,14 +184,13 @@ _Dumper.add_representer(
 )
 
 
-def _as_table(value: Any) -> Any:  # noqa: ANN401 - a figure of a profile
-    return text_of(value) if isinstance(value, list) and value else value
-
-
 def _write(file: Path, figures: dict[str, Any]) -> None:
     problems = problems_of(figures)
     assert not problems, f"calibrate writes what the planner reads: {problems}"
-    profiles = [{name: _as_table(value) for name, value in each.items()} for each in figures["profiles"]]
+    profiles = [
+        {name: text_of(value) if isinstance(value, list) and value else value for name, value in each.items()}
+        for each in figures["profiles"]
+    ]
     text = yaml.dump(
         figures | {"profiles": profiles}, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=160
     )

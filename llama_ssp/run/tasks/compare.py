@@ -4,8 +4,8 @@ from itertools import product
 from pathlib import Path
 
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.generate import Texts
 from llama_ssp.settings.tasks import CompareConfig
 

@@ -8,20 +8,16 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from llama_ssp.reports.records import CompletionLine, LineKey
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
-
-_EXCERPT = 60
-"""Longest excerpt of a prompt in the name of its completion."""
 
 
 class Texts(Viewer):
     """Prints completions as text: streamed with one row at a time, else whole in the order in which they end.
 
-    Args:
-        head: prints what stands before a completion, of the index, the sample and the text of its prompt, and its mode.
+    `head` prints what precedes a completion, of the index, the sample and the text of its prompt, and its mode.
     """
 
     def __init__(self, session: Session, head: Callable[[int, int, str, str], None]) -> None:
@@ -41,19 +37,6 @@ class Texts(Viewer):
             self._head(line.index, line.sample, line.prompt, line.mode)
             self._terminal.stream([Piece(line.text, accepted=False)])
         self._terminal.end_of_text()
-
-
-def _name(session: Session, jobs: Sequence[PromptTask]) -> Callable[[int, int, str, str], None]:
-    """On a screen, each of several completions has a name."""
-    terminal, has_names = session.terminal, len(jobs) > 1 and session.terminal.is_screen
-
-    def name(index: int, sample: int, prompt: str, _mode: str) -> None:
-        if has_names:
-            of_samples = f"sample {sample + 1}: " if session.config.num_samples > 1 else ""
-            excerpt = textwrap.shorten(prompt, _EXCERPT, placeholder="...") or "no text"
-            terminal.heading(of_samples + excerpt, number=index + 1, total=session.num_prompts)
-
-    return name
 
 
 class _Lines(Viewer):
@@ -88,10 +71,18 @@ class _InOrder(Viewer):
 
 def generate(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs, speculatively if there is a draft."""
-    task, mode = session.config.task, session.best_mode
+    task, mode, terminal = session.config.task, session.best_mode, session.terminal
     assert isinstance(task, GenerateConfig)
+    has_names = len(jobs) > 1 and terminal.is_screen
+
+    def name(index: int, sample: int, prompt: str, _mode: str) -> None:
+        if has_names:
+            of_samples = f"sample {sample + 1}: " if session.config.num_samples > 1 else ""
+            excerpt = textwrap.shorten(prompt, 60, placeholder="...") or "no text"
+            terminal.heading(of_samples + excerpt, number=index + 1, total=session.num_prompts)
+
     shows_texts = task.format is OutputFormat.text
-    viewer: Viewer = Texts(session, _name(session, jobs)) if shows_texts else _Lines(session.terminal.line)
+    viewer: Viewer = Texts(session, name) if shows_texts else _Lines(terminal.line)
     with ExitStack() as stack:
         if task.in_order and not session.streams:
             viewer = in_order = _InOrder(viewer, jobs, session.finished, mode)

@@ -7,8 +7,8 @@ from llama_ssp.errors import SspError
 from llama_ssp.planning.acceptance import store
 from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.tasks import LatencyConfig
 

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.evaluation.martingales import TextSums
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.session import Session
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
@@ -37,9 +37,7 @@ from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
 _SCORED = "scored by the target"
-_LEAST_PROBABILITY = 1e-30
-"""Stands for 0: rounding can move a token out of the most probable ones that sampling keeps."""
-LogProbs = Callable[[Tensor, Context], Tensor]
+_LogProbs = Callable[[Tensor, Context], Tensor]
 """Maps logits (B, T, V) and their context to log-probabilities."""
 
 
@@ -63,7 +61,7 @@ class TextScore(NamedTuple):
     sums: TextSums | None = None
 
 
-def log_probs_of(sampling: SamplingConfig) -> LogProbs:
+def log_probs_of(sampling: SamplingConfig) -> _LogProbs:
     """Compose the log-probabilities that tokens are drawn with; those of temperature 1 for greedy text."""
     penalize = penalty(sampling)
     process = processor(sampling) if sampling.temperature > 0 else None
@@ -73,7 +71,8 @@ def log_probs_of(sampling: SamplingConfig) -> LogProbs:
             logits_BTV = penalize(logits_BTV, context)
         if process is None:
             return logits_BTV.log_softmax(-1)
-        return process(logits_BTV).clamp_min(_LEAST_PROBABILITY).log()
+        # Rounding can move a token out of the most probable ones that sampling keeps: 1e-30 stands for 0.
+        return process(logits_BTV).clamp_min(1e-30).log()
 
     return log_probs
 
@@ -90,7 +89,7 @@ class Scorer:
     """
 
     def __init__(
-        self, target: Runner, log_probs: LogProbs, *, batch_size: int, longest: int, num_positions: int,
+        self, target: Runner, log_probs: _LogProbs, *, batch_size: int, longest: int, num_positions: int,
         drafter: Drafter | None = None, reports: bool = True,
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
@@ -105,17 +104,16 @@ class Scorer:
     def score(self, texts: Sequence[SampledText]) -> Iterator[list[TextScore]]:
         """Yield, batch by batch, the scores of the texts, which have one prompt, and either all roles or none."""
         prompt_ids, device = texts[0].prompt_ids, self._target.device
-        length = len(prompt_ids)
-        prompt_BS = torch.tensor([prompt_ids], device=device).expand(self._batch_size, -1)
-        lengths_B = torch.full((self._batch_size,), length, device=device)
-        prompts = Prompts(prompt_BS, lengths_B, [length] * self._batch_size, longest=length)
-        rows = range(self._batch_size)
+        rows, length = range(self._batch_size), len(prompt_ids)
+        prompt_BS = torch.tensor([prompt_ids], device=device).expand(len(rows), -1)
+        lengths_B = torch.full((len(rows),), length, device=device)
+        prompts = Prompts(prompt_BS, lengths_B, [length] * len(rows), longest=length)
         first_BV = read_prompts(self._target, prompts, rows=rows, buckets=self._buckets)
-        for start in range(0, len(texts), self._batch_size):
-            batch = texts[start : start + self._batch_size]
+        for start in range(0, len(texts), len(rows)):
+            batch = texts[start : start + len(rows)]
             num_new = max(len(text.token_ids) for text in batch)
-            tokens_BS = torch.zeros(self._batch_size, length + num_new, dtype=torch.int64)
-            roles_BT = torch.zeros(self._batch_size, num_new, dtype=torch.int64)
+            tokens_BS = torch.zeros(len(rows), length + num_new, dtype=torch.int64)
+            roles_BT = torch.zeros(len(rows), num_new, dtype=torch.int64)
             tokens_BS[:, :length] = prompt_BS
             for row, text in enumerate(batch):
                 tokens_BS[row, length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
@@ -124,25 +122,22 @@ class Scorer:
             drafter = self._drafter if batch[0].roles else None
             if drafter:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
-            law = LawSums(self._batch_size, device) if drafter and self._reports else None
-            values = [tokens_BS.new_empty(self._batch_size, 0)]
-            for place, log_probs_BV in enumerate(self._log_probs_of(tokens_BS, first_BV, length=length)):
-                next_B1 = tokens_BS[:, length + place, None]
+            law = LawSums(len(rows), device) if drafter and self._reports else None
+            values = [tokens_BS.new_empty(len(rows), 0)]
+            for place, log_probs_BV in enumerate(self._log_probs_of(tokens_BS, first_BV, length=length), start=length):
+                next_B1 = tokens_BS[:, place, None]
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
-                if drafter and place:
-                    draft_BV = self._draft(drafter, tokens_BS, length + place, vocab_size=log_probs_BV.shape[-1])
+                if drafter and place > length:
+                    draft_BV = self._draft(drafter, tokens_BS, place, vocab_size=log_probs_BV.shape[-1])
                     if law:
                         law.add(
-                            next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place],
-                            newest_BN=tokens_BS[:, max(0, length + place - NUM_NEWEST) : length + place],
+                            next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place - length],
+                            newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
                         )  # fmt: skip
             sums = law.of_texts() if law else [None] * len(batch)
-            log_probs = torch.cat(values, dim=1).tolist()
-            yield [
-                TextScore(row[: len(text.token_ids)], of_text)
-                for row, text, of_text in zip(log_probs, batch, sums, strict=False)
-            ]
+            scored = zip(torch.cat(values, dim=1).tolist(), batch, sums, strict=False)
+            yield [TextScore(row[: len(text.token_ids)], of_text) for row, text, of_text in scored]
 
     def _log_probs_of(self, tokens_BS: Tensor, first_BV: Tensor, *, length: int) -> Iterator[Tensor]:
         """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
@@ -194,52 +189,40 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
             num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
         )  # fmt: skip
     found: list[tuple[int, list[float], dict[str, Any] | None]] = []
-    pace = Pace(num_total=len(share))
-    stopped = False
+    paces, stopped = {_SCORED: Pace(num_total=len(share))}, False
     with session.terminal.decoding(
-        {_SCORED: pace}, max_new_tokens=config.max_new_tokens, unit="texts", shows_texts=False
+        paces, max_new_tokens=config.max_new_tokens, unit="texts", shows_texts=False
     ) as progress:
         for _, of_prompt in groupby(share, key=lambda entry: (entry[1].prompt_ids, bool(entry[1].roles))):
             entries = list(of_prompt)
-            scores = scorer.score([text for _, text in entries]) if scorer else None
-            for start in range(0, len(entries), config.batch_size):
-                stopped = stopped or _is_stopped(session)
+            scores = scorer.score([text for _, text in entries]) if scorer else repeat([TextScore([])] * len(entries))
+            for start in range(0, 0 if stopped else len(entries), config.batch_size):
+                # The deciding rank of this replica says whether to stop.
+                wish_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
+                stopped = bool(mesh.replica.read(mesh.replica.broadcast(wish_1, src=mesh.layout.verify_rank)))
                 if stopped:
                     break
                 batch, began_s = entries[start : start + config.batch_size], time.perf_counter()
-                values = next(scores) if scores else [TextScore([])] * len(batch)
-                seconds = time.perf_counter() - began_s
-                for (number, text), (log_probs, sums) in zip(batch, values, strict=True):
+                values = next(scores)
+                ms = 1e3 * (time.perf_counter() - began_s) / len(batch)
+                for (number, text), (log_probs, sums) in zip(batch, values, strict=False):
                     found.append((number, log_probs, asdict(sums) if sums else None))
                     progress.advance(_SCORED, len(text.token_ids))
-                    progress.end(_SCORED, num_tokens=len(text.token_ids), ms=1e3 * seconds / len(batch))
-    told = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
-    results = [json.loads(text) for text in told]
+                    progress.end(_SCORED, num_tokens=len(text.token_ids), ms=ms)
+    gathered = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
+    results = [json.loads(text) for text in gathered]
     if any(was_stopped for was_stopped, _ in results):
         raise InterruptedRun.in_folder(config.run_dir)
-    by_number = {
-        number: TextScore(log_probs, sums and TextSums(**sums))
-        for _, rows in results
-        for number, log_probs, sums in rows
-    }
-    return [by_number[number] for number in range(len(texts))]
+    rows = sorted((row for _, found in results for row in found), key=lambda row: row[0])
+    return [TextScore(log_probs, sums and TextSums(**sums)) for _, log_probs, sums in rows]
 
 
 def _drafter(session: Session) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
-    config, models = session.config, session.models
-    config = replace(
-        config, verification=VerificationConfig(rule=DEFAULT), speculation=replace(config.speculation, overlap=False)
-    )
+    models, speculation = session.models, replace(session.config.speculation, overlap=False)
+    config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
         config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
         vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
     )  # fmt: skip
     return drafter
-
-
-def _is_stopped(session: Session) -> bool:
-    """Whether the deciding rank of this replica has a request to stop, the same on all its ranks."""
-    mesh = session.models.mesh
-    flag_1 = torch.tensor([int(session.stop_request.requested)], device=session.world.device)
-    return bool(mesh.replica.read(mesh.replica.broadcast(flag_1, src=mesh.layout.verify_rank)))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, TextStreamer
 
-from llama_ssp import Completion, Pair, load, speculative_generate
-from llama_ssp.run.session import loading
+from llama_ssp import Completion, Pair, load
+from llama_ssp.run import decoders
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.tracing import Traced
@@ -63,7 +62,7 @@ def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch:
         assert cuda_graphs
         return GraphExecutor(round_, recorder=recorder)
 
-    monkeypatch.setattr(loading, "make_executor", make_executor)
+    monkeypatch.setattr(decoders, "make_executor", make_executor)
     fresh = Pair(models=pair.models, config=pair.config)
     for number in range(10):
         fresh.generate("import os\n" * (1 + number // 4), max_new_tokens=6 + number // 2)
@@ -141,6 +140,7 @@ def test_a_completion_says_what_was_drafted_and_how_long_it_took(pair: Pair) -> 
 
 def test_a_repr_is_a_line(pair: Pair) -> None:
     assert repr(pair) == "Pair(tiny, draft tiny-draft, on cpu, context 2048)"
+    assert repr(load("tiny", "ngram")) == "Pair(tiny, draft ngram, on cpu, context 2048)"
     (found,) = pair.generate("import os\n", max_new_tokens=40, temperature=0)
     assert "\n" not in repr(found)
     assert len(repr(found)) < 160
@@ -172,14 +172,6 @@ def test_a_streamer_shows_prompt_and_completion(pair: Pair, capsys: pytest.Captu
     streamer = TextStreamer(pair.tokenizer, skip_special_tokens=True)
     (found,) = pair.generate("import os\n", max_new_tokens=12, streamer=streamer)
     assert capsys.readouterr().out.rstrip("\n") == ("import os\n" + found.text).rstrip("\n")
-
-
-@pytest.mark.heavy
-def test_speculative_generate_is_generate_with_one_object_for_the_sampling(pair: Pair) -> None:
-    sampling = SamplingConfig(temperature=0.7, top_k=20)
-    found = speculative_generate(pair, PROMPTS, max_new_tokens=12, sampling=sampling, seed=4, stop_strings="return")
-    same = pair.generate(PROMPTS, max_new_tokens=12, temperature=0.7, top_k=20, seed=4, stop="return")
-    assert ids(found) == ids(same)
 
 
 @pytest.mark.heavy

@@ -118,17 +118,6 @@ def test_each_model_has_its_own_format_on_request() -> None:
     assert [source.precision.quantization for source in pair.models.sources] == ["int8_weight_only", "none"]
 
 
-@pytest.mark.heavy
-def test_prompt_look_up_drafts_without_a_model() -> None:
-    pair = load("tiny", "ngram")
-    assert repr(pair) == "Pair(tiny, draft ngram, on cpu, context 2048)"
-    (found,) = pair.generate("import os\nimport sys\nimport os\nimport", max_new_tokens=12, temperature=0)
-    (plain,) = load("tiny").generate("import os\nimport sys\nimport os\nimport", max_new_tokens=12, temperature=0)
-    assert found.token_ids == plain.token_ids
-    assert found.draft_lengths
-    assert not plain.draft_lengths
-
-
 def test_a_plan_needs_no_torch() -> None:
     program = (
         "import sys; from llama_ssp import plan; found = plan('30B', '7B', hardware='8xa100_80gb'); "

@@ -11,7 +11,7 @@ from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
 from llama_ssp.models.runner import NullRunner
-from llama_ssp.run.session.loading import agree_on_packing
+from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.drafters.shared import BatchSplit, BatchSplitDrafter
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder

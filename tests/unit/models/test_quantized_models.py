@@ -22,7 +22,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start as start_world
-from llama_ssp.run.session.checkpoints import find_sources
+from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, Dtype

@@ -11,7 +11,7 @@ RECORDS = re.compile(r"engine\.(tracing|executors)|torch\.jit|torch\._C|CUDAGrap
 KNOW_RECORDING = (
     "llama_ssp/speculate/engine/executors.py",
     "llama_ssp/speculate/engine/tracing.py",
-    "llama_ssp/run/session/loading.py",
+    "llama_ssp/run/decoders.py",
     "llama_ssp/ranks/comms.py",
     "llama_ssp/run/calibration/",
 )

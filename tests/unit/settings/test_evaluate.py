@@ -3,7 +3,7 @@
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.prompts import read_prompts
+from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings import checks
 from tests.unit.settings.conftest import Compose
 

@@ -25,8 +25,8 @@ from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import RunFacts
 from llama_ssp.reports.summary import summarise
 from llama_ssp.run.commands import report
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.tasks.resuming import check_lines
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.resuming import check_lines
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.tasks import CompareConfig
 from llama_ssp.terminal.terminal import Output, Terminal

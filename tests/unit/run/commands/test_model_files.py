@@ -19,9 +19,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from llama_ssp.run import pipeline as task
 from llama_ssp.run.commands import plan, run
-from llama_ssp.run.session.startup import StartClock
-from llama_ssp.run.tasks import run as task
+from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
 from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig

@@ -115,7 +115,7 @@ def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypat
     def load_models(*_args: object, **_options: object) -> None:
         raise ValueError("no such thing\nand more")
 
-    monkeypatch.setattr("llama_ssp.run.tasks.run.load_models", load_models)
+    monkeypatch.setattr("llama_ssp.run.pipeline.load_models", load_models)
     ended = complete(tmp_path, "import")
     assert ended.code is None
     assert "no such thing\nand more" in ended.err

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import llama_ssp.run.tasks
+import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.run.commands import run
-from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
 from tests.helpers.commands import run as start_run
@@ -66,7 +66,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
                 raise fails
             return stops
 
-        monkeypatch.setattr(llama_ssp.run.tasks, "run", SimpleNamespace(run=note), raising=False)
+        monkeypatch.setattr(llama_ssp.run, "pipeline", SimpleNamespace(run=note), raising=False)
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)

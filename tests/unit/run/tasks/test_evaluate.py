@@ -69,15 +69,6 @@ def test_an_interrupted_evaluation_is_resumed_to_the_verdict_of_an_undisturbed_o
     assert re.search(r"<td[^>]*>p-value, next tokens</td><td[^>]*>[0-9.]+</td>", page)
 
 
-def test_the_two_modes_use_different_seeds() -> None:
-    assert evaluate.speculative_seed(0) == 1 << 62
-    for seed in (0, 1, (1 << 63) - 1, 1 << 62):
-        other = evaluate.speculative_seed(seed)
-        assert other != seed
-        assert 0 <= other < 1 << 63
-        assert evaluate.speculative_seed(other) == seed
-
-
 def arithmetic(folder: Path, *settings: str) -> Ended:
     return launch("task=evaluate", "suite=arithmetic", *settings, f"run_dir={folder}/run")
 
@@ -109,32 +100,6 @@ def test_more_prompts_may_follow_a_failure(tmp_path: Path) -> None:
     fewer = arithmetic(tmp_path, "num_prompts=2")
     assert fewer.code == 2
     assert "missing, with 2 left; give the old prompts" in fewer.err
-
-
-@pytest.mark.heavy
-def test_greedy_texts_of_both_modes_agree(tmp_path: Path) -> None:
-    ended = launch("task=evaluate", "evaluate.suite=agreement", "gate=true", f"run_dir={tmp_path}/run")
-    assert ended.code == 0, ended.err
-    found = verdict(tmp_path / "run")
-    assert found["measures"][0] == {"name": "equal texts", "value": 4, "low": None, "high": None}
-    assert found["measures"][-1]["value"] > 0.5, "of the drafted tokens are the target's best"
-
-
-@pytest.mark.heavy
-def test_all_suites_are_planned_in_a_sweep(tmp_path: Path) -> None:
-    ended = launch(
-        "-m", "task=evaluate", "suite=agreement,arithmetic,distribution", "dry_run=true", f"run_dir={tmp_path}/r"
-    )
-    assert ended.code == 0, ended.err
-    assert ended.out.count("fits") >= 3
-    assert not (tmp_path / "r").exists()
-
-
-def test_an_evaluation_without_a_draft_is_refused(tmp_path: Path) -> None:
-    ended = launch("task=evaluate", "draft=none", f"run_dir={tmp_path}/run")
-    assert ended.code == 2
-    assert ended.err.startswith("task=evaluate needs a draft, and model=tiny runs without one here")
-    assert not (tmp_path / "run").exists()
 
 
 def double_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,17 @@ import pytest
 
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.reports.records import CompletionLine
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.session import Session, Viewer
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
+from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.runs import PLAIN
-from tests.unit.run.session.test_jobs import jobs_of
+from tests.unit.run.test_jobs import jobs_of
 
 JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 
@@ -65,12 +65,6 @@ def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
 
 def test_a_run_that_is_stopped_shows_what_it_held_back() -> None:
     assert written(GenerateConfig(in_order=True), [0, 5, 3], stops=True).split() == ["00", "11", "21"]
-
-
-def test_a_line_of_json_has_the_fields_of_its_prompt() -> None:
-    said = written(GenerateConfig(format=OutputFormat.jsonl, in_order=True), [1, 0])
-    lines: list[dict[str, Any]] = [json.loads(line) for line in said.splitlines()]
-    assert [(line["id"], line["sample"], line["text"]) for line in lines] == [(0, 0, "00"), (0, 1, "01")]
 
 
 def test_completions_have_names_on_a_screen_alone() -> None:

@@ -1,7 +1,6 @@
 """Which number format a checkpoint of 16 bits gets on a CPU, and what is then planned and held."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,18 +85,3 @@ def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert plan.job.target.dtype is dtype
     assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
-
-
-def test_16_bit_arithmetic_is_forecast_to_take_at_least_twice_as_long_on_a_cpu_that_nobody_measured(
-    folder: Path,
-) -> None:
-    machine = replace(hardware.load("laptop_cpu"), launch_s=1e-9)  # so small a model is all launches
-    config = load(folder, device="cpu").config
-
-    def planned_s(dtype: Dtype) -> float:
-        asked = replace(config, model=replace(config.model, dtype=dtype))
-        return plan_of_run(asked, world_size=1, machine=machine, lengths=[8]).timing.plain_s
-
-    assert planned_s(Dtype.bf16) >= 2 * planned_s(Dtype.auto)
-    assert planned_s(Dtype.fp16) >= 2 * planned_s(Dtype.auto)
-    assert planned_s(Dtype.auto) == planned_s(Dtype.fp32)

@@ -7,9 +7,9 @@ import torch
 from scipy.stats import chi2_contingency
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llama_ssp import load, speculative_generate
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.loading import build_decoder
+from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
@@ -49,9 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @ways
 def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path, matching: Matching) -> None:
     pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
-    (done,) = speculative_generate(
-        pair, PROMPT, max_new_tokens=NUM_NEW_TOKENS, num_draft_tokens=NUM_DRAFT_TOKENS, sampling=GREEDY
-    )
+    (done,) = pair.generate(PROMPT, max_new_tokens=NUM_NEW_TOKENS, num_draft_tokens=NUM_DRAFT_TOKENS, temperature=0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     assert done.token_ids == library_greedy(model, tokenizer(PROMPT).input_ids, num_tokens=NUM_NEW_TOKENS)

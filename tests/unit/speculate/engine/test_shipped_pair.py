@@ -10,8 +10,8 @@ from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import Pair, load
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.state import Request

@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_ssp import load, speculative_generate
+from llama_ssp import load
+from llama_ssp.errors import ConfigError
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
@@ -148,10 +148,19 @@ def test_the_shipped_pair_stops_where_the_library_does() -> None:
     for prompt in ("import os", "class Stack:", "def main():", "for x in"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = model.generate(ids, max_new_tokens=40, do_sample=False, stop_strings=stops, tokenizer=tokenizer)
-        (found,) = speculative_generate(
-            pair, prompt, max_new_tokens=40, sampling=SamplingConfig(temperature=0), stop_strings=stops
-        )
+        (found,) = pair.generate(prompt, max_new_tokens=40, temperature=0, stop=stops)
         assert found.token_ids == out[0, ids.shape[1] :].tolist()
         assert (found.finish_reason == "stop") == any(stop in found.text for stop in stops)
         reasons.add(found.finish_reason)
     assert "stop" in reasons
+
+
+def test_one_stop_needs_no_list() -> None:
+    (found,) = load("tiny", "tiny-draft").generate("import os", stop="import")
+    assert found.finish_reason == "stop"
+    assert found.text.count("import") == 1
+
+
+def test_an_empty_stop_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has an empty string"):
+        load("tiny", "tiny-draft").generate("a", stop=["b", ""])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from llama_ssp.ranks.world import start
-from llama_ssp.run.session.checkpoints import find_sources
-from llama_ssp.run.session.loading import build_decoder, load_models
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llama_ssp import Pair, load
-from llama_ssp.run.session.loading import build_decoder
-from llama_ssp.run.session.prompts import encode
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.threads import ThreadChoice
 from tests.helpers.decoders import complete

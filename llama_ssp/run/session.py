@@ -3,10 +3,10 @@
 Every rank decodes; only rank 0 has a run folder and a terminal that prints.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -20,11 +20,12 @@ from llama_ssp.ranks.result_queue import ResultQueue
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
-from llama_ssp.run.session.jobs import PromptTask, in_turns
-from llama_ssp.run.session.loading import Models, build_decoder
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.startup import StartClock
-from llama_ssp.run.session.tuning import make_ready
+from llama_ssp.run.decoders import Models, build_decoder
+from llama_ssp.run.jobs import PromptTask, in_turns
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.sharing import from_rank_0
+from llama_ssp.run.startup import StartClock
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder, Update
@@ -32,7 +33,7 @@ from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Terminal
 
-_WARMUP_TOKENS, _WARMUP_PROMPT = 8, 16
+_WARMUP_TOKENS, _SHORT_PROMPT = 8, 16
 
 
 class Viewer:
@@ -53,11 +54,10 @@ class Session:
     """The models of a run, its decoders, its records and its terminal.
 
     Attributes:
-        terminal: silent on ranks above 0.
-        folder: the run folder, on rank 0.
+        folder: on rank 0.
         finished: completions recorded by earlier parts of this run.
         num_prompts: None if they are typed one by one.
-        plan: the forecast; None for an unknown machine.
+        plan: None for an unknown machine.
         evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
         has_gate: a failed evaluation ends the run with an error, once all is recorded.
     """
@@ -102,28 +102,30 @@ class Session:
         return self.decoders[mode]
 
     @torch.inference_mode()
-    def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int) -> None:
-        """Make caches for all jobs and modes, and complete `num_jobs` jobs by a few tokens, not shown or recorded.
+    def warm_up(self, jobs: Sequence[PromptTask], modes: Sequence[str], *, num_jobs: int = 0) -> None:
+        """Make caches for all jobs and modes, and keep tracing, capture and first uses out of the times that follow.
 
-        Modes that are warm already, as from the second typed prompt on, complete no job again.
+        A mode that is not warm yet completes `num_jobs` jobs by a few tokens, or without any the beginning of the first
+        prompt by one; nothing of them is shown or recorded.
         """
-        cold = [mode for mode in modes if mode not in self._warm]
         # All caches come first: one that grows for a later mode would drop what an earlier one has captured.
-        decoders = [self.ready_decoder(mode, jobs) for mode in modes]
-        for mode, decoder in zip(modes, decoders, strict=True):
+        decoders = {mode: self.ready_decoder(mode, jobs) for mode in modes}
+        for decoder in decoders.values():
             decoder.warm_up([job.request for job in jobs])
-            self._warm.add(mode)
-        for mode, job in product(cold, jobs[:num_jobs]):
-            short = replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
-            for _ in self.decoder(mode).run([short], to_length=True):
+        first = jobs[0].request
+        brief = [
+            replace(job.request, max_new_tokens=min(_WARMUP_TOKENS, job.request.max_new_tokens))
+            for job in jobs[:num_jobs]
+        ] or [replace(first, prompt_ids=first.prompt_ids[:_SHORT_PROMPT], max_new_tokens=1)]
+        for mode, request in product([mode for mode in modes if mode not in self._warm], brief):
+            for _ in decoders[mode].run([request], to_length=True):
                 pass
+        self._warm |= {*modes}
 
     def ready_decoder(self, mode: str, jobs: Sequence[PromptTask]) -> Decoder:
         """The decoder of a mode, with caches for all jobs; see `make_ready`."""
         decoder = self.decoder(mode)
-        make_ready(
-            decoder, [job.request for job in jobs], self.config, comm=self.world.comm, folder=self.folder
-        )  # fmt: skip
+        make_ready(decoder, [job.request for job in jobs], self.config, comm=self.world.comm, folder=self.folder)
         return decoder
 
     @contextmanager
@@ -131,10 +133,8 @@ class Session:
         self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
     ) -> Iterator[None]:
         """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
-        paces = {}
-        for mode in modes:
-            num_done = sum(_key(job, mode) in self.finished for job in jobs)
-            paces[mode] = Pace(num_total=len(jobs), num_done=num_done)
+        num_done = {mode: sum(_key(job, mode) in self.finished for job in jobs) for mode in modes}
+        paces = {mode: Pace(num_total=len(jobs), num_done=num_done[mode]) for mode in modes}
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
             paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts
@@ -162,8 +162,9 @@ class Session:
         todo = [job for job in jobs if _key(job, mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
             whole = self._with_answers(group, mode)
+            if mode not in self._warm:
+                self.warm_up(whole, [mode])
             decoder = self.ready_decoder(mode, whole)
-            self._warm_once(decoder, mode, whole)
             recorder = _Recorder(self, viewer, whole, mode)
             share = [job.request for job in whole][mesh.number :: num_replicas]
             for updates in decoder.run(share) if share else ():
@@ -172,27 +173,18 @@ class Session:
             if recorder.close(stopped=decoder.stopped):
                 raise InterruptedRun.in_folder(self.config.run_dir)
 
-    def _warm_once(self, decoder: Decoder, mode: str, jobs: Sequence[PromptTask]) -> None:
-        """Keep tracing, capture and first uses out of the first completion's time, if the task has not warmed up."""
-        if mode in self._warm:
-            return
-        self._warm.add(mode)
-        decoder.warm_up([job.request for job in jobs])
-        first = jobs[0].request
-        for _ in decoder.run([replace(first, prompt_ids=first.prompt_ids[:_WARMUP_PROMPT], max_new_tokens=1)]):
-            pass
-
     def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""
         if not any(job.source.earlier for job in jobs):
             return [*jobs]
-        answers = list[list[str]]()
-        if self.folder:
-            recorded = {line.key: line.text for line in self.folder.lines}
-            answers = [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
-        answers = json.loads(self.world.comm.broadcast_text(json.dumps(answers), src=0))
+
+        def answers() -> list[list[str]]:
+            recorded = {line.key: line.text for line in self.folder.lines} if self.folder else {}
+            return [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
+
+        all_answers = from_rank_0(self.world.comm, answers)
         maker, chat = self.models.job_maker, self.config.chat
-        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, answers, strict=True)]
+        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, all_answers, strict=True)]
 
 
 def _key(job: PromptTask, mode: str) -> LineKey:
@@ -208,9 +200,13 @@ class _Recorder:
         self._mode = mode
         self._jobs = {(job.request.index, job.request.sample): job for job in jobs}
         self._texts: dict[tuple[int, int], IncrementalText] = {}
-        self._num_replicas = session.config.placement.num_replicas
+        num_replicas = session.config.placement.num_replicas
+        self._to_line = partial(
+            to_line, mode=mode, tokenizer=session.models.tokenizer, num_copies=num_replicas,
+            adapts=session.config.speculation.adapts and mode == SPECULATIVE,
+        )  # fmt: skip
         self._exchange = None
-        if self._num_replicas > 1:
+        if num_replicas > 1:
             watch, patience_s = session.world.watch, session.config.timeouts.decode_s
             self._exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
@@ -233,20 +229,14 @@ class _Recorder:
 
     def _enter(self, job: PromptTask, completion: RowCompletion) -> None:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
-        session, exchange, mode = self._session, self._exchange, self._mode
+        session, exchange = self._session, self._exchange
         session.memory.sample()
-        if session.folder or exchange:
-            line = to_line(
-                job.source, completion, mode, session.models.tokenizer, num_copies=self._num_replicas,
-                adapts=session.config.speculation.adapts and mode == SPECULATIVE,
-            )  # fmt: skip
-            if session.folder:
-                self._keep(line, num_uncounted=0)
-            elif exchange:
-                exchange.tell(line.to_json().decode())
-        if session.folder and exchange:
-            for text in exchange.fetch():
+        if session.folder:
+            self._keep(self._to_line(job.source, completion))
+            for text in exchange.fetch() if exchange else ():
                 self._keep_text(text)
+        elif exchange:
+            exchange.tell(self._to_line(job.source, completion).to_json().decode())
 
     def close(self, *, stopped: bool) -> bool:
         """Wait for all replicas; returns whether this one, or any, was stopped."""
@@ -256,7 +246,7 @@ class _Recorder:
         line = CompletionLine.from_json(text.encode())
         self._keep(line, num_uncounted=line.num_new_tokens)
 
-    def _keep(self, line: CompletionLine, *, num_uncounted: int) -> None:
+    def _keep(self, line: CompletionLine, *, num_uncounted: int = 0) -> None:
         assert self._session.folder, "only rank 0 keeps lines"
         self._session.folder.append(line)
         self._viewer.end(line)
@@ -264,26 +254,22 @@ class _Recorder:
 
 
 def to_line(
-    prompt: Prompt, completion: RowCompletion, mode: str, tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_copies: int, adapts: bool = False,
+    prompt: Prompt, completion: RowCompletion, *, mode: str, tokenizer: PreTrainedTokenizerBase, num_copies: int,
+    adapts: bool = False,
 ) -> CompletionLine:  # fmt: skip
-    """Convert a finished completion to a line of `run.jsonl`.
-
-    `num_copies` replicas share the wall time; if the run `adapts`, each round has a K of its own.
-    """
-    parts_s = completion.part_s
+    """A line of `run.jsonl`; `num_copies` replicas share the wall time; a run that `adapts` has a K for each round."""
+    request, part_s = completion.request, completion.part_s
     return CompletionLine(
-        index=completion.request.index, sample=completion.request.sample, mode=mode, prompt=prompt.text,
-        text=decode_after(tokenizer, completion.request.prompt_ids, completion.token_ids),
+        index=request.index, sample=request.sample, mode=mode, prompt=prompt.text,
+        text=decode_after(tokenizer, request.prompt_ids, completion.token_ids),
         token_ids=completion.token_ids, num_new_tokens=len(completion.token_ids),
         finish_reason=str(completion.finish_reason),
         num_rounds=len(completion.accepted_lengths), num_target_forwards=completion.num_target_forwards,
         accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
         ms=completion.busy_s * 1e3, share_s=completion.share_s / num_copies,
-        draft_s=parts_s["draft"], verify_s=parts_s["verify"], other_s=parts_s["other"],
+        **{f"{part}_s": seconds for part, seconds in part_s.items()},
         draft_lengths=completion.draft_lengths if adapts else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
-        messages=None if prompt.messages is None else [*prompt.messages], fields=dict(prompt.fields),
+        messages=prompt.messages, fields=dict(prompt.fields),
         first_token_ms=completion.first_token_s * 1e3,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.run.session.interruption import interruptible, stopping_on_signals
+from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.speculate.engine.completion import StopRequest
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]

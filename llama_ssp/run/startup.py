@@ -8,9 +8,6 @@ from pathlib import Path
 from llama_ssp.reports.records import StartUp
 
 _STATISTICS = Path("/proc/self/stat")
-_PLACE_OF_START = 19
-"""Index of the process's start time in clock ticks, among the fields after its name."""
-_STEPS = {field.name for field in fields(StartUp)} - {"began_unix_s"}
 
 
 class StartClock:
@@ -19,7 +16,8 @@ class StartClock:
     def __init__(self, *, age_s: float = 0.0) -> None:
         self._zero_s = time.monotonic() - age_s
         self._began_unix_s = time.time() - age_s
-        self._reached_s: dict[str, float | None] = dict.fromkeys(_STEPS)
+        steps = [field.name for field in fields(StartUp) if field.name != "began_unix_s"]
+        self._reached_s: dict[str, float | None] = dict.fromkeys(steps)
 
     def reach(self, step: str) -> None:
         """Record the time of a step, a field of `StartUp`; only the first call counts."""
@@ -36,5 +34,5 @@ def process_age_s() -> float:
     """Seconds since this process began, including its interpreter's start; 0 on a system without /proc."""
     if not _STATISTICS.exists():
         return 0.0
-    ticks = int(_STATISTICS.read_text(encoding="utf-8").rpartition(")")[2].split()[_PLACE_OF_START])
+    ticks = int(_STATISTICS.read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # behind the name
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.run.session.startup import StartClock
+from llama_ssp.run.startup import StartClock
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -33,7 +33,7 @@ NEVER = (
 def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> None:
     settings = ["task=generate", "prompt=import", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
     program = (
-        "import json, sys; from llama_ssp.run.commands import run; from llama_ssp.run.tasks import run as task; "
+        "import json, sys; from llama_ssp.run.commands import run; from llama_ssp.run import pipeline as task; "
         "from llama_ssp.terminal import terminal; "
         "first = [*sys.modules]; results = terminal.Terminal.results; shown = []; "
         "terminal.Terminal.results = lambda *a, **k: (results(*a, **k), shown.extend(sys.modules)); "
@@ -67,9 +67,7 @@ def test_a_step_has_the_time_when_it_was_first_reached_counted_from_the_beginnin
 
 
 def test_the_age_of_a_process_counts_its_interpreter_and_its_imports() -> None:
-    program = (
-        "import time; time.sleep(0.2); from llama_ssp.run.session.startup import process_age_s; print(process_age_s())"
-    )
+    program = "import time; time.sleep(0.2); from llama_ssp.run.startup import process_age_s; print(process_age_s())"
     began_s = time.monotonic()
     said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0.2 < float(said.stdout) < time.monotonic() - began_s + 0.05

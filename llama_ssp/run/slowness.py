@@ -11,9 +11,9 @@ from llama_ssp.planning.timing import Timing
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
 
-MUCH_SLOWER = 3.0
+_MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
-CHANGED = 1.25
+_CHANGED = 1.25
 """Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
@@ -25,16 +25,10 @@ _BUSY_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Causes of a slow run.
+    """Causes of a slow run: ranks that share the cores of this one, and all threads with which these compute.
 
-    Attributes:
-        device: cpu or cuda.
-        num_ranks: ranks that share the cores of this one.
-        num_threads: threads that compute, of all these ranks.
-        num_cores: cores that these ranks may use.
-        load: running threads of all programs, averaged over the last minute; None if the machine has other cores too,
-            since these threads may run there.
-        slowness: by number of threads, where the run chose it; see `ThreadChoice`.
+    `load` is that of all programs over the last minute; None if the machine has other cores too, since these threads
+    may run there. `slowness` is by number of threads, where the run chose it; see `ThreadChoice`.
     """
 
     device: str
@@ -58,62 +52,50 @@ def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> 
     """The first that holds, as a sentence with the likely reason; None for a run in time, or a short one.
 
     The draft of an overlapped run kept its target waiting, decoding took more than three times its forecast, or a
-    calibrated machine is no longer as fast as it was.
+    calibrated machine is no longer as fast as it was, by plain decoding, whose forecast assumes no acceptance.
     """
     if summary.num_new_tokens < _LEAST_TOKENS or plan is None:
         return None
-    return (
-        _late_draft(summary, plan.timing, around)
-        or _slow_mode(summary, around)
-        or (_changed_machine(summary, around) if plan.hardware.profiles else None)
-    )
-
-
-def _slow_mode(summary: Summary, around: Surroundings) -> str | None:
-    modes = (
+    if sentence := _late_draft(summary, plan.timing, around):
+        return sentence
+    measured = (
         (PLAIN, summary.plain, summary.forecast.plain_ms_per_token),
         (SPECULATIVE, summary.speculative, summary.forecast.speculative_ms_per_token),
     )
-    found = [
-        (measured.ms_per_token / expected, mode, measured.ms_per_token, expected)
-        for mode, measured, expected in modes
-        if measured and measured.ms_per_token and expected
-    ]
-    ratio, mode, took_ms, expected_ms = max(found, default=(0.0, "", 0.0, 0.0))
-    if ratio <= MUCH_SLOWER:
+    ms = {
+        mode: (found.ms_per_token, expected)
+        for mode, found, expected in measured
+        if found and found.ms_per_token and expected
+    }
+    ratios = {mode: took_ms / expected_ms for mode, (took_ms, expected_ms) in ms.items()}
+    known, digits = _known_reasons(around), 1
+    mode = max(ratios, key=ratios.__getitem__, default=PLAIN)
+    if ratios.get(mode, 0.0) > _MUCH_SLOWER:
+        reason = known or _unknown_reason(around)
+    elif plan.hardware.profiles and not 1 / _CHANGED <= ratios.get(PLAIN, 1.0) <= _CHANGED:
+        mode, digits = PLAIN, 2
+        speed = "slower" if ratios[PLAIN] > 1 else "faster"
+        reason = (known if speed == "slower" else "") or (
+            f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
+        )
+    else:
         return None
-    return f"{mode} decoding took {ratio:.1f} times its forecast ({_both(took_ms, expected_ms)}): {_reason(around)}"
-
-
-def _changed_machine(summary: Summary, around: Surroundings) -> str | None:
-    """Plain decoding tells: its forecast assumes no acceptance."""
-    expected_ms = summary.forecast.plain_ms_per_token
-    took_ms = summary.plain.ms_per_token if summary.plain else None
-    if not (expected_ms and took_ms):
-        return None
-    ratio = took_ms / expected_ms
-    if 1 / CHANGED <= ratio <= CHANGED:
-        return None
-    speed = "slower" if ratio > 1 else "faster"
-    reason = (_known_reason(around) if ratio > 1 else "") or (
-        f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
-    )
-    return f"{PLAIN} decoding took {ratio:.2f} times its forecast ({_both(took_ms, expected_ms)}): {reason}"
+    both = "{:.2f} ms/token, forecast {:.2f}".format(*ms[mode])
+    return f"{mode} decoding took {ratios[mode]:.{digits}f} times its forecast ({both}): {reason}"
 
 
 def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:
-    if summary.overlap is None or timed.overlap is None:
-        return None
-    drafting = [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds]
-    if not drafting:
+    drafting = (
+        [each for each in summary.overlap.ranks if each.draft_cpu_s and each.num_rounds] if summary.overlap else []
+    )
+    if not drafting or timed.overlap is None:
         return None
     slowest = max(drafting, key=lambda each: each.worked_s)
     expected_ms, took_ms = timed.overlap["draft_ms"], 1e3 * slowest.worked_s / slowest.num_rounds
-    if took_ms <= MUCH_SLOWER * expected_ms:
+    if took_ms <= _MUCH_SLOWER * expected_ms:
         return None
-    share = slowest.draft_cpu_s / slowest.worked_s
-    reason = _reason(around)
-    if around.device == "cpu" and share < _RUNNING_SHARE:  # beside a GPU, a process only launches
+    share, reason = slowest.draft_cpu_s / slowest.worked_s, _known_reasons(around) or _unknown_reason(around)
+    if around.device == "cpu" and share < _RUNNING_SHARE:  # on a GPU, a process only launches
         reason = f"its process ran for {100 * share:.0f} % of that time (other programs use its core, or stopped it)"
     return (
         f"the draft on rank {slowest.rank} was late: {timed.num_draft_tokens} tokens took {took_ms:.2f} ms, "
@@ -121,18 +103,12 @@ def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | 
     )
 
 
-def _both(took_ms: float, expected_ms: float) -> str:
-    return f"{took_ms:.2f} ms/token, forecast {expected_ms:.2f}"
-
-
-def _reason(around: Surroundings) -> str:
-    if known := _known_reason(around):
-        return known
+def _unknown_reason(around: Surroundings) -> str:
     gpu = "" if around.device == "cpu" else "nvidia-smi shows whether the GPU is shared or throttled; "
     return f"the forecast may describe another machine; {gpu}task=calibrate measures this one, hardware=NAME names one"
 
 
-def _known_reason(around: Surroundings) -> str:
+def _known_reasons(around: Surroundings) -> str:
     """The causes that this machine shows; empty if none."""
     is_on_cpu, cores = around.device == "cpu", around.num_cores
     own = around.num_threads if is_on_cpu else around.num_ranks

@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.jobs import JobMaker, PromptTask, in_turns
-from llama_ssp.run.session.prompts import Prompt, encode
+from llama_ssp.run.jobs import JobMaker, PromptTask, encode, in_turns
+from llama_ssp.run.prompts import Prompt
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
-    SamplingConfig,
-    VerificationConfig,
 )
 from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.tokenizers import byte_level
@@ -22,17 +19,16 @@ MAKER = JobMaker(tokenizer=byte_level(), context=60, vocab_size=300)
 PROMPTS = (
     Prompt(text="a"),
     Prompt(text="b"),
-    Prompt(text="c", earlier=("b",)),
-    Prompt(text="d", earlier=("b", "c")),
+    Prompt(text="c", earlier=["b"]),
+    Prompt(text="d", earlier=["b", "c"]),
     Prompt(text="e"),
-    Prompt(text="f", earlier=("e",)),
+    Prompt(text="f", earlier=["e"]),
 )
 
 
 def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptTask]:
     config = RunConfig(
-        task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), placement=PlacementConfig(),
-        sampling=SamplingConfig(), verification=VerificationConfig(), num_samples=num_samples,
+        task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), num_samples=num_samples,
         max_new_tokens=max_new_tokens,
     )  # fmt: skip
     return MAKER.jobs(prompts, config)
@@ -66,7 +62,7 @@ def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
 
 
 def test_equal_prompts_are_counted_turn_by_turn() -> None:
-    talk = Prompt(text="b"), Prompt(text="c", earlier=("b",))
+    talk = Prompt(text="b"), Prompt(text="c", earlier=["b"])
     jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
     assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
     answered = [MAKER.with_answers(job, ["x"], chat=False).request for job in (jobs[4], jobs[10])]

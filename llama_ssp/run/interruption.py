@@ -3,12 +3,10 @@
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
 
 from llama_ssp.ranks.signals import heeded_signals
 from llama_ssp.speculate.engine.completion import StopRequest
-
-_Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 @contextmanager
@@ -21,13 +19,9 @@ def stopping_on_signals(
     and the second one must not end a process that is writing its last records. After a request that came too late for
     the block, signals do nothing only if all ranks know of the request.
 
-    Args:
-        stop_request: afterwards says whether the run must end here, the same on every rank.
-        tell: called on the first signal; it notifies the other ranks, which may not have received the signal.
-        agree: returns on all ranks whether any rank has a request.
-
-    Yields:
-        A function that does the same as a signal.
+    Afterwards `stop_request` says whether the run must end here, the same on every rank. `tell` is called on the first
+    signal: it notifies the other ranks, which may not have received it. `agree` returns on all ranks whether any rank
+    has a request. Yields a function that does the same as a signal.
     """
 
     def stop() -> None:
@@ -35,10 +29,7 @@ def stopping_on_signals(
             stop_request.requested = True
             tell()
 
-    def note(_number: int, _frame: FrameType | None) -> None:
-        stop()
-
-    before = {number: signal.signal(number, note) for number in heeded_signals()}
+    before = {number: signal.signal(number, lambda *_: stop()) for number in heeded_signals()}
     is_agreed = False
     try:
         yield stop
@@ -65,6 +56,6 @@ def interruptible() -> Iterator[None]:
         _restore(before)
 
 
-def _restore(handlers: Mapping[signal.Signals, _Handler]) -> None:
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)

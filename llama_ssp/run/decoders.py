@@ -1,7 +1,6 @@
 """From checked sources to the models on this rank, and from models and settings to a decoder."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +12,8 @@ from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
-from llama_ssp.run.session.checkpoints import Source, device_map_place
-from llama_ssp.run.session.jobs import JobMaker
-from llama_ssp.run.session.ranklog import describe_part
+from llama_ssp.run.checkpoints import Source, device_map_place
+from llama_ssp.run.jobs import JobMaker
 from llama_ssp.settings.drafters import drafts, matching_of
 from llama_ssp.settings.layout import lay_out_replica, may_capture
 from llama_ssp.settings.schema import GpuKernels, RunConfig, TargetKind
@@ -32,9 +30,6 @@ from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 
-LoadProgress = Callable[[str, int, int], None]
-"""Called while a model loads with "target" or "draft", the bytes loaded so far, and all bytes."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +41,6 @@ class Models:
         target: this rank's slice of the target; on ranks without one, a stand-in that computes nothing.
         draft: the draft or this rank's slice of it, on ranks that hold some.
         drafts: whether the run can decode speculatively.
-        eos_ids: tokens that end a text.
         context: most tokens of prompt and completion together.
         sources: the target's, and the draft's if there is one.
         tokenizers: both, if the draft has its own.
@@ -73,27 +67,40 @@ def load_models(
     world: World,
     sources: tuple[Source, Source | None],
     *,
-    progress: LoadProgress | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Models:
     """Load this rank's share of the models; raises SspError on every rank if loading fails on one.
 
-    Afterwards the collectives of `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
+    `progress` is called with "target" or "draft", the bytes loaded so far, and all bytes. Afterwards the collectives of
+    `world` time out after `timeouts.decode_s`, and its GPUs wait for their replica alone.
     """
     target_source, draft_source = sources
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    fuses = config.gpu_kernels is GpuKernels.fused
     with on_all_cores(world.cores):
         mesh = build_mesh(layout, world.comm, num_replicas=config.placement.num_replicas)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
-    _log.info("this rank %s", describe_part(mesh))
+    parts = [
+        f"the {part}" if comm.size == 1 else f"slice {comm.rank + 1} of {comm.size} of the {part}"
+        for part, comm in (("target", mesh.target), ("draft", mesh.draft))
+        if comm
+    ]
+    _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+
+    own: Callable[..., Runner] = partial(load_model, device=world.device, fuses=config.gpu_kernels is GpuKernels.fused)
+
+    def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
+        report = partial(progress, part) if progress else None
+        runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
+        _log.info("loaded %s %s", part, source.entry.name)
+        return runner
 
     with raise_on_all_ranks(world.comm):
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
-            load: Callable[..., Runner] = partial(load_model, device=world.device, comm=mesh.target, fuses=fuses)
+            load: Callable[..., Runner] = partial(own, comm=mesh.target)
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
@@ -102,27 +109,23 @@ def load_models(
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
                 load = partial(load_auto_tp, device=world.device, comm=mesh.target)
-            target = _load("target", target_source, load, comm=mesh.target, progress=progress)
+            target = loaded("target", target_source, load)
         draft = None
         if draft_source and mesh.draft:
-            whole = config.placement.draft.whole
-            load = partial(load_model, device=world.device, comm=mesh.draft, whole=whole, fuses=fuses)
-            draft = _load("draft", draft_source, load, comm=mesh.draft, progress=progress)
+            draft = loaded("draft", draft_source, partial(own, comm=mesh.draft, whole=config.placement.draft.whole))
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:
             agree_on_packing(draft, mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.peers = mesh.replica_ranks
-    tokenizers = None
-    if draft_source and matching_of(config.draft):
-        tokenizers = TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
+    own_tokenizer = draft_source.tokenizer if draft_source and matching_of(config.draft) else None
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-        tokenizers=tokenizers,
+        tokenizers=TokenizerPair(target_source.tokenizer, own_tokenizer) if own_tokenizer else None,
     )  # fmt: skip
 
 
@@ -133,24 +136,6 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
     """
     can_pack = isinstance(runner, NullRunner) or runner.packs_prompts
     runner.packs_prompts = all(comm.gather_text("packed" if can_pack else ""))
-
-
-def _load(
-    part: str, source: Source, load: Callable[..., Runner], *, comm: Comm, progress: LoadProgress | None
-) -> Runner:
-    started = time.perf_counter()
-    report = partial(progress, part) if progress else None
-    runner = load(source.origin, dtype=source.dtype, progress=report, precision=source.precision)
-    seconds = time.perf_counter() - started
-    _log.info("loaded %s %s as rank %d of %d in %.1f s", part, source.entry.name, comm.rank, comm.size, seconds)
-    return runner
-
-
-def _has_thread_choice(models: Models) -> bool:
-    """Whether nothing fixes the number of threads: the user, other ranks that wait, or bits that depend on it."""
-    runners = [runner for runner in (models.target, models.draft) if runner]
-    is_free = models.mesh.replica.size == 1 and not has_own_threads(models.mesh.world.size)
-    return is_free and models.target.device.type == "cpu" and all(runner.is_thread_invariant for runner in runners)
 
 
 def build_decoder(
@@ -185,6 +170,8 @@ def build_decoder(
         stops=StopStrings(models.tokenizer, config.stop_strings) if config.stop_strings else None,
         stop_request=stop_request,
     )
-    if _has_thread_choice(models):
+    # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
+    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
+    if is_free and all(runner.is_thread_invariant for runner in (models.target, models.draft) if runner):
         decoder.threads = ThreadChoice.up_to(torch.get_num_threads())
     return decoder

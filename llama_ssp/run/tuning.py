@@ -7,18 +7,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from statistics import linear_regression, median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llama_ssp.architectures.sizes import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
 from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.reports.folder import COSTS_FILE, OVERLAP_FILE, RunFolder
-from llama_ssp.reports.reading import read_json, restore
+from llama_ssp.reports.reading import read_json
+from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
@@ -30,21 +31,6 @@ _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 _NUM_WARM_PIECES, _NUM_TIMED_PIECES = 3, 8
 _Read = TypeVar("_Read")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RoundCost:
-    num_tokens: int
-    source: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Costs:
-    """The content of `round_costs.json`; see `RoundCosts`."""
-
-    rounds: list[_RoundCost]
-    catch_up_seconds: list[float]
 
 
 def make_ready(
@@ -64,43 +50,55 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
     measurement or will have it. Raises ConfigError on every rank if the folder's is damaged, and SspError if it cannot
     be written.
     """
-    if config.speculation.adapts and decoder.round.drafters and not isinstance(decoder.length, AdaptiveLength):
-        sources = range(len(decoder.round.drafters))
+    round_ = decoder.round
+    adapts = config.speculation.adapts and round_.drafters and not isinstance(decoder.length, AdaptiveLength)
+    overlaps = isinstance(round_, OverlappedRound) and round_.waits is None
+    if not adapts and not overlaps:
+        return
+    # Hosts may have measured other pairs, and all ranks must choose alike.
+    acceptance = from_rank_0(comm, lambda: _expected_acceptance(config))
+    if adapts:
+        sources = range(len(round_.drafters))
         choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
         costs = _kept_or_measured(
-            folder, COSTS_FILE, comm, read=lambda text: _read_costs(text, choices),
+            folder, COSTS_FILE, comm, read=partial(_read_costs, choices=choices),
             measure=lambda: _measure_costs(decoder, choices, comm=comm, num_slots=num_slots),
         )  # fmt: skip
-        first = ""
-        with raise_on_all_ranks(comm):
-            first = json.dumps(_expected_acceptance(config))
-        # Hosts may have measured other pairs, and all ranks must choose the same K.
-        decoder.length = AdaptiveLength(costs, acceptance=json.loads(comm.broadcast_text(first, src=0)))
-    round_ = decoder.round
-    if isinstance(round_, OverlappedRound) and round_.waits is None:
+        decoder.length = AdaptiveLength(costs, acceptance=acceptance)
+    if overlaps:
         round_.waits = _kept_or_measured(
             folder, OVERLAP_FILE, comm, read=_read_waits,
-            measure=lambda: _choose_waits(decoder, config, comm=comm, num_slots=num_slots),
+            measure=lambda: _choose_waits(decoder, acceptance[0], comm=comm, num_slots=num_slots),
         )  # fmt: skip
         _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
 
 
 def _kept_or_measured(
-    folder: RunFolder | None, name: str, comm: Comm, *, read: Callable[[str], _Read], measure: Callable[[], str]
+    folder: RunFolder | None, name: str, comm: Comm, *, read: Callable[[Any], _Read], measure: Callable[[], object]
 ) -> _Read:
     """The measurement in a file of the run folder, the same on every rank; `measure` makes a file that is missing."""
-    kept = None
-    with raise_on_all_ranks(comm):
-        kept = folder.read_kept(name) if folder else None
-        if kept is not None:
-            read(kept)
-    kept = comm.broadcast_text(kept or "", src=0)
-    if not kept:
-        kept = comm.broadcast_text(measure(), src=0)
-        with raise_on_all_ranks(comm):
-            if folder:
-                folder.write_kept(name, kept)
-    return read(kept)
+
+    def kept() -> object:
+        text = folder.read_kept(name) if folder else None
+        if text is None:
+            return None
+        try:
+            content = read_json(text)
+            read(content)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{name} of run_dir is damaged: delete it to measure again") from None
+        return content
+
+    def keep() -> object:
+        if folder:
+            folder.write_kept(name, json.dumps(measured, indent=1) + "\n")
+        return measured
+
+    content = from_rank_0(comm, kept)
+    if content is None:
+        measured = measure()
+        content = from_rank_0(comm, keep)
+    return read(content)
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
@@ -116,7 +114,7 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     return [first, *behind]
 
 
-def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> str:
+def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> dict[str, object]:
     """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line`."""
     sources = range(len(decoder.round.drafters))
     behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in sources]
@@ -134,8 +132,8 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
     costs = {DraftChoice(0): fastest[DraftChoice(0)]}
     for source in sources:
         costs |= _on_a_line({choice: fastest[choice] for choice in choices[1:] if choice.source == source})
-    rounds = [_RoundCost(num_tokens=choice.num_tokens, source=choice.source, seconds=s) for choice, s in costs.items()]
-    return json.dumps(asdict(_Costs(rounds=rounds, catch_up_seconds=catch_up)), indent=1) + "\n"
+    rounds = [{"num_tokens": each.num_tokens, "source": each.source, "seconds": s} for each, s in costs.items()]
+    return {"rounds": rounds, "catch_up_seconds": catch_up}
 
 
 def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
@@ -146,29 +144,22 @@ def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
 
-def _read_costs(text: str, choices: list[DraftChoice]) -> RoundCosts:
-    remedy = "delete it to measure again"
-    try:
-        costs = restore(_Costs, read_json(text))
-    except ValueError as error:
-        raise ConfigError(f"{COSTS_FILE} of run_dir is damaged ({error}): {remedy}") from None
-    rounds = {DraftChoice(cost.num_tokens, cost.source): cost.seconds for cost in costs.rounds}
-    num_sources = choices[-1].source + 1
-    if [*rounds] != choices or min(rounds.values()) <= 0 or len(costs.catch_up_seconds) != num_sources:
-        raise ConfigError(f"{COSTS_FILE} of run_dir lacks the cost of a round of this run: {remedy}")
-    return RoundCosts(rounds=rounds, catch_up=tuple(costs.catch_up_seconds))
+def _read_costs(content: Any, choices: list[DraftChoice]) -> RoundCosts:  # noqa: ANN401 - of a file
+    rounds = {DraftChoice(cost["num_tokens"], cost["source"]): cost["seconds"] for cost in content["rounds"]}
+    catch_up = tuple(content["catch_up_seconds"])
+    if [*rounds] != choices or min(rounds.values()) <= 0 or min(catch_up) < 0 or len(catch_up) <= choices[-1].source:
+        raise ValueError(content)
+    return RoundCosts(rounds=rounds, catch_up=catch_up)
 
 
-def _choose_waits(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int) -> str:
+def _choose_waits(decoder: Decoder, acceptance: float, *, comm: Comm, num_slots: int) -> dict[str, object]:
     """Choose how rounds go on after a rejection by what both models take."""
     pieces = measure_pieces(decoder, comm=comm, num_slots=num_slots)
-    with raise_on_all_ranks(comm):
-        waits = OverlapForecast(
-            time=pieces, acceptance=_expected_acceptance(config)[0], num_draft_tokens=decoder.round.num_ahead + 1,
-            batch_size=decoder.batch_size,
-        ).waits  # fmt: skip
-        measured = {name: getattr(pieces, name) for name in ("draft_s", "forward_s", "exchange_s", "refill_s")}
-        return json.dumps({"waits": waits} | measured, indent=1) + "\n"
+    forecast = OverlapForecast(
+        time=pieces, acceptance=acceptance, num_draft_tokens=decoder.round.num_ahead + 1, batch_size=decoder.batch_size
+    )
+    measured = ("draft_s", "forward_s", "exchange_s", "refill_s")
+    return {"waits": forecast.waits} | {name: getattr(pieces, name) for name in measured}
 
 
 def measure_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> OverlappedTime:
@@ -196,11 +187,7 @@ def measure_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> Overlappe
     return OverlappedTime(draft_s=draft_s, forward_s=forward_s, exchange_s=exchange_s, refill_s=refill_s)
 
 
-def _read_waits(text: str) -> bool:
-    try:
-        content = read_json(text)
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("waits"), bool):
-        raise ConfigError(f"{OVERLAP_FILE} of run_dir is damaged: delete it to measure again")
-    return bool(content["waits"])
+def _read_waits(content: Any) -> bool:  # noqa: ANN401 - of a file
+    if not isinstance(content["waits"], bool):
+        raise TypeError
+    return content["waits"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llama_ssp import load
 from llama_ssp.errors import CheckpointError
-from llama_ssp.run.session.checkpoints import read_eos_ids
+from llama_ssp.run.checkpoints import read_eos_ids
 from tests.helpers.models import build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
@@ -83,14 +83,3 @@ def test_an_inner_config_of_another_kind_is_refused(tmp_path: Path, inner: dict[
     (tmp_path / "config.json").write_text(json.dumps(inner))
     with pytest.raises(CheckpointError, match="an object, with token ids as special tokens, is required"):
         read_eos_ids(tmp_path)
-
-
-def test_greedy_text_ends_at_the_token_of_the_model_config(checkpoint: Path) -> None:
-    written(checkpoint, {}, None)
-    (whole,) = load(checkpoint).generate("t5 t6", temperature=0.0, max_new_tokens=12)
-    assert whole.finish_reason == "length"
-    end = whole.token_ids[5]
-    written(checkpoint, {"eos_token_id": [end]}, None)
-    (ended,) = load(checkpoint).generate("t5 t6", temperature=0.0, max_new_tokens=12)
-    assert ended.finish_reason == "eos"
-    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]

@@ -1,12 +1,17 @@
-"""Excerpts of completions for a report: who chose each token, and nothing of the text lost."""
+"""The end of a run: excerpts for its report, by who chose each token, and what is left where the report fails."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import Span
-from llama_ssp.run.tasks.finalize import NUM_EXCERPTS, excerpts
+from llama_ssp.run.commands import run
+from llama_ssp.run.results import excerpts
 from llama_ssp.settings.folders import conf_dir
 from tests.helpers.runs import FAST, PLAIN
 
@@ -33,9 +38,25 @@ def test_the_first_prompts_are_shown_once_each_in_the_best_mode() -> None:
     ]  # fmt: skip
     found = excerpts(lines, tokenizer)
     assert [(each.index, each.sample, each.mode) for each in found] == [
-        (index, 0, "speculative") for index in (1, 3, 5, 7)[:NUM_EXCERPTS]
+        (index, 0, "speculative") for index in (1, 3, 5)
     ]
     assert len(found[0].prompt) < 1000
     plain = replace(PLAIN, token_ids=tokenizer.encode("import os", add_special_tokens=False))
     assert [each.spans for each in excerpts([plain], tokenizer)] == [[Span(text="import os", drafted=False)]]
     assert excerpts([], tokenizer) == []
+
+
+def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("drawing needs matplotlib: pip install matplotlib")
+
+    monkeypatch.setattr(RunFolder, "write_report", fail)
+    settings = ["task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *settings])
+    assert run.main() == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "drawing needs matplotlib: pip install matplotlib; llama-ssp report writes report.html later"
+    assert (tmp_path / "run" / "status").read_text() == "done\n"
+    assert (tmp_path / "run" / "summary.json").exists()

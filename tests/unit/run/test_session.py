@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from llama_ssp import load
-from llama_ssp.run.session.jobs import PromptTask
-from llama_ssp.run.session.prompts import Prompt
-from llama_ssp.run.session.session import Session, to_line
+from llama_ssp.run.jobs import PromptTask
+from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.session import Session, to_line
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder, Update
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import make_decoder
 from tests.helpers.recorded import FakeRecorder
 
-BYTES: Any = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
 
 
@@ -34,31 +33,32 @@ def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copi
         request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(job().source, completion, "speculative", LETTERS, num_copies=num_copies)
+    line = to_line(job().source, completion, mode="speculative", tokenizer=LETTERS, num_copies=num_copies)
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s) == (8000.0, share_s)
     assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
 
 
-@pytest.mark.parametrize(("wanted", "warm"), [(3, 3), (8, 8), (64, 8)])
-def test_a_warm_up_is_short_and_never_longer_than_the_run(wanted: int, warm: int) -> None:
-    """A longer one could run out of the context that the run keeps within."""
-    asked: list[Request] = []
+@pytest.mark.parametrize(
+    ("wanted", "num_jobs", "asked"), [(3, 2, [(2, 3)] * 2), (64, 2, [(2, 8)] * 2), (64, 0, [(2, 1)])]
+)
+def test_a_warm_up_is_short_and_never_longer_than_the_run(
+    wanted: int, num_jobs: int, asked: list[tuple[int, int]]
+) -> None:
+    """A longer one could run out of the context that the run keeps within; no later call repeats it."""
+    seen: list[tuple[int, int]] = []
 
     def run(requests: Sequence[Request], *, to_length: bool) -> Iterator[list[Update]]:
         assert to_length, "one that ends at its first token has warmed nothing up"
-        asked.extend(requests)
+        seen.extend((len(request.prompt_ids), request.max_new_tokens) for request in requests)
         yield []
 
     decoder = SimpleNamespace(run=run, warm_up=lambda _requests: None)
-    session: Any = SimpleNamespace(
-        decoder=lambda _mode: decoder, ready_decoder=lambda _mode, _jobs: decoder, _warm=set()
-    )
-    Session.warm_up(session, [job(wanted)] * 3, ["plain"], num_jobs=2)
-    assert [request.max_new_tokens for request in asked] == [warm, warm]
-    Session.warm_up(session, [job(wanted)], ["plain"], num_jobs=1)
-    assert len(asked) == 2, "the second typed prompt does not wait for another warm-up"
+    session: Any = SimpleNamespace(ready_decoder=lambda _mode, _jobs: decoder, _warm=set())
+    for mode in ("plain", "speculative", "plain"):
+        Session.warm_up(session, [job(wanted)] * 3, [mode], num_jobs=num_jobs)
+    assert seen == asked * 2
 
 
 @pytest.mark.seconds
@@ -76,7 +76,7 @@ def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
         decoders[mode].make_room([each.request for each in jobs])
         return decoders[mode]
 
-    session: Any = SimpleNamespace(decoder=decoders.__getitem__, ready_decoder=ready_decoder, _warm=set())
+    session: Any = SimpleNamespace(ready_decoder=ready_decoder, _warm=set())
     jobs = [job(150)]
     with torch.inference_mode():
         Session.warm_up(session, jobs, [*decoders], num_jobs=1)
@@ -86,19 +86,3 @@ def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
                 pass
     assert {mode: recorder.num_recorded for mode, recorder in recorders.items()} == captured
     assert all(captured.values())
-
-
-def test_the_first_completion_of_a_mode_is_preceded_by_a_warm_up_that_no_later_one_repeats() -> None:
-    """Rounds over vacant rows, and a prefill of at most 16 tokens: nothing of them is shown or recorded."""
-    seen: list[object] = []
-    session: Any = SimpleNamespace(_warm=set())
-
-    def run(requests: Sequence[Request]) -> Iterator[list[Update]]:
-        seen.extend((len(request.prompt_ids), request.max_new_tokens) for request in requests)
-        yield []
-
-    decoder: Any = SimpleNamespace(warm_up=lambda requests: seen.append(len(requests)), run=run)
-    long = PromptTask(request=Request(index=0, prompt_ids=(2,) * 40, max_new_tokens=9), source=Prompt(text="long"))
-    for mode in ("plain", "speculative", "plain"):
-        Session._warm_once(session, decoder, mode, [long, job()])
-    assert seen == [2, (16, 1)] * 2

@@ -1,7 +1,7 @@
 """The end of a run, even an interrupted one: records and shows its measurements with the forecasts."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -21,18 +21,15 @@ from llama_ssp.reports.records import (
     Span,
 )
 from llama_ssp.reports.summary import round_gains, summarise
-from llama_ssp.run.session.session import Session
+from llama_ssp.run.session import Session
+from llama_ssp.run.slowness import Surroundings, unusual_times
 from llama_ssp.run.tasks.dry_run import forecast, planned_bytes
-from llama_ssp.run.tasks.slowness import Surroundings, unusual_times
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
 
-NUM_EXCERPTS = 3
-"""Completions that a run keeps for its report."""
-_MOST_PROMPT_CHARS, _MOST_TOKENS = 400, 512
-_Gains = Callable[[Sequence[int]], list[int]]
+_NUM_EXCERPTS, _MOST_PROMPT_CHARS, _MOST_TOKENS = 3, 400, 512
 
 
 def finalize(session: Session) -> None:
@@ -43,19 +40,27 @@ def finalize(session: Session) -> None:
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
     peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
-    activities = _activities(session)
+    activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
-    if config.placement.num_replicas > 1:
-        folder.put_in_order()
     task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
     planned = planned_bytes(plan) if plan else [None] * comm.size
+    layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
+    parts: dict[str, Any] = {"target": (config.placement.target.kind, layout.target_ranks, len(layout.target_ranks))}
+    if layout.draft_ranks:
+        draft_size = 1 if layout.splits_batch else len(layout.draft_ranks)
+        parts["draft"] = (layout.draft_kind, layout.draft_ranks, draft_size)
+    placement: dict[str, Any] = {
+        part: {"kind": kind.name, "ranks": [*ranks], "tp_size": size} for part, (kind, ranks, size) in parts.items()
+    }
+    if num_replicas > 1:
+        folder.put_in_order()
     facts = RunFacts(
         task=task.name, model=config.model.name, draft=draft_name(config.draft), weights=config.weights.name,
-        placement=_placement(session), world_size=comm.size, seed=config.seed,
+        placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[
-            RankMemory(rank=rank, planned_bytes=planned[rank], measured_peak_bytes=peak)
-            for rank, peak in enumerate(peaks)
+            RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
+            for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
         ],
         forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
@@ -64,9 +69,9 @@ def finalize(session: Session) -> None:
     if activities:
         waits = any(each.waits for each in activities)
         gains_of = partial(round_gains, num_draft_tokens=most_drafted, waits=waits)
-    shown = excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of)
     summary = summarise(
-        facts, folder.lines, folder.rows, evaluation=session.evaluation, excerpts=shown, activities=activities,
+        facts, folder.lines, folder.rows, evaluation=session.evaluation, activities=activities,
+        excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip
     folder.write_summary(summary)
@@ -85,9 +90,7 @@ def finalize(session: Session) -> None:
 
 
 def _activities(session: Session) -> list[RankActivity]:
-    """The activity of each rank in rounds that overlap; empty in any other run."""
-    if not session.config.speculation.overlap:
-        return []
+    """The activity of each rank in rounds that overlap."""
     comm, decoder = session.world.comm, session.decoders.get(SPECULATIVE)
     own = RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
     if decoder:
@@ -98,18 +101,11 @@ def _activities(session: Session) -> list[RankActivity]:
     return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
 
 
-def _placement(session: Session) -> dict[str, Any]:
-    placement, layout = session.config.placement, session.models.mesh.layout
-    target, draft = layout.target_ranks, layout.draft_ranks
-    parts: dict[str, Any] = {"target": {"kind": placement.target.kind.name, "ranks": [*target], "tp_size": len(target)}}
-    if draft:
-        tp_size = 1 if layout.splits_batch else len(draft)
-        parts["draft"] = {"kind": layout.draft_kind.name, "ranks": [*draft], "tp_size": tp_size}
-    return parts | {"num_replicas": placement.num_replicas}
-
-
 def excerpts(
-    lines: Sequence[CompletionLine], tokenizer: PreTrainedTokenizerBase, *, gains_of: _Gains | None = None
+    lines: Sequence[CompletionLine],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    gains_of: Callable[[Sequence[int]], list[int]] | None = None,
 ) -> list[Excerpt]:
     """The first completions of a run, one a prompt, with their text split by who chose each token.
 
@@ -117,32 +113,23 @@ def excerpts(
     it a round adds one of the target's.
     """
     best = [line for line in lines if line.mode == SPECULATIVE] or lines
-    chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:NUM_EXCERPTS]
+    chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:_NUM_EXCERPTS]
     found = []
     for line in chosen:
-        prompt = line.prompt[-_MOST_PROMPT_CHARS:]
-        spans = list(_spans(line, tokenizer, prompt=prompt, gains_of=gains_of))
+        prompt, token_ids = line.prompt[-_MOST_PROMPT_CHARS:], line.token_ids[:_MOST_TOKENS]
+        accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
+        gains = [num_accepted + 1 for num_accepted in accepted_lengths]
+        if gains_of and line.accepted_lengths:
+            gains = gains_of(accepted_lengths)
+        text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
+        pieces, begin = text.push(token_ids[:1]), 1  # the prefill chose it
+        for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
+            pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
+            begin += gain
+        by_origin = groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted)
+        spans = [Span(text="".join(piece.text for piece in group), drafted=drafted) for drafted, group in by_origin]
         found.append(Excerpt(index=line.index, sample=line.sample, mode=line.mode, prompt=prompt, spans=spans))
     return found
-
-
-def _spans(
-    line: CompletionLine, tokenizer: PreTrainedTokenizerBase, *, prompt: str, gains_of: _Gains | None
-) -> Iterator[Span]:
-    """Yield the first tokens of a completion, with the tokens of each round told apart."""
-    text = IncrementalText(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
-    token_ids = line.token_ids[:_MOST_TOKENS]
-    pieces = text.push(token_ids[:1])  # the prefill chose it
-    begin = 1
-    accepted_lengths = line.accepted_lengths or [0] * len(token_ids)
-    gains = [num_accepted + 1 for num_accepted in accepted_lengths]
-    if gains_of and line.accepted_lengths:
-        gains = gains_of(accepted_lengths)
-    for num_accepted, gain in zip(accepted_lengths, gains, strict=True):
-        pieces += text.push(token_ids[begin : begin + gain], num_accepted=num_accepted)
-        begin += gain
-    for drafted, group in groupby([*pieces, *text.flush()], key=lambda piece: piece.accepted):
-        yield Span(text="".join(piece.text for piece in group), drafted=drafted)
 
 
 def pass_gate(session: Session) -> None:

@@ -1,16 +1,17 @@
 """May this run go on in its folder? Compares what the folder holds with its models, its prompts and its settings."""
 
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.run.session.checkpoints import Source
-from llama_ssp.run.session.prompts import EXCERPT, Message, Prompt
+from llama_ssp.run.checkpoints import Source
+from llama_ssp.run.jobs import EXCERPT
+from llama_ssp.run.prompts import Message, Prompt
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import read_json
@@ -81,16 +82,11 @@ def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[s
     ):
         if old is None or new is None:  # the settings, which are the same, say whether there is a draft
             continue
-        others = _others(old.files, new.files)
-        if old.manifest and new.manifest:
-            others |= _others(old.manifest, new.manifest)
+        both = [(old.files, new.files)] + ([(old.manifest, new.manifest)] if old.manifest and new.manifest else [])
+        others = {name for a, b in both for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
         for name in sorted(others):
             is_new, is_gone = name not in old.files | old.manifest, name not in new.files | new.manifest
             yield f"{name} of {words} {'is new' if is_new else 'is missing' if is_gone else 'differs'}"
-
-
-def _others(old: Mapping[str, str], new: Mapping[str, str]) -> set[str]:
-    return {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None) -> None:
@@ -110,18 +106,15 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
             f"run.jsonl of run_dir={config.run_dir} holds {summary(strays)}, and this run makes {' and '.join(modes)} "
             f"completions with num_samples={config.num_samples}: remove the lines of others, or name another run_dir"
         )
-    if prompts is not None:
-        _check_prompts(prompts, lines, config)
-
-
-def _check_prompts(prompts: Sequence[Prompt], lines: Sequence[CompletionLine], config: RunConfig) -> None:
+    if prompts is None:
+        return
     for line in sorted(lines, key=lambda line: line.index):
         prompt = prompts[line.index] if line.index < len(prompts) else None
         old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
         if prompt and (new, len(prompt.earlier)) == (old, line.turn):
             continue
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False))
-        begin = max(0, len(list(same)) - EXCERPT // 2)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False)))
+        begin = max(0, num_same - EXCERPT // 2)
         now = f"missing, with {len(prompts)} left" if new is None else repr(new[begin : begin + EXCERPT])
         source = "" if config.prompts is None else f" of prompts={config.prompts}"
         raise ConfigError(

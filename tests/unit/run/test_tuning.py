@@ -1,23 +1,38 @@
 """The choice that a run folder keeps for when a run with overlapped rounds is resumed."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.tuning import _read_waits, measure_pieces
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.run.tuning import measure_pieces, tune
 from llama_ssp.speculate.engine.adaptive import FixedLength
+from llama_ssp.speculate.engine.overlap import OverlappedRound
+
+
+def waits(text: str) -> bool | None:
+    """What a decoder with overlapped rounds takes from the file of a run folder."""
+    decoder: Any = SimpleNamespace(round=object.__new__(OverlappedRound), length=FixedLength(4))
+    decoder.round.waits, folder = None, SimpleNamespace(read_kept={"overlap.json": text}.get)
+    config = load("tiny", "tiny-draft").config
+    tune(decoder, config, comm=Comm.single(), num_slots=64, folder=folder)  # type: ignore[arg-type]
+    found: bool | None = decoder.round.waits
+    return found
 
 
 def test_the_kept_choice_is_read_back() -> None:
-    assert _read_waits('{"waits": true, "draft_s": 0.1, "forward_s": 0.2}')
-    assert not _read_waits('{"waits": false}')
+    assert waits('{"waits": true, "draft_s": 0.1, "forward_s": 0.2}') is True
+    assert waits('{"waits": false}') is False
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"waits": 1}'])
 def test_a_damaged_choice_is_an_error_that_says_what_to_do(text: str) -> None:
     with pytest.raises(ConfigError, match=r"overlap\.json of run_dir is damaged: delete it to measure again"):
-        _read_waits(text)
+        waits(text)
 
 
 class TimedDecoder:

@@ -12,6 +12,7 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
+from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
@@ -38,11 +39,7 @@ if TYPE_CHECKING:  # the library's models take seconds to import
 class Source:
     """One model of the run, checked but not loaded.
 
-    Attributes:
-        origin: where its weights come from.
-        eos_ids: tokens that end a text; none if its files name none.
-        dtype: number format to load it in; None for that of the files.
-        precision: storage format of its linear layers.
+    `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
     """
 
     entry: ModelConfig
@@ -61,24 +58,22 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-_NOTHING = Loaded()
+_NOTHING_LOADED = (Loaded(), Loaded())
 
 
 def find_sources(
-    config: RunConfig, world: World, *, loaded: tuple[Loaded, Loaded] = (_NOTHING, _NOTHING)
+    config: RunConfig, world: World, *, loaded: tuple[Loaded, ...] = _NOTHING_LOADED
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
     The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
     and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
-    model cannot be served or quantized, and PlacementError if one cannot be split over this many ranks, or not in its
-    precision.
+    model cannot be quantized, and PlacementError if one cannot be split over these ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind, device = config.placement.target.kind, world.device.type
-    tensor_parallel_size = len(layout.target_ranks) if kind is TargetKind.tensor else 1
-    num_ranks = (tensor_parallel_size, 1 if layout.splits_batch else len(layout.draft_ranks))
-    wholes = (WholeParts.none, config.placement.draft.whole)
+    num_target_ranks = len(layout.target_ranks) if kind is TargetKind.tensor else 1
+    num_draft_ranks = 1 if layout.splits_batch else len(layout.draft_ranks)
     entries = [config.model] + ([config.draft.model] if config.draft.model else [])
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
@@ -100,15 +95,16 @@ def find_sources(
 
             choose_accelerator(world.device)
             check_auto_tp(origins[0].shape, quantization=config.model.quantization, num_ranks=len(layout.target_ranks))
-        target, *drafts = (
-            _check(*each, device=device) for each in zip(entries, origins, loaded, num_ranks, wholes, strict=False)
-        )
+        target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
+        draft = None
+        if len(entries) > 1:
+            whole = config.placement.draft.whole
+            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, whole, device=device)
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
             place, quantization = device_map_place(config, world), target.entry.quantization
             check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
-        draft = drafts[0] if drafts else None
         if draft:
             _check_vocabularies(target, draft, matching_of(config.draft))
     return target, draft
@@ -154,7 +150,13 @@ def _inspect(entry: ModelConfig) -> WeightSource:
 
 
 def _check(
-    entry: ModelConfig, origin: WeightSource, loaded: Loaded, num_ranks: int, whole: WholeParts, *, device: str
+    entry: ModelConfig,
+    origin: WeightSource,
+    loaded: Loaded,
+    num_ranks: int,
+    whole: WholeParts = WholeParts.none,
+    *,
+    device: str,
 ) -> Source:
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
@@ -181,10 +183,9 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
         tokenizer.decode(tokenizer("a b").input_ids, skip_special_tokens=True)
     except Exception as error:  # tokenizer files fail in many ways
-        reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read ({reason}); tokenizer.json and tokenizer_config.json, as "
-            "save_pretrained writes them, are required"
+            f"the tokenizer in {folder} cannot be read ({reason_of(error)}); tokenizer.json and "
+            "tokenizer_config.json, as save_pretrained writes them, are required"
         ) from error
     return tokenizer
 

@@ -18,15 +18,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.session.prompts import Prompt, check_ids, encode, encode_messages, read_prompts
+from llama_ssp.run.jobs import check_ids, encode, encode_messages, ids_of
+from llama_ssp.run.prompts import Prompt, read_prompts
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
-    SamplingConfig,
     TaskConfig,
-    VerificationConfig,
 )
 from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
 
@@ -47,9 +45,9 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
 
 def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
     file.write_text(text, encoding="utf-8")
-    config: dict[str, Any] = {"draft": DrafterConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig()}
-    model, rule = ModelConfig(name="tiny"), VerificationConfig()
-    run = RunConfig(task=task or GenerateConfig(), model=model, verification=rule, prompts=str(file), **config)
+    run = RunConfig(
+        task=task or GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file)
+    )
     run.prompts_column = column
     return read_prompts(run)
 
@@ -81,27 +79,11 @@ def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path
     named: dict[str, Any] = {"question_id": "81", "category": "writing"}
     assert found == [
         Prompt(text="Write.", **named),
-        Prompt(text="Rewrite.", earlier=("Write.",), **named),
-        Prompt(text="Stop.", earlier=("Write.", "Rewrite."), **named),
+        Prompt(text="Rewrite.", earlier=["Write."], **named),
+        Prompt(text="Stop.", earlier=["Write.", "Rewrite."], **named),
         Prompt(text="alone", category="x"),
         Prompt(text="one", question_id="a1"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"turns": "a"}', "with a list of one or more texts as `turns`"),
-        ('{"turns": []}', "with a list of one or more texts as `turns`"),
-        ('{"turns": ["a", 1]}', "with a list of one or more texts as `turns`"),
-        ('{"turns": ["a"], "prompt": "a"}', "has both `prompt` and `turns`: give one of them"),
-    ],
-)
-def test_a_conversation_that_is_none_is_named_by_its_line(line: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        prompts_of(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n{line}\n')
-    assert f"line 2 of prompts={tmp_path / 'p.jsonl'}" in str(caught.value)
-    assert reason in str(caught.value)
 
 
 def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> None:
@@ -111,17 +93,10 @@ def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> 
         prompts_of(tmp_path / "p.jsonl", '{"turns": ["a", "b"]}', task)
 
 
-@pytest.mark.parametrize("line", ["no JSON", '"text"', '{"text": "a"}', '{"prompt": 1}', '{"prompt": "a", "x": NaN}'])
-def test_a_line_that_is_no_record_is_named_by_its_number(line: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 4 of prompts=.*p\.jsonl must be an? (JSON object|entry with)"):
-        prompts_of(tmp_path / "p.jsonl", f'\n{{"prompt": "a"}}\n\n{line}\n')
-
-
-def test_a_file_of_blanks_holds_no_prompt(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no prompt"):
-        prompts_of(tmp_path / "p.txt", "\n  \n")
-
-
+SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
+SAID = {"role": "assistant", "content": "b b"}
+TURNS = "must be an entry with a list of one or more texts as `turns`"
+MESSAGES = "must be an entry with a list as `messages` that ends with a user's or an assistant's"
 TABLES = {
     ".csv": 'id,question,prompt\n7,"one, two","def f(x):\n    return"\n8,three,import\n',
     ".tsv": 'id\tquestion\tprompt\n7\tone, two\t"def f(x):\n    return"\n8\tthree\timport\n',
@@ -141,10 +116,8 @@ def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin:
         Prompt(text="import", fields={"id": "8", "question": "three"}),
     ]
     assert texts_of(file, begin + TABLES[ending], column="question") == ["one, two", "three"]
-
-
-def test_a_list_of_texts_is_a_prompt_each(tmp_path: Path) -> None:
-    assert texts_of(tmp_path / "p.json", '["a", "b\\nc"]') == ["a", "b\nc"]
+    if ending == ".json":
+        assert texts_of(file, '["a", "b\\nc"]') == ["a", "b\nc"]
 
 
 def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None:
@@ -167,11 +140,32 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
         ("p.json", '[{"prompt": "a"}, 3]', None, r"entry 2 of .* must be an object or a text, and not a number"),
         ("p.jsonl", '{"prompt": "a", "x": 1e999}', None, r"line 1 of .* has a field `x` that is infinite"),
         ("p.jsonl", '{"prompt": "a", "x": ' + "[" * 40 + "]" * 40 + "}", None, "has a field `x` .* nested too deep"),
+        ("p.txt", "\n  \n", None, "holds no prompt"),
+        *(
+            ("p.jsonl", f'\n{{"prompt": "a"}}\n\n{line}\n', None, rf"line 4 of prompts=.*p\.jsonl {reason}")
+            for line, reason in (
+                ("no JSON", "must be a JSON object: it cannot"),
+                ('"text"', "must be a JSON object, and not a text"),
+                ('{"prompt": "a", "x": NaN}', "must be a JSON object"),
+                ('{"text": "a"}', "must be an entry with `prompt`"),
+                ('{"prompt": 1}', "must be an entry with a text as `prompt`"),
+                ('{"turns": "a"}', TURNS),
+                ('{"turns": []}', TURNS),
+                ('{"turns": ["a", 1]}', TURNS),
+                ('{"turns": ["a"], "prompt": "a"}', "has both `prompt` and `turns`: give one of them"),
+                ('{"messages": []}', MESSAGES),
+                ('{"messages": "a"}', MESSAGES),
+                ('{"messages": ["a"]}', MESSAGES),
+                ('{"messages": [{"role": "user"}]}', MESSAGES),
+                ('{"messages": [{"role": "user", "content": ["a"]}]}', MESSAGES),
+                (json.dumps({"messages": [ASK, SYSTEM]}), MESSAGES),
+            )
+        ),
         ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
         ("p.jsonl.gz", "x", None, r"\.gz is none of"),
     ],
 )
-def test_a_table_that_cannot_be_read_is_refused_and_never_taken_for_lines(
+def test_what_cannot_be_read_is_refused_with_its_place_and_never_taken_for_lines(
     name: str, text: str, column: str | None, sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -193,46 +187,33 @@ def test_parquet_is_read_where_its_package_is_installed(tmp_path: Path, monkeypa
         prompts_of(tmp_path / "p.parquet", "")
 
 
-SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
-SAID = {"role": "assistant", "content": "b b"}
-
-
 def test_a_list_of_messages_is_a_prompt_for_every_message_without_an_answer(tmp_path: Path) -> None:
     lists = ([SYSTEM, ASK], [SYSTEM, ASK, MORE], [ASK, SAID, MORE], [ASK, SAID])
     text = "".join(json.dumps({"id": number, "messages": each}) + "\n" for number, each in enumerate(lists))
     assert prompts_of(tmp_path / "p.jsonl", text) == [
-        Prompt(text="a", messages=(SYSTEM,), fields={"id": 0}),
-        Prompt(text="a", messages=(SYSTEM,), fields={"id": 1}),
-        Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",), fields={"id": 1}),
-        Prompt(text="b", messages=(ASK, SAID), fields={"id": 2}),
-        Prompt(text="b b", role="assistant", messages=(ASK,), fields={"id": 3}),
+        Prompt(text="a", messages=[SYSTEM], fields={"id": 0}),
+        Prompt(text="a", messages=[SYSTEM], fields={"id": 1}),
+        Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"], fields={"id": 1}),
+        Prompt(text="b", messages=[ASK, SAID], fields={"id": 2}),
+        Prompt(text="b b", role="assistant", messages=[ASK], fields={"id": 3}),
     ]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    ["[]", '"a"', '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": ["a"]}]', json.dumps([ASK, SYSTEM])],
-)
-def test_a_list_that_nobody_can_answer_is_refused(messages: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a list as `messages` that ends with a user's or an assistant's"):
-        prompts_of(tmp_path / "p.jsonl", f'{{"messages": {messages}}}')
 
 
 def test_messages_are_put_in_the_template_with_the_answers_between_them() -> None:
     roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
-    prompt = Prompt(text="b", messages=(SYSTEM, ASK), earlier=("a",))
+    prompt = Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"])
     words = tokenizer(chat_template=roles)
-    answered = prompt.encode(words, chat=False, answers=["b b"])
+    answered = ids_of(prompt, words, chat=False, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
-    assert Prompt.from_dict(json.loads(json.dumps(asdict(prompt)))) == prompt
+    assert Prompt(**json.loads(json.dumps(asdict(prompt)))) == prompt
     with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
-        prompt.encode(tokenizer(), chat=True, answers=["b b"])
+        ids_of(prompt, tokenizer(), chat=True, answers=["b b"])
 
 
 def test_a_message_of_the_assistant_is_continued() -> None:
-    prompt = Prompt(text="b b", role="assistant", messages=(ASK,))
+    prompt = Prompt(text="b b", role="assistant", messages=[ASK])
     words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
-    assert words.decode([*prompt.encode(words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
+    assert words.decode([*ids_of(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
 
 
 def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:
@@ -251,17 +232,14 @@ def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     assert lines == "<s> a b b b a a a"
 
 
-def test_chat_needs_a_template() -> None:
-    with pytest.raises(ConfigError, match="leave chat out"):
-        encode("a", tokenizer(), chat=True)
-
-
 def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None:
     assert encode("", tokenizer(begins=False, bos_token="<s>"), chat=False) == (0,)
     with pytest.raises(ConfigError, match="which this tokenizer lacks"):
         encode("", tokenizer(begins=False), chat=False)
     silent = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
+    with pytest.raises(ConfigError, match="leave chat out"):
+        encode("a", tokenizer(), chat=True)
     with pytest.raises(ConfigError, match="which this tokenizer lacks"):
         encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
 

@@ -1,0 +1,274 @@
+"""Prompts from one text, a file, standard input or the task's own list. Imports no torch; `jobs` encodes them.
+
+The ending of a file's name says how it is read: JSON lines, JSON, CSV and Parquet as records, others as lines. A record
+has a text, the turns of a question (Spec-Bench's format), or a list of messages. Each turn becomes a prompt that
+follows the answers to those before it, and so does each message of a user that another one follows.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports.reading import is_storable, read_json
+from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.tasks import task_of
+
+STANDARD_INPUT = "-"
+Message: TypeAlias = dict[str, str]
+"""One turn of a conversation: its `role` and its `content`."""
+_Record: TypeAlias = tuple[str, dict[str, Any] | str]
+"""One entry of a file: its place, for messages, and its fields by name, or the text of a line or an entry."""
+
+_CONTENTS = ("prompt", "turns", "messages")
+"""Fields of a record, one of which holds the text to complete."""
+_EXAMPLES = (
+    '{"prompt": "def f(x):"}, {"turns": ["What is a prime?", "Name three."]} or '
+    '{"messages": [{"role": "user", "content": "What is a prime?"}]}'
+)
+_LABELS = ("question_id", "category")
+_NEVER_LINES = frozenset(
+    {".arrow", ".bz2", ".feather", ".gz", ".html", ".npz", ".orc", ".pkl", ".toml", ".xls", ".xlsx", ".xml", ".yaml",
+     ".yml", ".zip", ".zst"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt of a run; ranks send it to one another as JSON.
+
+    Attributes:
+        text: as the user wrote it; of a list of messages, the last one's content.
+        role: of that message; the model continues the text of an assistant.
+        messages: of a list of messages, those before the last; None for a prompt that is none.
+        earlier: the turns before it in its conversation that the model answers first.
+        question_id, category: those of the file, where it has them.
+        fields: the other fields of its record.
+        ids: its token ids, if the library's user has encoded it.
+    """
+
+    text: str
+    role: str = "user"
+    messages: list[Message] | None = None
+    earlier: list[str] = field(default_factory=list)
+    question_id: str | None = None
+    category: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    ids: tuple[int, ...] | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """The length of its text with all that precedes it and is known."""
+        before = self.earlier if self.messages is None else [message["content"] for message in self.messages]
+        return sum(map(len, (*before, self.text)))
+
+
+def read_prompts(config: RunConfig) -> list[Prompt]:
+    """Read the prompts of a run, each turn of a conversation on its own.
+
+    Raises ConfigError if the file is unusable, an entry is no prompt, or the task takes no conversations.
+    """
+    task = task_of(config)
+    if config.prompt is not None:
+        return [Prompt(text=config.prompt)]
+    if config.prompts is None:
+        own_prompts = task.prompts(config)
+        if not own_prompts:
+            raise ConfigError(
+                f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input"
+            )
+        return [Prompt(text=text) for text in own_prompts]
+    prompts = [prompt for record in _records(config.prompts) for prompt in _of_record(*record, config.prompts_column)]
+    if not prompts:
+        one_per_line = "" if ending_of(config.prompts) in ENDINGS_WITH_FIELDS else ": write one per line"
+        raise ConfigError(f"prompts={config.prompts} holds no prompt{one_per_line}")
+    if any(prompt.earlier for prompt in prompts) and not task.takes_turns:
+        raise ConfigError(
+            f"task={config.task.name} takes prompts of one turn, and prompts={config.prompts} has conversations: "
+            "use task=generate, compare or latency for them"
+        )
+    return prompts
+
+
+def is_interactive(config: RunConfig) -> bool:
+    """Whether prompts are typed one by one: `prompts=-` on a terminal."""
+    return config.prompts == STANDARD_INPUT and sys.stdin.isatty()
+
+
+def _records(source: str) -> Iterator[_Record]:
+    """Yield the entries of a file or of standard input; ConfigError for one that the records of a run cannot hold."""
+    ending = "" if source == STANDARD_INPUT else ending_of(source)
+    if ending in _NEVER_LINES:
+        raise ConfigError(
+            f"prompts={source} cannot be read: {ending} is none of .txt (a prompt per line), .jsonl, .json, .csv, "
+            ".tsv and .parquet; convert it to one of these"
+        )
+    text = ""
+    if ending != ".parquet":
+        try:
+            text = sys.stdin.read() if source == STANDARD_INPUT else Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read prompts={source}: {error}; it must be a text file in UTF-8") from None
+    for where, content in _READERS.get(ending, _lines)(text.removeprefix("\ufeff"), source):
+        if isinstance(content, dict):
+            for name, value in content.items():
+                if not is_storable(value):
+                    raise ConfigError(f"{where} has a field `{name}` that is infinite or nested too deep: leave it out")
+        yield where, content
+
+
+def _lines(text: str, source: str) -> Iterator[_Record]:
+    # Not `splitlines`, which also splits at form feeds and at characters that JSON strings may contain.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield f"line {number} of prompts={source}", line
+
+
+def _json_lines(text: str, source: str) -> Iterator[_Record]:
+    for where, line in _lines(text, source):
+        try:
+            content = read_json(str(line))
+        except ValueError as error:
+            raise ConfigError(f"{where} must be a JSON object: it cannot be read ({reason_of(error)})") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{where} must be a JSON object, and not {_kind_of(content)}")
+        yield where, content
+
+
+def _json(text: str, source: str) -> Iterator[_Record]:
+    wanted = 'a list such as [{"prompt": "def f(x):"}, {"prompt": "import"}]; one object per line is a .jsonl file'
+    try:
+        content = read_json(text)
+    except ValueError as error:
+        raise ConfigError(f"prompts={source} is not JSON ({reason_of(error)}): it must be {wanted}") from None
+    if not isinstance(content, list):
+        raise ConfigError(f"prompts={source} holds {_kind_of(content)}: it must be {wanted}")
+    for number, entry in enumerate(content, start=1):
+        where = f"entry {number} of prompts={source}"
+        if not isinstance(entry, dict | str):
+            raise ConfigError(f"{where} must be an object or a text, and not {_kind_of(entry)}")
+        yield where, entry
+
+
+def _csv(text: str, source: str, *, delimiter: str = ",") -> Iterator[_Record]:
+    csv.field_size_limit(sys.maxsize)  # prompts can be longer than csv's 128 KiB
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in rows:
+            where = f"line {rows.line_num} of prompts={source}"
+            if None in row or None in row.values():
+                raise ConfigError(
+                    f"{where} ends a row whose number of cells is not that of the first line, which names the columns "
+                    f"{', '.join(rows.fieldnames or ())}: quote cells that contain commas or line breaks"
+                )
+            yield where, row
+    except csv.Error as error:
+        raise ConfigError(f"line {rows.reader.line_num} of prompts={source} is not CSV: {error}") from None
+
+
+def _parquet(_text: str, source: str) -> Iterator[_Record]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError:
+        raise ConfigError(
+            f"prompts={source} needs pyarrow: pip install pyarrow, or save the table as .jsonl or .csv"
+        ) from None
+    try:
+        rows = parquet.read_table(source).to_pylist()
+    except Exception as error:  # noqa: BLE001 - pyarrow's own errors, which cannot be named without it
+        raise ConfigError(f"prompts={source} is no Parquet file that can be read: {reason_of(error)}") from None
+    for number, row in enumerate(rows, start=1):
+        # Times and the like become text, and what is not a number becomes null.
+        as_json = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
+        yield f"row {number} of prompts={source}", as_json
+
+
+_READERS: dict[str, Callable[[str, str], Iterator[_Record]]] = {
+    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
+}  # fmt: skip
+
+
+def _kind_of(content: object) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(content), "a number")
+
+
+def reason_of(error: Exception) -> str:
+    """The beginning of an error's text, on one line; its kind if it has none."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _of_record(where: str, content: dict[str, Any] | str, column: str | None) -> Iterator[Prompt]:
+    """Yield the prompt of a record, or all turns of its conversation; `column` names its field, if not as usual."""
+    if isinstance(content, str):
+        if column:
+            raise ConfigError(f"{where} is a text, which has no prompts_column={column}: leave that out")
+        yield Prompt(text=content)
+        return
+    name = column or _content_field(where, content)
+    if name not in content:
+        raise ConfigError(f"{where} has no prompts_column={name}: it has {', '.join(content)}")
+    value = content[name]
+    if name == "turns":
+        wanted = "a list of one or more texts as `turns`"
+        fits = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
+    elif name == "messages":
+        wanted, fits = "a list as `messages` that ends with a user's or an assistant's", _is_conversation(value)
+    else:
+        wanted, fits = f"a text as `{name}`", isinstance(value, str)
+    if not fits:
+        raise ConfigError(f"{where} must be an entry with {wanted}, such as {_EXAMPLES}")
+    labels = {key: str(content[key]) for key in _LABELS if key != name and type(content.get(key)) in {str, int}}
+    others = {key: entry for key, entry in content.items() if key != name and key not in labels}
+    common: dict[str, Any] = labels | {"fields": others}
+    if name == "messages":
+        yield from _of_messages(value, common)
+    elif name == "turns":
+        yield from (Prompt(text=turn, earlier=value[:number], **common) for number, turn in enumerate(value))
+    else:
+        yield Prompt(text=value, **common)
+
+
+def _content_field(where: str, content: Mapping[str, Any]) -> str:
+    """The field of a record that holds the text to complete."""
+    found = [name for name in _CONTENTS if name in content]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{where} has both `{found[0]}` and `{found[1]}`: give one of them, or choose with "
+            f"prompts_column={found[0]}"
+        )
+    if not found:
+        texts = {name: len(value) for name, value in content.items() if isinstance(value, str)}
+        hint = f": prompts_column={max(texts, key=texts.__getitem__)} takes that" if texts else ""
+        raise ConfigError(
+            f"{where} must be an entry with `prompt`, `turns` or `messages`, such as {_EXAMPLES}; it has "
+            f"{', '.join(content) or 'nothing'}{hint}"
+        )
+    return found[0]
+
+
+def _is_conversation(value: object) -> bool:
+    """Whether these are messages that somebody can answer or continue."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        return False
+    parts = [(message.get("role"), message.get("content")) for message in value]
+    return all(isinstance(part, str) for pair in parts for part in pair) and parts[-1][0] in {"user", "assistant"}
+
+
+def _of_messages(given: Sequence[Message], common: dict[str, Any]) -> Iterator[Prompt]:
+    """A prompt for every message of a user that the next one does not answer, and for an assistant's last one."""
+    messages = [{"role": message["role"], "content": message["content"]} for message in given]
+    earlier: list[str] = []
+    for number, (message, following) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
+        if following is None or message["role"] == following["role"] == "user":
+            text, role, before = message["content"], message["role"], messages[:number]
+            yield Prompt(text=text, role=role, messages=before, earlier=[*earlier], **common)
+            earlier.append(text)
