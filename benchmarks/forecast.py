@@ -54,14 +54,14 @@ from llama_ssp.run.calibration.model_pairs import (
     Pairs,
     seconds_per,
 )
-from llama_ssp.run.calibration.profiles import composed
+from llama_ssp.run.calibration.profiles import Measured, composed
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, Dtype, TargetKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
 
-NEW_TOKENS = 64
+NEW_TOKENS, NUM_COMPLETIONS = 64, 2
 MODES = PLAIN, NUM_DRAFT_TOKENS
 SHIPPED = Path(__file__).resolve().parents[1] / "llama_ssp" / "shipped"
 MIB = 2**20
@@ -187,7 +187,7 @@ def pair_of(case: Case, world: World) -> Pair:
     """Load a case."""
     target, target_bytes = load(case.target, world.comm)
     draft, draft_bytes = load(case.draft, Comm.single()) if world.comm.rank == 0 else (None, 0)
-    decoding = DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS, lengths=MODES)
+    decoding = DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS, num_completions=NUM_COMPLETIONS)
     return Pair(case=case, target=target, draft=draft, grown_bytes=target_bytes + draft_bytes, decoding=decoding)
 
 
@@ -196,7 +196,7 @@ def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -
     before = machine.profile_of(num_ranks)
     assert before, "a calibrated machine has a profile"
     others = [each for each in machine.profiles if each is not before]
-    return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])
+    return replace(machine, profiles=[*others, composed(Measured(before, random_pairs.times()), machine)])
 
 
 def planned(pair: Pair, world: World, machine: HardwareConfig) -> Forecast:

@@ -1,7 +1,4 @@
-"""Llamas with random weights in the lean decoder, for the whole forwards that `task=calibrate` times.
-
-Shapes are those of `runner`.
-"""
+"""Llamas with random weights in the lean decoder, for the whole forwards that `task=calibrate` times."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ from llama_ssp.weights.source import TensorFacts, Wanted
 from llama_ssp.weights.synthetic import llama_config
 
 MLP_SHARE, HEAD_DIM = 4, 32
-CONTEXT = 1024
+_CONTEXT = 1024
 _LARGEST = 0.05
 
 
@@ -40,7 +37,7 @@ class RandomLlama:
     num_layers: int
     vocab_size: int
     from_16_bits: bool = False
-    context: ClassVar[int] = CONTEXT
+    context: ClassVar[int] = _CONTEXT
 
     @property
     def folder(self) -> Path:
@@ -54,7 +51,7 @@ class RandomLlama:
         return ModelShape(
             model_type="llama", num_hidden_layers=self.num_layers, hidden_size=self.width,
             num_attention_heads=num_heads, num_key_value_heads=num_heads // 2, head_dim=HEAD_DIM,
-            intermediate_size=MLP_SHARE * self.width, vocab_size=self.vocab_size, max_position_embeddings=CONTEXT,
+            intermediate_size=MLP_SHARE * self.width, vocab_size=self.vocab_size, max_position_embeddings=_CONTEXT,
         )  # fmt: skip
 
     @cached_property
@@ -84,7 +81,7 @@ class RandomLlama:
 
     @property
     def planned(self) -> PlannedModel:
-        """How the planner sees it in fp32."""
+        """The planner's description of it in fp32."""
         name, stored = self.folder.name, Dtype.bf16 if self.from_16_bits else Dtype.fp32
         return PlannedModel(name=name, shape=self.shape, dtype=Dtype.fp32, quantization=NO_QUANTIZATION, stored=stored)
 
