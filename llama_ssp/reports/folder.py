@@ -18,14 +18,14 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, Keyed, changed_settings, read_lines, read_settings
+from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.visible import visible
 
@@ -37,7 +37,17 @@ CHANGEABLE = (
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 _MOST_STATUS_BYTES = 4096
+_MOST_REPEATED, _MOST_CHANGED, _MOST_SHOWN_CHARS = 4, 10, 200
+"""Most repeated lines and changed settings that are named, and most characters shown of each value."""
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
+
+
+class _HasKey(Protocol):
+    @property
+    def key(self) -> Hashable: ...
+
+
+_Keyed = TypeVar("_Keyed", bound=_HasKey)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,7 @@ class Run:
         summary = self.summary
         named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
         others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
-        return {**named, "ranks": summary.world_size, **others}
+        return named | {"ranks": summary.world_size} | others
 
     @property
     def num_draft_tokens(self) -> int:
@@ -128,22 +138,22 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
         self.lines.sort(key=lambda line: (line.index, line.sample))
-        _write_whole(self.path / "run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
+        self.write_kept("run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
 
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
-        _write_whole(self.path / "status", status + "\n")
+        self.write_kept("status", status + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`; raises SspError if the disk fails."""
-        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+        self.write_kept("summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
     def write_report(self, summary: Summary) -> None:
         """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
         from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
 
         run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
-        _write_whole(self.path / "report.html", report([run]))
+        self.write_kept("report.html", report([run]))
 
     def close(self) -> None:
         """Release the folder for other jobs."""
@@ -154,14 +164,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def _keep_config(self, config_yaml: str) -> None:
         """Write the config of a new folder, or compare it with that of an old one."""
-        file = self.path / "config.yaml"
         old_yaml = self.read_kept("config.yaml")
         if old_yaml is None:
-            _write_whole(file, config_yaml)
+            self.write_kept("config.yaml", config_yaml)
             return
         try:
-            changes = changed_settings(old_yaml, config_yaml, changeable=CHANGEABLE)
+            changes = _changes(read_settings(old_yaml), read_settings(config_yaml))
         except ValueError:
+            file = self.path / "config.yaml"
             raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
         if changes:
             raise ConfigError(
@@ -169,7 +179,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 "give the same settings to resume it, or name another run_dir"
             )
 
-    def _recover(self, name: str, parse: Callable[[bytes], Keyed], *, made: str) -> list[Keyed]:
+    def _recover(self, name: str, parse: Callable[[bytes], _Keyed], *, made: str) -> list[_Keyed]:
         """Read the finished lines, and cut off a half-written last one."""
         file = self.path / name
         if not file.exists():
@@ -179,12 +189,50 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with _explained(file):
                 os.truncate(file, len(whole) + 1 if whole else 0)
         try:
-            return read_lines(whole, parse)
+            return _read_lines(whole, parse)
         except ValueError as error:
             raise ConfigError(
                 f"{file} cannot be resumed: {error}; "
                 f"remove such a line to have its {made} made again, or name another run_dir"
             ) from None
+
+
+def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Describe each changed setting in a clause. A list that the old settings lack was empty."""
+    old = {key: value for key, value in new.items() if value == []} | old
+    changed = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{parent}.") for parent in CHANGEABLE)
+    ]
+
+    def cut(text: str) -> str:
+        return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
+
+    clauses = [
+        f"{cut(key)} was {cut(json.dumps(old.get(key), default=str))} "
+        f"and is now {cut(json.dumps(new.get(key), default=str))}"
+        for key in changed[:_MOST_CHANGED]
+    ]
+    return clauses + ([f"{len(changed) - _MOST_CHANGED} more"] if len(changed) > _MOST_CHANGED else [])
+
+
+def _read_lines(whole: bytes, parse: Callable[[bytes], _Keyed]) -> list[_Keyed]:
+    """Read the lines of a file; ValueError names those that cannot be read, or have the key of an earlier one."""
+    entries, first, repeated = list[_Keyed](), dict[Hashable, int](), list[str]()
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            entries.append(parse(line))
+        except ValueError as error:
+            raise ValueError(f"line {number} is damaged: {error}") from None
+        if (earlier := first.setdefault(entries[-1].key, number)) != number:
+            repeated.append(f"line {number} repeats line {earlier}")
+    if repeated:
+        more = f" and {len(repeated) - _MOST_REPEATED} more" if len(repeated) > _MOST_REPEATED else ""
+        raise ValueError(", ".join(repeated[:_MOST_REPEATED]) + more)
+    return entries
 
 
 def read_status(run_dir: Path) -> str:
@@ -269,11 +317,10 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     Returns readable runs in order of their paths, each once, and a sentence for each run without a summary or with a
     damaged file.
     """
-    runs, missing = [], []
-    seen = set[Path]()
+    runs, missing, seen = [], [], set[Path]()
     for folder in folders:
         try:
-            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_by_number)
+            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_in_order)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be read ({error.strerror}): name the folder of a run") from error
         if not found:
@@ -302,7 +349,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         summary = Summary.from_json(_read_regular(file, most_bytes=MOST_BYTES).decode())
         file = folder / "run.jsonl"
         whole = _read_regular(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
-        lines = tuple(read_lines(whole, CompletionLine.from_json))
+        lines = tuple(_read_lines(whole, CompletionLine.from_json))
         file = folder / "config.yaml"
         settings = read_settings(_read_regular(file, most_bytes=4 * MOST_CHARS).decode())
         file = folder / "status"
@@ -333,6 +380,6 @@ def _status(folder: Path) -> str:
     return visible(" ".join(status.split()))
 
 
-def _by_number(folder: Path) -> list[tuple[int, str]]:
+def _in_order(folder: Path) -> list[tuple[int, str]]:
     """Sort key that puts point 2 of a sweep before point 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

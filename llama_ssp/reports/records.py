@@ -7,7 +7,7 @@ contain `ms` for milliseconds.
 import json
 import reprlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.schema import ADAPTIVE
@@ -17,7 +17,6 @@ MOST_DRAFTED = 1024
 """Largest K of any run."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
-_FINISH_REASONS = {"length", "eos", "stop"}
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that identifies a finished completion when a run is resumed."""
@@ -26,7 +25,19 @@ CellKey: TypeAlias = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionLine:
+class _Line:
+    def to_json(self) -> bytes:
+        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Self:
+        """Read a line back; raises ValueError unless it is JSON with these fields and possible numbers."""
+        return restore(cls, read_json(line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionLine(_Line):
     """One line of `run.jsonl`: one completion of one prompt.
 
     Attributes:
@@ -70,36 +81,31 @@ class CompletionLine:
 
     @property
     def key(self) -> LineKey:
-        """Identifies the completion when a run is resumed."""
+        """Its key when a run is resumed."""
         return self.index, self.mode, self.sample
 
-    def to_json(self) -> bytes:
-        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
-
     @classmethod
-    def from_json(cls, line: bytes) -> "CompletionLine":
+    def from_json(cls, line: bytes) -> Self:
         """Read a line back; raises ValueError unless it is JSON with the fields above and possible numbers."""
-        restored = restore(cls, read_json(line))
-        if restored.mode not in {PLAIN, SPECULATIVE}:
-            raise ValueError(f"mode holds {restored.mode!r}")
-        if restored.finish_reason not in _FINISH_REASONS:
-            raise ValueError(f"finish_reason holds {reprlib.repr(restored.finish_reason)}")
-        if len(restored.token_ids) != restored.num_new_tokens:
-            raise ValueError(f"token_ids has {len(restored.token_ids)} of {restored.num_new_tokens} new tokens")
-        by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
-        if any(lengths is not None and len(lengths) != restored.num_rounds for lengths in by_round):
+        read = super().from_json(line)
+        if read.mode not in {PLAIN, SPECULATIVE}:
+            raise ValueError(f"mode holds {read.mode!r}")
+        if read.finish_reason not in {"length", "eos", "stop"}:
+            raise ValueError(f"finish_reason holds {reprlib.repr(read.finish_reason)}")
+        if len(read.token_ids) != read.num_new_tokens:
+            raise ValueError(f"token_ids has {len(read.token_ids)} of {read.num_new_tokens} new tokens")
+        by_round = [read.accepted_lengths, read.examined_lengths, read.draft_lengths or [0] * read.num_rounds]
+        if any(len(lengths) != read.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")
-        rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
-        is_odd = any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds)
-        if is_odd or max(restored.draft_lengths or (), default=0) > MOST_DRAFTED:
+        rounds = zip(*by_round, strict=True)
+        if any(max(each) > MOST_DRAFTED or 0 < each[1] < each[0] for each in rounds):
             raise ValueError("it has an impossible round")
-        return restored
+        return read
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSummary:
-    """Results of plain decoding; `summary.summarise` defines each number."""
+    """Results of plain decoding."""
 
     ms_per_token: float | None
     tokens_per_s: float | None
@@ -109,7 +115,7 @@ class PlainSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeSummary(PlainSummary):
-    """Results of speculative decoding; `summary.summarise` defines each number."""
+    """Results of speculative decoding."""
 
     num_rounds: int
     tokens_per_round: float | None
@@ -143,8 +149,7 @@ class StartUp:
 
     Attributes:
         began_unix_s: when the run started.
-        composed_s: the config is checked; nothing slow has been imported.
-        imported_s: the common imports are done; transformers' models are imported with the checkpoints.
+        composed_s, imported_s: the config is checked; the common imports are done.
         joined_s: all ranks have met.
         checked_s, loaded_s: checkpoints and prompts are checked, and the job is planned; the models are loaded.
         first_token_s: the first token is shown, in some tasks after a warm-up; null for typed prompts and benchmarks.
@@ -160,7 +165,7 @@ class StartUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkRow:
+class BenchmarkRow(_Line):
     """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
 
     Attributes:
@@ -194,7 +199,7 @@ class BenchmarkRow:
 
     @property
     def key(self) -> CellKey:
-        """Identifies the cell when a benchmark is resumed."""
+        """Its key when a benchmark is resumed."""
         return self.prompt_tokens, self.batch_size, self.num_draft_tokens
 
     @property
@@ -209,15 +214,6 @@ class BenchmarkRow:
         measured, forecast = self.ms_per_token, self.forecast_ms_per_token
         ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
         return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
-
-    def to_json(self) -> bytes:
-        """Return the line with its line feed."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_json(cls, line: bytes) -> "BenchmarkRow":
-        """Read a line back; raises ValueError unless it is JSON with the fields above."""
-        return restore(cls, read_json(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +237,7 @@ class Excerpt:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One figure of an evaluation: `value`, and the ends of its interval if it has one. Any of them can be negative."""
+    """One figure of an evaluation, with the ends of its interval if it has one; all can be negative."""
 
     name: str
     value: float
@@ -302,7 +298,7 @@ class RankActivity:
 
     @property
     def worked_s(self) -> float:
-        """The rounds' time without the waiting."""
+        """The time without the waiting."""
         return self.rounds_s - self.waited_s
 
 
@@ -381,8 +377,7 @@ class Summary(RunFacts):
         version = content.get("schema_version") if isinstance(content, dict) else None
         if not isinstance(content, dict) or version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
-        forecast = content.get("forecast")
-        if isinstance(forecast, dict):  # earlier versions wrote ranges
+        if isinstance(forecast := content.get("forecast"), dict):  # earlier versions wrote ranges
             content["forecast"] = {key: value for key, value in forecast.items() if not key.endswith(("_low", "_high"))}
         summary = restore(cls, content)
         fast = summary.speculative
