@@ -21,8 +21,6 @@ LEAST_PROMPTS = 6
 NUM_RESAMPLES = 2000
 SEED = 20230202
 PERCENTILES = (50, 90, 99)
-_MOST_DRAWN = 1 << 22
-"""Numbers that are drawn at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +122,10 @@ def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
     value = float(numbers[:, 0].sum() / numbers[:, 1].sum())
     if num < LEAST_PROMPTS:
         return Estimate(value=value)
-    draw, ratios = np.random.default_rng(SEED), []
-    at_once = max(_MOST_DRAWN // num, 1)
-    for first in range(0, NUM_RESAMPLES, at_once):
-        drawn = draw.integers(num, size=(min(at_once, NUM_RESAMPLES - first), num))
-        sums = numbers[drawn].sum(axis=1)
-        ratios.append(sums[:, 0] / sums[:, 1])
+    draw = np.random.default_rng(SEED)
+    sums = np.array([numbers[draw.integers(num, size=num)].sum(axis=0) for _ in range(NUM_RESAMPLES)])
     tail = _tail(num)
-    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [tail, 1 - tail])
     return Estimate(value=value, low=float(low), high=float(high))
 
 
