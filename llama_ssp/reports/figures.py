@@ -71,7 +71,7 @@ def forecast_against_measured(runs: Sequence[Run], names: Sequence[str]) -> Char
     for run, name in zip(runs, names, strict=True):
         for mode, measured in ((PLAIN, run.summary.plain), (SPECULATIVE, run.summary.speculative)):
             expected = getattr(run.summary.forecast, f"{mode}_ms_per_token")
-            points.append((measured and measured.ms_per_token, expected, mode, name))
+            points.append((measured.ms_per_token if measured else None, expected, mode, name))
         for cell in run.summary.cells:
             for mode, expected in cell.forecast_ms_per_token.items():
                 points.append((cell.ms_per_token.get(mode), expected, mode, f"{name}, {cell.name}"))
@@ -87,9 +87,9 @@ def forecast_against_measured(runs: Sequence[Run], names: Sequence[str]) -> Char
     apart = f"{100 * _FORECAST_BAND:.0f} % apart"
     chart.line([(0, 0), (highest, highest * (1 - _FORECAST_BAND))], GREY, name=apart, dashed=True)
     chart.line([(0, 0), (highest / (1 + _FORECAST_BAND), highest)], GREY, dashed=True)
-    for measured, expected, mode, name in drawn:
-        says = f"{name}, {mode}: {expected:.2f} forecast, {measured:.2f} measured"
-        chart.dot(measured, expected, SOFT if mode == PLAIN else COLOURS[0], says=says, name=mode)
+    for ms, expected, mode, name in drawn:
+        says = f"{name}, {mode}: {expected:.2f} forecast, {ms:.2f} measured"
+        chart.dot(ms, expected, SOFT if mode == PLAIN else COLOURS[0], says=says, name=mode)
     return chart
 
 

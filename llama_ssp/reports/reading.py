@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -45,7 +45,7 @@ def restore(kind: type[_Record], content: object, *, where: str = "") -> _Record
 
     Fields have simple types; those with a default may be missing.
     """
-    hints, needed = _fields_of(kind)
+    hints, needed = _fields_of(cast("Any", kind))
     if not isinstance(content, Mapping) or not needed <= content.keys() <= hints.keys():
         of_what = f"of {where.removesuffix('.')} " if where else ""
         raise ValueError(f"its fields {of_what}should be {', '.join(hints)}")
@@ -67,8 +67,8 @@ def _restored(expected: Any, value: object, *, where: str) -> object:  # noqa: A
         return [_restored(parts[0], item, where=f"{where}[{place}]") for place, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {name: _restored(parts[1], item, where=f"{where}.{name[:40]}") for name, item in value.items()}
-    if is_dataclass(expected):
-        return restore(expected, value, where=f"{where}.")  # type: ignore[type-var]
+    if isinstance(expected, type) and is_dataclass(expected):
+        return restore(expected, value, where=f"{where}.")
     if not _fits(expected, value, signed=where.rpartition(".")[2] in _SIGNED):
         raise ValueError(f"{where} holds {reprlib.repr(value)}")
     return value
