@@ -6,8 +6,8 @@ records give the same report.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ SEED = 20230202
 PERCENTILES = (50, 90, 99)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A figure of a run over its prompts; without an interval if they are too few."""
 
     value: float
@@ -32,8 +31,7 @@ class Estimate:
     high: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModeMeasures:
+class ModeMeasures(NamedTuple):
     """One mode of a run.
 
     Attributes:
@@ -49,8 +47,7 @@ class ModeMeasures:
     first_token_percentiles: tuple[float | None, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunMeasures:
+class RunMeasures(NamedTuple):
     """A run; None, and no entry of `modes`, for a figure that it did not measure.
 
     Attributes:
@@ -77,10 +74,9 @@ class RunMeasures:
 def measure(run: Run) -> RunMeasures:
     """Compute the measures of a run from its completions."""
     by_mode = {mode: [line for line in run.lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
-    keys = [{(line.index, line.sample) for line in lines} for lines in by_mode.values()]
+    in_both = set.intersection(*({(line.index, line.sample) for line in lines} for lines in by_mode.values()))
     plain, fast = (
-        dict(_times([line for line in lines if (line.index, line.sample) in keys[0] & keys[1]]))
-        for lines in by_mode.values()
+        dict(_times([line for line in lines if (line.index, line.sample) in in_both])) for lines in by_mode.values()
     )
     pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
     rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]
