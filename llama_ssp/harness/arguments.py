@@ -86,7 +86,7 @@ class ModelArguments:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        others = {"task": GenerateConfig(), "draft": DrafterConfig(), "placement": PlacementConfig()}
+        others: dict[str, Any] = {"task": GenerateConfig(), "draft": DrafterConfig(), "placement": PlacementConfig()}
         check_values(RunConfig(model=ModelConfig(name=self.target), **others, **decided))
         return decided
 

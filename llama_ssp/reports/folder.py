@@ -1,16 +1,7 @@
 """The folder of a run: its lock, its finished lines, and files that are written atomically.
 
-Only rank 0 opens a run folder. `session.ranklog` writes the log files; `records` defines lines and summary.
-
-    run_dir/lock          held (flock) while the run lives
-    run_dir/config.yaml   the config of the run
-    run_dir/run.jsonl     a line per completion, appended as soon as it ends
-    run_dir/models.json   hashes of the models' files (`tasks.resuming`)
-    run_dir/status        running, done, interrupted, or the failing exit code and its sentence
-    run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
-    run_dir/benchmark.jsonl   a line per cell of task=benchmark
-    run_dir/summary.json  the summary, at the end
-    run_dir/report.html   the same with figures
+Only rank 0 opens a run folder. docs/reference/runs.md lists its files. `session.ranklog` writes the log files;
+`records` defines lines and summary.
 """
 
 import fcntl
@@ -18,11 +9,11 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
@@ -42,12 +33,7 @@ _MOST_REPEATED, _MOST_CHANGED, _MOST_SHOWN_CHARS = 4, 10, 200
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
 
 
-class _HasKey(Protocol):
-    @property
-    def key(self) -> Hashable: ...
-
-
-_Keyed = TypeVar("_Keyed", bound=_HasKey)
+_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkRow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +88,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._lock = _locked(path / "lock")
         try:
             self._keep_config(config_yaml)
-            self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
-            self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
+            self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
+            self.rows = self._recover("benchmark.jsonl", BenchmarkRow, made="cell")
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 (path / "run.jsonl").touch()
@@ -179,7 +165,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 "give the same settings to resume it, or name another run_dir"
             )
 
-    def _recover(self, name: str, parse: Callable[[bytes], _Keyed], *, made: str) -> list[_Keyed]:
+    def _recover(self, name: str, kind: type[_Keyed], *, made: str) -> list[_Keyed]:
         """Read the finished lines, and cut off a half-written last one."""
         file = self.path / name
         if not file.exists():
@@ -189,7 +175,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with _explained(file):
                 os.truncate(file, len(whole) + 1 if whole else 0)
         try:
-            return _read_lines(whole, parse)
+            return _read_lines(whole, kind)
         except ValueError as error:
             raise ConfigError(
                 f"{file} cannot be resumed: {error}; "
@@ -217,14 +203,14 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     return clauses + ([f"{len(changed) - _MOST_CHANGED} more"] if len(changed) > _MOST_CHANGED else [])
 
 
-def _read_lines(whole: bytes, parse: Callable[[bytes], _Keyed]) -> list[_Keyed]:
+def _read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
     """Read the lines of a file; ValueError names those that cannot be read, or have the key of an earlier one."""
     entries, first, repeated = list[_Keyed](), dict[Hashable, int](), list[str]()
     for number, line in enumerate(whole.split(b"\n"), start=1):
         if not line:
             continue
         try:
-            entries.append(parse(line))
+            entries.append(kind.from_json(line))
         except ValueError as error:
             raise ValueError(f"line {number} is damaged: {error}") from None
         if (earlier := first.setdefault(entries[-1].key, number)) != number:
@@ -247,23 +233,19 @@ def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
 
 def _locked(file: Path) -> BinaryIO:
     """Take the lock; the kernel releases it when this process ends, however it ends."""
-    with _explained(file):
-        lock = file.open("a+b")
+    with _explained(file), ExitStack() as closing:
+        lock = closing.enter_context(file.open("a+b"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             owner = lock.read(200).decode(errors="replace").strip() or "another job"
-            lock.close()
             raise ConfigError(
                 f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
             ) from None
-        try:
-            lock.truncate(0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
-        except OSError:
-            lock.close()
-            raise
+        lock.truncate(0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        closing.pop_all()
     return lock
 
 
@@ -349,7 +331,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         summary = Summary.from_json(_read_regular(file, most_bytes=MOST_BYTES).decode())
         file = folder / "run.jsonl"
         whole = _read_regular(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
-        lines = tuple(_read_lines(whole, CompletionLine.from_json))
+        lines = tuple(_read_lines(whole, CompletionLine))
         file = folder / "config.yaml"
         settings = read_settings(_read_regular(file, most_bytes=4 * MOST_CHARS).decode())
         file = folder / "status"

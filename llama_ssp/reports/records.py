@@ -1,7 +1,7 @@
 """The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
 
-`folder` reads, writes and locks them; `summary` computes a summary from lines. Names end in `_s` for seconds and
-contain `ms` for milliseconds.
+`folder` reads, writes and locks them; `summary` computes a summary from lines. docs/reference/runs.md has the meaning
+of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 """
 
 import json
@@ -41,17 +41,8 @@ class CompletionLine(_Line):
     """One line of `run.jsonl`: one completion of one prompt.
 
     Attributes:
-        index, sample: the prompt's place in its file, and number of its sample, both from 0.
-        mode: "plain" or "speculative".
-        text, token_ids, finish_reason: the new text and ids, without the prompt's; "length", "eos" or "stop".
-        num_target_forwards: forwards of the target with this row, including its prefill.
-        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `completion.num_examined`.
-        draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
-        ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
+        examined_lengths: for each round, `completion.num_examined`.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
-        draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
-        turn: number of turns before the prompt in its conversation.
-        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
     """
 
     index: int
@@ -143,16 +134,11 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """Seconds from the start of rank 0 to each step; null for a step that was not reached.
+    """Seconds from the start of rank 0 to the end of each step; null for a step that was not reached.
 
-    A run starts with its process; a later point of a sweep starts after the point before it.
-
-    Attributes:
-        began_unix_s: when the run started.
-        composed_s, imported_s: the config is checked; the common imports are done.
-        joined_s: all ranks have met.
-        checked_s, loaded_s: checkpoints and prompts are checked, and the job is planned; the models are loaded.
-        first_token_s: the first token is shown, in some tasks after a warm-up; null for typed prompts and benchmarks.
+    A run starts with its process; a later point of a sweep starts after the point before it. `checked_s` ends the
+    checks of checkpoints and prompts and the plan. The first token may follow a warm-up; typed prompts and benchmarks
+    have none.
     """
 
     began_unix_s: float
@@ -171,11 +157,9 @@ class BenchmarkRow(_Line):
     Attributes:
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
-        tokens_per_round: of our speculative decoding.
         other_share: share of our rounds' time that is neither drafting nor verification.
         copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
-        versions, git_commit: the software that measured the row.
     """
 
     model: str
@@ -308,10 +292,9 @@ class OverlapSummary:
 
     Attributes:
         waits: rows waited for a new block after a rejection; else its first token was verified early.
-        target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
-            other; the mean over the ranks, of the last part of a resumed run. None without rounds.
-        num_drafted_tokens: drafted in all rounds and rows.
-        num_dropped_tokens: of these, the ones that did not become text.
+        target_idle_share, draft_idle_share: mean over the ranks of a model, of the last part of a resumed run; None
+            without rounds.
+        num_dropped_tokens: drafted tokens that did not become text.
         ranks: the times behind the shares.
     """
 
