@@ -1,11 +1,10 @@
 """The closing table and the closing line of a run, laid out for 80 columns; pure functions of a `Summary`."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
@@ -25,35 +24,18 @@ ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
 _PART_STYLES = {"draft": "green", "verify": "magenta", "other": "bright_black"}
 _BAR_WIDTH = 32
-_FORECASTS = {"forecast", "fore-\ncast"}
-_ANY_WIDTH = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Figures:
-    """A table of figures, which leaves forecasts out where the terminal is too narrow for all columns."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | Text]]
-    padding: PaddingDimensions
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """See rich's console protocol."""
-        whole = self._laid_out(range(len(self.headings)))
-        width = Measurement.get(console, options.update(max_width=_ANY_WIDTH), whole).maximum
-        measured = [place for place, heading in enumerate(self.headings) if heading not in _FORECASTS]
-        yield whole if width <= options.max_width else self._laid_out(measured)
-
-    def _laid_out(self, places: Sequence[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=self.padding, pad_edge=False)
-        for heading in [self.headings[place] for place in places]:
-            dim = "bright_black" if heading in _FORECASTS else None
-            table.add_column(
-                heading, justify="right" if heading else "left", vertical="bottom", style=dim, header_style=dim
-            )
-        for row in self.rows:
-            table.add_row(*[row[place] for place in places])
-        return table
+def _figures(headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, padding: PaddingDimensions) -> Table:
+    """Lay out a table of figures; forecasts are grey."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=padding, pad_edge=False)
+    for heading in headings:
+        style = "bright_black" if heading in {"forecast", "fore-\ncast"} else None
+        justify: Literal["left", "right"] = "right" if heading else "left"
+        table.add_column(heading, justify=justify, vertical="bottom", style=style, header_style=style, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def summary_table(summary: Summary) -> RenderableType:
@@ -76,7 +58,7 @@ def summary_table(summary: Summary) -> RenderableType:
                 first.append(f"{name} after {mode.first_token_ms:.1f} ms")
     meaning = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
     meaning += f"\nfirst token: {', '.join(first)}" if first else ""
-    table = _Figures(headings=headings, rows=rows, padding=(0, 0, 0, 1))
+    table = _figures(headings, rows, padding=(0, 0, 0, 1))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, Text(meaning, style="bright_black")]
     if fast and fast.verify_s:
         parts += [Text(), _round_line(fast)]
@@ -108,13 +90,13 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
         for row in rows
     ]  # fmt: skip
     title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
-    return Group(Text(title, style="bold"), Text(), _Figures(headings=headings, rows=found, padding=0))
+    return Group(Text(title, style="bold"), Text(), _figures(headings, found, padding=0))
 
 
 def verdict_table(evaluation: Evaluation) -> RenderableType:
     """Lay out the verdict of an evaluation: its figures, one per line, and the sentence."""
     rows = [[*map(visible, measure.cells)] for measure in evaluation.measures]
-    table = _Figures(headings=MEASURE_COLUMNS, rows=rows, padding=(0, 0, 0, 1))
+    table = _figures(MEASURE_COLUMNS, rows, padding=(0, 0, 0, 1))
     sentence = Text(visible(evaluation.outcome), style="bold green" if evaluation.passed else "bold red")
     sentence.append(f": {visible(evaluation.reason)}", style="not bold default")
     return Group(Text(), table, Text(), sentence)

@@ -26,7 +26,7 @@ from llama_ssp.planning.roofline import MEASURED_SLOTS, LinearTable
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu.devices import capture_stream, selected
 from llama_ssp.run.calibration.interleave import undisturbed
-from llama_ssp.run.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
+from llama_ssp.run.calibration.model_pairs import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import Dtype, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.tracing import Traced

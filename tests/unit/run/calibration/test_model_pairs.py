@@ -16,9 +16,8 @@ from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration import model_pairs, profiles
 from llama_ssp.run.calibration.interleave import trimmed_mean
-from llama_ssp.run.calibration.model_pairs import Pairs, PairTime, pair_time
+from llama_ssp.run.calibration.model_pairs import Pairs, PairTime, RandomLlama, pair_time
 from llama_ssp.run.calibration.profiles import Measured, composed
-from llama_ssp.run.calibration.random_llama import RandomLlama
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request

@@ -9,7 +9,7 @@ from torch import Tensor
 from llama_ssp.machines.profile import LinearPoint
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration import operators
-from llama_ssp.run.calibration.random_llama import HEAD_DIM
+from llama_ssp.run.calibration.model_pairs import HEAD_DIM
 
 pytestmark = pytest.mark.seconds
 

@@ -11,8 +11,7 @@ import torch
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.environment import Ranks
 from llama_ssp.run.calibration import profiles
-from llama_ssp.run.calibration.model_pairs import PairTime
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration.model_pairs import PairTime, RandomLlama
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.worlds import ONE_CORE
 

@@ -16,7 +16,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.profile import LinearPoint
 from llama_ssp.planning.timing import timing
 from llama_ssp.run.calibration import model_pairs, operators, profiles
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate, refresh
 from llama_ssp.settings import folders
