@@ -44,13 +44,13 @@ from llama_ssp.run.calibration.model_pairs import (
     Pairs,
     seconds_per,
 )
-from llama_ssp.run.calibration.profiles import composed
+from llama_ssp.run.calibration.profiles import Measured, composed
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, Dtype, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
 
-NEW_TOKENS = 64
+NEW_TOKENS, NUM_COMPLETIONS = 64, 2
 MODES = {"plain": PLAIN, "speculative": NUM_DRAFT_TOKENS}
 SHIPPED = ROOT / "llama_ssp" / "shipped"
 WIDTH_AND_LAYERS = {"random 50 M": (512, 11), "random 300 M": (1024, 17)}
@@ -132,8 +132,10 @@ def pair_of(case: Case, world: World) -> Pair:
     target, draft = load(case.target, world.comm), None
     if world.comm.rank == 0:
         draft = load(case.draft, Comm.single())
-    lengths = tuple(MODES.values())
-    return Pair(case=case, decoding=DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS, lengths=lengths))
+    return Pair(
+        case=case,
+        decoding=DecodingPair(target, draft, world.comm, new_tokens=NEW_TOKENS, num_completions=NUM_COMPLETIONS),
+    )
 
 
 def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -> HardwareConfig:
@@ -141,7 +143,7 @@ def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -
     before = machine.profile_of(num_ranks)
     assert before, "a calibrated machine has a profile"
     others = [each for each in machine.profiles if each is not before]
-    return replace(machine, profiles=[*others, composed(before, machine, random_pairs.times())])
+    return replace(machine, profiles=[*others, composed(Measured(before, random_pairs.times()), machine)])
 
 
 def planned(pair: Pair, world: World, machine: HardwareConfig) -> Forecast:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from benchmarks.measured import Goal, markdown, table_of_goals
 from llama_ssp import load
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 

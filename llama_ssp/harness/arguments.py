@@ -59,8 +59,7 @@ class ModelArguments:
     def read(cls, given: Mapping[str, object]) -> Self:
         """Read arguments whose values the harness has parsed; raises ConfigError for all problems together."""
         known = {each.name: each for each in fields(cls)}
-        values: dict[str, Any] = {}
-        problems = []
+        values, problems = dict[str, Any](), []
         for name, value in given.items():
             if name not in known:
                 problems.append(unknown_name("model argument", name, known))
@@ -68,8 +67,8 @@ class ModelArguments:
                 continue
             elif known[name].type not in (int, int | None):
                 values[name] = str(value)
-            elif (number := _whole(value)) is not None and number >= 0:
-                values[name] = number
+            elif not isinstance(value, bool) and str(value).isdecimal():
+                values[name] = int(str(value))
             else:
                 problems.append(f"{name}={value} must be a whole number, for example {known[name].default or 1024}")
         if "target" not in given:
@@ -87,17 +86,9 @@ class ModelArguments:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        model = ModelConfig(name=self.target)
-        check_values(
-            RunConfig(task=GenerateConfig(), model=model, draft=DrafterConfig(), placement=PlacementConfig(), **decided)
-        )
+        others: dict[str, Any] = {"task": GenerateConfig(), "draft": DrafterConfig(), "placement": PlacementConfig()}
+        check_values(RunConfig(model=ModelConfig(name=self.target), **others, **decided))
         return decided
-
-
-def _whole(value: object) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
 def generation_settings(given: Mapping[str, Any], *, max_gen_toks: int) -> dict[str, Any]:

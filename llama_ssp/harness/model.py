@@ -111,14 +111,13 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answer requests of (context, generation arguments), those with equal arguments in one run of a decoder."""
         answers = [""] * len(requests)
-        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        groups: dict[str, tuple[dict[str, Any], dict[int, str]]] = {}
         for place, request in enumerate(requests):
             settings = generation_settings(request.args[1], max_gen_toks=self._arguments.max_gen_toks)
-            groups.setdefault(repr(settings), (settings, []))[1].append(place)
+            groups.setdefault(repr(settings), (settings, {}))[1][place] = str(request.args[0])
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
         with bar, selected(self._device):
-            for settings, places in groups.values():
-                contexts = {place: str(requests[place].args[0]) for place in places}
+            for settings, contexts in groups.values():
                 for place, answer in self._answers(contexts, settings):
                     answers[place] = answer
                     bar.update()
@@ -140,10 +139,8 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
                 self._num_new_tokens += len(completion.token_ids)
                 self._num_target_forwards += completion.num_target_forwards
                 text = decode_after(self.tokenizer, completion.request.prompt_ids, completion.token_ids)
-                yield (
-                    completion.request.index,
-                    postprocess_generated_text(text, stop=config.stop_strings, think_end_token=None),
-                )
+                answer = postprocess_generated_text(text, stop=config.stop_strings, think_end_token=None)
+                yield completion.request.index, answer
 
     def _encode(self, context: str, *, max_new_tokens: int) -> tuple[int, ...]:
         """Encode a context, whose beginning is cut off if there is no room for it."""
@@ -183,9 +180,10 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
             src=mesh.layout.verify_rank,
         )
         places = list(texts)
-        bar = tqdm(scored, total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests")
         with selected(self._device):
-            for number, scores in bar:
+            for number, scores in tqdm(
+                scored, total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests"
+            ):
                 answers[places[number]] = sum(scores.log_probs), all(scores.are_best)
         return answers
 

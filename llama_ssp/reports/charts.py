@@ -11,14 +11,14 @@ SHAPES = ("o", "s", "^", "D", "v")
 """Of dots, by matplotlib's names."""
 MOST_LINES = 12
 """Most lines of a chart, each with its own look."""
-MOST_SAID = 12
+_MOST_SAID = 12
 """Most marks whose values the alternative text names."""
 Point = tuple[float, float]
 Kind = Enum("Kind", ["bar", "line", "dot"])
 
 
 class Look(NamedTuple):
-    """How one of several lines is drawn, with the shape of its dots."""
+    """The look of a line and of its dots."""
 
     colour: str
     shape: str = SHAPES[0]
@@ -90,8 +90,8 @@ class Chart:
     def alt(self) -> str:
         """Alternative text: the title and the values."""
         texts = [mark.says for mark in self.marks if mark.says]
-        more = [f"and {len(texts) - MOST_SAID} more"] if len(texts) > MOST_SAID else []
-        return f"{self.title}: {'; '.join([*texts[:MOST_SAID], *more])}"
+        more = [f"and {len(texts) - _MOST_SAID} more"] if len(texts) > _MOST_SAID else []
+        return f"{self.title}: {'; '.join([*texts[:_MOST_SAID], *more])}"
 
     def _add(self, name: str, mark: Mark) -> None:
         self.marks.append(mark)

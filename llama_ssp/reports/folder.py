@@ -1,16 +1,7 @@
 """The folder of a run: its lock, its finished lines, and files that are written atomically.
 
-Only rank 0 opens a run folder. `run.opening` writes the log files; `records` defines lines and summary.
-
-    run_dir/lock          held (flock) while the run lives
-    run_dir/config.yaml   the config of the run
-    run_dir/run.jsonl     a line per completion, appended as soon as it ends
-    run_dir/models.json   hashes of the models' files (`run.resuming`)
-    run_dir/status        running, done, interrupted, or the failing exit code and its sentence
-    run_dir/round_costs.json   what rounds of each K cost, of a run that chooses K
-    run_dir/benchmark.jsonl   a line per cell of task=benchmark
-    run_dir/summary.json  the summary, at the end
-    run_dir/report.html   the same with figures
+Only rank 0 opens a run folder. docs/reference/runs.md lists its files. `run.opening` writes the log files;
+`records` defines lines and summary.
 """
 
 import fcntl
@@ -18,14 +9,14 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, Keyed, changed_settings, read_lines, read_settings
+from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.visible import visible
 
@@ -37,7 +28,12 @@ CHANGEABLE = (
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 _MOST_STATUS_BYTES = 4096
+_MOST_REPEATED, _MOST_CHANGED, _MOST_SHOWN_CHARS = 4, 10, 200
+"""Most repeated lines and changed settings that are named, and most characters shown of each value."""
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
+
+
+_Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkRow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class Run:
         summary = self.summary
         named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
         others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
-        return {**named, "ranks": summary.world_size, **others}
+        return named | {"ranks": summary.world_size} | others
 
     @property
     def num_draft_tokens(self) -> int:
@@ -92,8 +88,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._lock = _locked(path / "lock")
         try:
             self._keep_config(config_yaml)
-            self.lines = self._recover("run.jsonl", CompletionLine.from_json, made="completion")
-            self.rows = self._recover("benchmark.jsonl", BenchmarkRow.from_json, made="cell")
+            self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
+            self.rows = self._recover("benchmark.jsonl", BenchmarkRow, made="cell")
             self.write_status("running")
             with _explained(path / "run.jsonl"):
                 (path / "run.jsonl").touch()
@@ -128,22 +124,22 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def put_in_order(self) -> None:
         """Sort `run.jsonl` by prompt and sample after a run with replicas; on SspError the file is unchanged."""
         self.lines.sort(key=lambda line: (line.index, line.sample))
-        _write_whole(self.path / "run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
+        self.write_kept("run.jsonl", b"".join(line.to_json() for line in self.lines).decode())
 
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
-        _write_whole(self.path / "status", status + "\n")
+        self.write_kept("status", status + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`; raises SspError if the disk fails."""
-        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+        self.write_kept("summary.json", json.dumps(asdict(summary), indent=2) + "\n")
 
     def write_report(self, summary: Summary) -> None:
         """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
         from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
 
         run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
-        _write_whole(self.path / "report.html", report([run]))
+        self.write_kept("report.html", report([run]))
 
     def close(self) -> None:
         """Release the folder for other jobs."""
@@ -154,14 +150,14 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def _keep_config(self, config_yaml: str) -> None:
         """Write the config of a new folder, or compare it with that of an old one."""
-        file = self.path / "config.yaml"
         old_yaml = self.read_kept("config.yaml")
         if old_yaml is None:
-            _write_whole(file, config_yaml)
+            self.write_kept("config.yaml", config_yaml)
             return
         try:
-            changes = changed_settings(old_yaml, config_yaml, changeable=CHANGEABLE)
+            changes = _changes(read_settings(old_yaml), read_settings(config_yaml))
         except ValueError:
+            file = self.path / "config.yaml"
             raise ConfigError(f"{file} is damaged; name another run_dir, or restore it to resume this one") from None
         if changes:
             raise ConfigError(
@@ -169,7 +165,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 "give the same settings to resume it, or name another run_dir"
             )
 
-    def _recover(self, name: str, parse: Callable[[bytes], Keyed], *, made: str) -> list[Keyed]:
+    def _recover(self, name: str, kind: type[_Keyed], *, made: str) -> list[_Keyed]:
         """Read the finished lines, and cut off a half-written last one."""
         file = self.path / name
         if not file.exists():
@@ -179,12 +175,50 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with _explained(file):
                 os.truncate(file, len(whole) + 1 if whole else 0)
         try:
-            return read_lines(whole, parse)
+            return _read_lines(whole, kind)
         except ValueError as error:
             raise ConfigError(
                 f"{file} cannot be resumed: {error}; "
                 f"remove such a line to have its {made} made again, or name another run_dir"
             ) from None
+
+
+def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    """Describe each changed setting in a clause. A list that the old settings lack was empty."""
+    old = {key: value for key, value in new.items() if value == []} | old
+    changed = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{parent}.") for parent in CHANGEABLE)
+    ]
+
+    def cut(text: str) -> str:
+        return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
+
+    clauses = [
+        f"{cut(key)} was {cut(json.dumps(old.get(key), default=str))} "
+        f"and is now {cut(json.dumps(new.get(key), default=str))}"
+        for key in changed[:_MOST_CHANGED]
+    ]
+    return clauses + ([f"{len(changed) - _MOST_CHANGED} more"] if len(changed) > _MOST_CHANGED else [])
+
+
+def _read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
+    """Read the lines of a file; ValueError names those that cannot be read, or have the key of an earlier one."""
+    entries, first, repeated = list[_Keyed](), dict[Hashable, int](), list[str]()
+    for number, line in enumerate(whole.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            entries.append(kind.from_json(line))
+        except ValueError as error:
+            raise ValueError(f"line {number} is damaged: {error}") from None
+        if (earlier := first.setdefault(entries[-1].key, number)) != number:
+            repeated.append(f"line {number} repeats line {earlier}")
+    if repeated:
+        more = f" and {len(repeated) - _MOST_REPEATED} more" if len(repeated) > _MOST_REPEATED else ""
+        raise ValueError(", ".join(repeated[:_MOST_REPEATED]) + more)
+    return entries
 
 
 def read_status(run_dir: Path) -> str:
@@ -199,23 +233,19 @@ def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
 
 def _locked(file: Path) -> BinaryIO:
     """Take the lock; the kernel releases it when this process ends, however it ends."""
-    with _explained(file):
-        lock = file.open("a+b")
+    with _explained(file), ExitStack() as closing:
+        lock = closing.enter_context(file.open("a+b"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             owner = lock.read(200).decode(errors="replace").strip() or "another job"
-            lock.close()
             raise ConfigError(
                 f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
             ) from None
-        try:
-            lock.truncate(0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
-        except OSError:
-            lock.close()
-            raise
+        lock.truncate(0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        closing.pop_all()
     return lock
 
 
@@ -269,11 +299,10 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     Returns readable runs in order of their paths, each once, and a sentence for each run without a summary or with a
     damaged file.
     """
-    runs, missing = [], []
-    seen = set[Path]()
+    runs, missing, seen = [], [], set[Path]()
     for folder in folders:
         try:
-            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_by_number)
+            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_in_order)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be read ({error.strerror}): name the folder of a run") from error
         if not found:
@@ -302,7 +331,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         summary = Summary.from_json(_read_regular(file, most_bytes=MOST_BYTES).decode())
         file = folder / "run.jsonl"
         whole = _read_regular(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
-        lines = tuple(read_lines(whole, CompletionLine.from_json))
+        lines = tuple(_read_lines(whole, CompletionLine))
         file = folder / "config.yaml"
         settings = read_settings(_read_regular(file, most_bytes=4 * MOST_CHARS).decode())
         file = folder / "status"
@@ -333,6 +362,6 @@ def _status(folder: Path) -> str:
     return visible(" ".join(status.split()))
 
 
-def _by_number(folder: Path) -> list[tuple[int, str]]:
+def _in_order(folder: Path) -> list[tuple[int, str]]:
     """Sort key that puts point 2 of a sweep before point 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

@@ -4,7 +4,7 @@
 Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from llama_ssp.reports.folder import Run, find_runs
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.records import MEASURE_COLUMNS
 from llama_ssp.reports.settings import labels, varying_settings
-from llama_ssp.reports.tables import number
 from llama_ssp.visible import visible
 
 try:
@@ -26,7 +25,7 @@ except ImportError as error:
 
 MOST_COLUMNS = 16
 """Of a table on paper; the rows of a wider one are grids there."""
-MOST_SHOWN = 3
+_MOST_SHOWN = 3
 """Runs of a sweep whose first completion is shown before the sections of the runs."""
 
 
@@ -76,12 +75,17 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    templates.filters |= {"visible": visible, "number": number}
+    templates.filters |= {"visible": visible, "number": tables.number}
     measures = measures or [measure(run) for run in runs]
-    sections = [_section(*each) for each in zip(runs, measures, _names(runs), strict=True)]
+    settings, sweep = varying_settings(runs), None
+    if len(runs) > 1:
+        sweep = {
+            "settings": settings, "table": tables.runs_table(runs, measures, settings),
+            "percentiles": tables.percentiles_table(measures, settings), "figures": _drawn(runs, measures),
+        }  # fmt: skip
     return templates.get_template("report.html").render(
-        title=_title(runs), runs=sections, sweep=_sweep(runs, measures) if len(runs) > 1 else None,
-        least_prompts=LEAST_PROMPTS, most_columns=MOST_COLUMNS, most_shown=MOST_SHOWN, missing=missing,
+        title=_title(runs), runs=list(map(_section, runs, measures, _names(runs))), sweep=sweep,
+        least_prompts=LEAST_PROMPTS, most_columns=MOST_COLUMNS, most_shown=_MOST_SHOWN, missing=missing,
     )  # fmt: skip
 
 
@@ -92,13 +96,17 @@ def charts(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Ch
         found: dict[str, Chart | None] = dict(figures.sweep_charts(runs, measures, varying_settings(runs)))
     else:
         found = {
-            "round": figures.round_timeline(runs[0]), "draft_lengths": figures.draft_lengths(runs[0]),
-            "prompts": figures.prompts_of_run(measures[0]),
+            "round": figures.round_timeline(runs[0]), "prompts": figures.prompts_of_run(measures[0]),
         }  # fmt: skip
     found["acceptance_by_position"] = figures.acceptance_by_position(runs, names)
     found["forecast"] = figures.forecast_against_measured(runs, names)
     found["memory"] = figures.memory_by_rank(runs)
     return {name: chart for name, chart in found.items() if chart}
+
+
+def _drawn(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> list[dict[str, str]]:
+    """Draw the charts; `plots` escapes their texts."""
+    return [{"title": each.title, "svg": Markup(plots.picture(each))} for each in charts(runs, measures).values()]
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -108,43 +116,18 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        run = runs[0]
-        drafting = f", K = {run.drafting}" if run.drafting else ""
-        return f"{run.pair}{drafting}"
     pairs = list(dict.fromkeys(run.pair for run in runs))
-    return f"{len(runs)} runs of {pairs[0]}" if len(pairs) == 1 else f"{len(runs)} runs of {len(pairs)} pairs"
-
-
-def _sweep(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Any]:
-    """Collect the parts of the page that are of all runs together."""
-    settings = varying_settings(runs)
-    return {
-        "settings": settings,
-        "table": tables.runs_table(runs, measures, settings),
-        "percentiles": tables.percentiles_table(measures, settings),
-        "figures": _drawn(charts(runs, measures).values()),
-    }
+    if len(runs) == 1:
+        return f"{pairs[0]}, K = {runs[0].drafting}" if runs[0].drafting else pairs[0]
+    return f"{len(runs)} runs of {pairs[0] if len(pairs) == 1 else f'{len(pairs)} pairs'}"
 
 
 def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
-    summary = run.summary
-    cells = [[cell.name, *map(number, [*cell.columns, cell.tokens_per_round])] for cell in summary.cells]
+    evaluation = run.summary.evaluation
     return {
-        "name": name,
-        "run": run,
-        "medians": tables.medians_table(measured),
-        "percentiles": tables.percentiles_table([measured], []),
-        "cells": tables.Table(columns=tables.CELL_COLUMNS, rows=cells),
-        "measures": tables.Table(
-            columns=MEASURE_COLUMNS,
-            rows=[each.cells for each in summary.evaluation.measures] if summary.evaluation else [],
-        ),
-        "figures": _drawn(charts([run], [measured]).values()),
-    }
-
-
-def _drawn(shown: Iterable[Chart]) -> list[dict[str, str]]:
-    """Draw the charts; `plots` escapes their texts."""
-    return [{"title": chart.title, "svg": Markup(plots.picture(chart))} for chart in shown]
+        "name": name, "run": run, "medians": tables.medians_table(measured),
+        "percentiles": tables.percentiles_table([measured], []), "cells": tables.cells_table(run.summary.cells),
+        "measures": tables.Table(MEASURE_COLUMNS, [each.cells for each in evaluation.measures] if evaluation else []),
+        "figures": _drawn([run], [measured]),
+    }  # fmt: skip

@@ -6,8 +6,8 @@ records give the same report.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,9 @@ LEAST_PROMPTS = 6
 NUM_RESAMPLES = 2000
 SEED = 20230202
 PERCENTILES = (50, 90, 99)
-_MOST_DRAWN = 1 << 22
-"""Numbers that are drawn at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A figure of a run over its prompts; without an interval if they are too few."""
 
     value: float
@@ -34,8 +31,7 @@ class Estimate:
     high: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModeMeasures:
+class ModeMeasures(NamedTuple):
     """One mode of a run.
 
     Attributes:
@@ -51,8 +47,7 @@ class ModeMeasures:
     first_token_percentiles: tuple[float | None, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunMeasures:
+class RunMeasures(NamedTuple):
     """A run; None, and no entry of `modes`, for a figure that it did not measure.
 
     Attributes:
@@ -79,10 +74,9 @@ class RunMeasures:
 def measure(run: Run) -> RunMeasures:
     """Compute the measures of a run from its completions."""
     by_mode = {mode: [line for line in run.lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
-    keys = [{(line.index, line.sample) for line in lines} for lines in by_mode.values()]
+    in_both = set.intersection(*({(line.index, line.sample) for line in lines} for lines in by_mode.values()))
     plain, fast = (
-        dict(_times([line for line in lines if (line.index, line.sample) in keys[0] & keys[1]]))
-        for lines in by_mode.values()
+        dict(_times([line for line in lines if (line.index, line.sample) in in_both])) for lines in by_mode.values()
     )
     pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
     rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]
@@ -124,14 +118,10 @@ def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
     value = float(numbers[:, 0].sum() / numbers[:, 1].sum())
     if num < LEAST_PROMPTS:
         return Estimate(value=value)
-    draw, ratios = np.random.default_rng(SEED), []
-    at_once = max(_MOST_DRAWN // num, 1)
-    for first in range(0, NUM_RESAMPLES, at_once):
-        drawn = draw.integers(num, size=(min(at_once, NUM_RESAMPLES - first), num))
-        sums = numbers[drawn].sum(axis=1)
-        ratios.append(sums[:, 0] / sums[:, 1])
+    draw = np.random.default_rng(SEED)
+    sums = np.array([numbers[draw.integers(num, size=num)].sum(axis=0) for _ in range(NUM_RESAMPLES)])
     tail = _tail(num)
-    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [tail, 1 - tail])
     return Estimate(value=value, low=float(low), high=float(high))
 
 

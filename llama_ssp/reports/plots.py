@@ -39,21 +39,21 @@ STYLE = {
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 WIDTH, HEIGHT = 440, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
-INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-EDGE = (12 - LEFT) / INNER_WIDTH
+_INNER_WIDTH, _INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+_EDGE = (12 - LEFT) / _INNER_WIDTH
 """Where titles and legends begin, in widths of the axes."""
-TITLE, HEADLINE, LEGEND_ROW = 22, 26, 17
-POINTS_PER_INCH, SCREEN_DPI, PAPER_DPI = 72, 150, 300
-HALF_WIDTH_NAME = 28
+_TITLE, _HEADLINE, _LEGEND_ROW = 22, 26, 17
+_POINTS_PER_INCH, _SCREEN_DPI, _PAPER_DPI = 72, 150, 300
+_HALF_WIDTH_NAME = 28
 """Longest name in a legend of two columns."""
-LONGEST_NAME = 60
-DASHES = (0, (2.5, 2))
+_LONGEST_NAME = 60
+_DASHES = (0, (2.5, 2))
 """A dash of five points and a gap of four, in line widths."""
-DOT_SIZES = dict(zip(SHAPES, (8, 7, 8.5, 6.5, 8.5), strict=True))
+_DOT_SIZES = dict(zip(SHAPES, (8, 7, 8.5, 6.5, 8.5), strict=True))
 """With these the shapes look equally large."""
-MOST_NAMES = 20
+_MOST_NAMES = 20
 """Most names under the x axis; of more, only every second or third is shown."""
-LEAST, MOST = 1e-100, 1e100
+_LEAST, _MOST = 1e-100, 1e100
 """Range of an axis: matplotlib's tick arithmetic fails far outside it."""
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
 _MARK = re.compile(r'<g id="mark-(\d+)">')
@@ -63,13 +63,14 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its notes on fonts an
 def picture(chart: Chart) -> str:
     """Draw one chart as an SVG element of a page, which shows the title; marks show their values under the pointer."""
     with _styled():
-        return _svg(*_drawn([chart], num_columns=1, has_titles=False), alt=chart.alt)
-
-
-def sheet(charts: Sequence[Chart], *, num_columns: int = 2) -> str:
-    """Draw charts with their titles in columns, as an SVG file on white."""
-    with _styled():
-        return _svg(*_drawn(charts, num_columns=num_columns), alt="; ".join(chart.title for chart in charts)) + "\n"
+        file = io.StringIO()
+        figure, says = _drawn([chart])
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawn = file.getvalue()  # without ids and metadata that differ between runs or clash on a page
+    drawn = _GENERATED_ID.sub("", drawn[drawn.index("<svg") :])
+    drawn = re.sub(r"\n(?=[^ <])", " ", drawn)  # a path is a line
+    drawn = _MARK.sub(lambda found: f"<g><title>{escape(_printable(says[int(found[1])]))}</title>", drawn)
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(_printable(chart.alt))}" ', 1).rstrip()
 
 
 def save(charts: Sequence[Chart], file: Path, *, headline: str = "") -> None:
@@ -78,9 +79,9 @@ def save(charts: Sequence[Chart], file: Path, *, headline: str = "") -> None:
     Raises OSError or ValueError if the file or its suffix is unusable.
     """
     with _styled():
-        figure, _ = _drawn(charts, num_columns=len(charts), headline=headline, has_titles=bool(headline))
+        figure, _ = _drawn(charts, headline=headline)
         undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
-        figure.savefig(file, dpi=SCREEN_DPI if headline else PAPER_DPI, metadata=dict.fromkeys(undated))
+        figure.savefig(file, dpi=_SCREEN_DPI if headline else _PAPER_DPI, metadata=dict.fromkeys(undated))
 
 
 @contextmanager
@@ -91,49 +92,36 @@ def _styled() -> Iterator[None]:
         yield
 
 
-def _drawn(
-    charts: Sequence[Chart], *, num_columns: int, headline: str = "", has_titles: bool = True
-) -> tuple[Figure, list[str]]:
-    """Return the figure and the texts of its marks, in the order of their ids."""
-    rows = [charts[first : first + num_columns] for first in range(0, len(charts), num_columns)]
-    title = TITLE if has_titles else 0
-    top, says = HEADLINE if headline else 0, list[str]()
-    width, height = WIDTH * min(num_columns, len(charts)), top + sum(title + max(map(_height, row)) for row in rows)
-    figure = Figure(figsize=(width / POINTS_PER_INCH, height / POINTS_PER_INCH), dpi=POINTS_PER_INCH)
+def _drawn(charts: Sequence[Chart], *, headline: str = "") -> tuple[Figure, list[str]]:
+    """Draw charts in a row, with their titles if it has a headline; returns the figure and the texts of its marks."""
+    above, says = _HEADLINE + _TITLE if headline else 0, list[str]()
+    width, height = WIDTH * len(charts), above + max(map(_height, charts))
+    figure = Figure(figsize=(width / _POINTS_PER_INCH, height / _POINTS_PER_INCH), dpi=_POINTS_PER_INCH)
     if headline:
         figure.suptitle(_printable(headline), fontsize=11, y=1 - 8 / height, va="top")
-    for row in rows:
-        for place, chart in enumerate(row):
-            bottom = height - (top + title + HEIGHT - BOTTOM)
-            corner = ((WIDTH * place + LEFT) / width, bottom / height)
-            axes = figure.add_axes((*corner, INNER_WIDTH / width, INNER_HEIGHT / height))
-            if title:
-                axes.set_title(chart.title, loc="left", x=EDGE, fontsize=12, weight="bold")
-            says += _draw(axes, chart, first=len(says))
-        top += title + max(map(_height, row))
+    for place, chart in enumerate(charts):
+        corner = ((WIDTH * place + LEFT) / width, (height - (above + HEIGHT - BOTTOM)) / height)
+        axes = figure.add_axes((*corner, _INNER_WIDTH / width, _INNER_HEIGHT / height))
+        if headline:
+            axes.set_title(chart.title, loc="left", x=_EDGE, fontsize=12, weight="bold")
+        axes.set_xlim(0, _reach(chart.highest_x))
+        axes.set_ylim(0, 1.05 * _reach(chart.highest_y))
+        _label(axes, chart)
+        for mark in chart.marks:
+            if all(abs(number) < _MOST for point in mark.points for number in point):  # false for NaN
+                artist = axes.add_artist(_artist(mark))
+                if mark.says:
+                    artist.set_gid(f"mark-{len(says)}")
+                    says.append(mark.says)
     return figure, says
 
 
 def _height(chart: Chart) -> int:
-    return HEIGHT + LEGEND_ROW * math.ceil(len(chart.legend) / _legend_columns(chart))
+    return HEIGHT + _LEGEND_ROW * math.ceil(len(chart.legend) / _legend_columns(chart))
 
 
 def _legend_columns(chart: Chart) -> int:
-    return 1 if any(len(name) > HALF_WIDTH_NAME for name in chart.legend) else 2
-
-
-def _draw(axes: Axes, chart: Chart, *, first: int) -> list[str]:
-    axes.set_xlim(0, _reach(chart.highest_x))
-    axes.set_ylim(0, 1.05 * _reach(chart.highest_y))
-    _label(axes, chart)
-    says: list[str] = []
-    for mark in chart.marks:
-        if all(abs(place) < MOST for point in mark.points for place in point):  # false for NaN
-            artist = axes.add_artist(_artist(mark))
-            if mark.says:
-                artist.set_gid(f"mark-{first + len(says)}")
-                says.append(mark.says)
-    return says
+    return 1 if any(len(name) > _HALF_WIDTH_NAME for name in chart.legend) else 2
 
 
 def _label(axes: Axes, chart: Chart) -> None:
@@ -144,12 +132,12 @@ def _label(axes: Axes, chart: Chart) -> None:
     else:
         axes.yaxis.set_visible(False)
     if chart.x_names is not None:
-        names = list(chart.x_names.items())[:: math.ceil(len(chart.x_names) / MOST_NAMES) or 1]
+        names = list(chart.x_names.items())[:: math.ceil(len(chart.x_names) / _MOST_NAMES) or 1]
         axes.set_xticks([x for x, _ in names], [_shortened(name) for _, name in names])
     if chart.legend:
         axes.legend(
             [_handle(mark) for mark in chart.legend.values()], [_shortened(name) for name in chart.legend],
-            loc="upper left", bbox_to_anchor=(EDGE, -BOTTOM / INNER_HEIGHT), ncols=_legend_columns(chart),
+            loc="upper left", bbox_to_anchor=(_EDGE, -BOTTOM / _INNER_HEIGHT), ncols=_legend_columns(chart),
             fontsize=10.5,
         )  # fmt: skip
 
@@ -159,40 +147,29 @@ def _artist(mark: Mark) -> Artist:
     if mark.kind is Kind.bar:
         return Rectangle((xs[0], ys[0]), xs[1] - xs[0], ys[1] - ys[0], color=mark.colour, linewidth=0, clip_on=False)
     if mark.kind is Kind.dot:
-        return Line2D(xs, ys, color=mark.colour, marker=mark.shape, markersize=DOT_SIZES[mark.shape],
+        return Line2D(xs, ys, color=mark.colour, marker=mark.shape, markersize=_DOT_SIZES[mark.shape],
                       markeredgewidth=0, linestyle="none", clip_on=False)  # fmt: skip
-    return Line2D(xs, ys, color=mark.colour, linewidth=2, linestyle=DASHES if mark.dashed else "-")
+    return Line2D(xs, ys, color=mark.colour, linewidth=2, linestyle=_DASHES if mark.dashed else "-")
 
 
 def _handle(mark: Mark) -> Artist:
     """The mark as the legend shows it: a line has its dots there, which are marks of their own in the chart."""
     shown = _artist(mark)
     if mark.kind is Kind.line and mark.shape:
-        shown.set(marker=mark.shape, markersize=DOT_SIZES[mark.shape], markeredgewidth=0)
+        shown.set(marker=mark.shape, markersize=_DOT_SIZES[mark.shape], markeredgewidth=0)
     return shown
 
 
 def _reach(highest: float) -> float:
     """Where an axis ends, whatever number a record holds."""
-    return highest if LEAST < highest < MOST else 1.0
+    return highest if _LEAST < highest < _MOST else 1.0
 
 
 def _shortened(name: str) -> str:
     shown = _printable(name)
-    return shown if len(shown) <= LONGEST_NAME else shown[: LONGEST_NAME - 1] + "…"
+    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 1] + "…"
 
 
 def _printable(text: str) -> str:
     """Write out control characters, which SVG forbids."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
-def _svg(figure: Figure, says: Sequence[str], *, alt: str) -> str:
-    """The figure as an `svg` element, without ids and metadata that differ between runs or clash on a page."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    drawn = file.getvalue()
-    drawn = _GENERATED_ID.sub("", drawn[drawn.index("<svg") :])
-    drawn = re.sub(r"\n(?=[^ <])", " ", drawn)  # a path is a line
-    drawn = _MARK.sub(lambda found: f"<g><title>{escape(_printable(says[int(found[1])]))}</title>", drawn)
-    return drawn.replace("<svg ", f'<svg role="img" aria-label="{escape(_printable(alt))}" ', 1).rstrip()

@@ -35,11 +35,9 @@ def git_commit(source_tree: Path = _SOURCE_TREE) -> str | None:
 
 def processor() -> str:
     """Return the name of this machine's processor, from /proc/cpuinfo if it exists."""
-    if _CPUINFO.exists():
-        for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def gpu_links() -> str:

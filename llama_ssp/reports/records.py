@@ -1,13 +1,13 @@
 """The records of a run, typed: lines of `run.jsonl` and `benchmark.jsonl`, and `summary.json`.
 
-`folder` reads, writes and locks them; `summary` computes a summary from lines. Names end in `_s` for seconds and
-contain `ms` for milliseconds.
+`folder` reads, writes and locks them; `summary` computes a summary from lines. docs/reference/runs.md has the meaning
+of most fields. Names end in `_s` for seconds and contain `ms` for milliseconds.
 """
 
 import json
 import reprlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.schema import ADAPTIVE
@@ -17,7 +17,6 @@ MOST_DRAFTED = 1024
 """Largest K of any run."""
 PLAIN = "plain"
 SPECULATIVE = "speculative"
-_FINISH_REASONS = {"length", "eos", "stop"}
 
 LineKey: TypeAlias = tuple[int, str, int]
 """The (index, mode, sample) that identifies a finished completion when a run is resumed."""
@@ -26,21 +25,24 @@ CellKey: TypeAlias = tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionLine:
+class _Line:
+    def to_json(self) -> bytes:
+        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
+        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> Self:
+        """Read a line back; raises ValueError unless it is JSON with these fields and possible numbers."""
+        return restore(cls, read_json(line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionLine(_Line):
     """One line of `run.jsonl`: one completion of one prompt.
 
     Attributes:
-        index, sample: the prompt's place in its file, and number of its sample, both from 0.
-        mode: "plain" or "speculative".
-        text, token_ids, finish_reason: the new text and ids, without the prompt's; "length", "eos" or "stop".
-        num_target_forwards: forwards of the target with this row, including its prefill.
-        accepted_lengths, examined_lengths: for each round, the accepted drafted tokens and `completion.num_examined`.
-        draft_lengths: for each round, the drafted tokens, of a run that chooses K for each round.
-        ms, first_token_ms: from the start of the row's prefill to its last and to its first token.
+        examined_lengths: for each round, `completion.num_examined`.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
-        draft_s, verify_s, other_s: the row's equal share of the time of its batch's rounds, by part.
-        turn: number of turns before the prompt in its conversation.
-        question_id, category, fields, messages: of the prompt's record; the other fields; messages before the prompt.
     """
 
     index: int
@@ -70,36 +72,31 @@ class CompletionLine:
 
     @property
     def key(self) -> LineKey:
-        """Identifies the completion when a run is resumed."""
+        """Its key when a run is resumed."""
         return self.index, self.mode, self.sample
 
-    def to_json(self) -> bytes:
-        """Return the line as UTF-8 with its line feed; lone surrogates become question marks."""
-        return json.dumps(asdict(self), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
-
     @classmethod
-    def from_json(cls, line: bytes) -> "CompletionLine":
+    def from_json(cls, line: bytes) -> Self:
         """Read a line back; raises ValueError unless it is JSON with the fields above and possible numbers."""
-        restored = restore(cls, read_json(line))
-        if restored.mode not in {PLAIN, SPECULATIVE}:
-            raise ValueError(f"mode holds {restored.mode!r}")
-        if restored.finish_reason not in _FINISH_REASONS:
-            raise ValueError(f"finish_reason holds {reprlib.repr(restored.finish_reason)}")
-        if len(restored.token_ids) != restored.num_new_tokens:
-            raise ValueError(f"token_ids has {len(restored.token_ids)} of {restored.num_new_tokens} new tokens")
-        by_round = (restored.accepted_lengths, restored.examined_lengths, restored.draft_lengths)
-        if any(lengths is not None and len(lengths) != restored.num_rounds for lengths in by_round):
+        read = super().from_json(line)
+        if read.mode not in {PLAIN, SPECULATIVE}:
+            raise ValueError(f"mode holds {read.mode!r}")
+        if read.finish_reason not in {"length", "eos", "stop"}:
+            raise ValueError(f"finish_reason holds {reprlib.repr(read.finish_reason)}")
+        if len(read.token_ids) != read.num_new_tokens:
+            raise ValueError(f"token_ids has {len(read.token_ids)} of {read.num_new_tokens} new tokens")
+        by_round = [read.accepted_lengths, read.examined_lengths, read.draft_lengths or [0] * read.num_rounds]
+        if any(len(lengths) != read.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")
-        rounds = zip(restored.accepted_lengths, restored.examined_lengths, strict=True)
-        is_odd = any(max(accepted, examined) > MOST_DRAFTED or 0 < examined < accepted for accepted, examined in rounds)
-        if is_odd or max(restored.draft_lengths or (), default=0) > MOST_DRAFTED:
+        rounds = zip(*by_round, strict=True)
+        if any(max(each) > MOST_DRAFTED or 0 < each[1] < each[0] for each in rounds):
             raise ValueError("it has an impossible round")
-        return restored
+        return read
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSummary:
-    """Results of plain decoding; `summary.summarise` defines each number."""
+    """Results of plain decoding."""
 
     ms_per_token: float | None
     tokens_per_s: float | None
@@ -109,7 +106,7 @@ class PlainSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeSummary(PlainSummary):
-    """Results of speculative decoding; `summary.summarise` defines each number."""
+    """Results of speculative decoding."""
 
     num_rounds: int
     tokens_per_round: float | None
@@ -137,17 +134,11 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """Seconds from the start of rank 0 to each step; null for a step that was not reached.
+    """Seconds from the start of rank 0 to the end of each step; null for a step that was not reached.
 
-    A run starts with its process; a later point of a sweep starts after the point before it.
-
-    Attributes:
-        began_unix_s: when the run started.
-        composed_s: the config is checked; nothing slow has been imported.
-        imported_s: the common imports are done; transformers' models are imported with the checkpoints.
-        joined_s: all ranks have met.
-        checked_s, loaded_s: checkpoints and prompts are checked, and the job is planned; the models are loaded.
-        first_token_s: the first token is shown, in some tasks after a warm-up; null for typed prompts and benchmarks.
+    A run starts with its process; a later point of a sweep starts after the point before it. `checked_s` ends the
+    checks of checkpoints and prompts and the plan. The first token may follow a warm-up; typed prompts and benchmarks
+    have none.
     """
 
     began_unix_s: float
@@ -160,17 +151,15 @@ class StartUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkRow:
+class BenchmarkRow(_Line):
     """One line of `benchmark.jsonl`: a cell of the table. None means not measured.
 
     Attributes:
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
-        tokens_per_round: of our speculative decoding.
         other_share: share of our rounds' time that is neither drafting nor verification.
         copy_share: time to copy a rank's weights of a plain step, over that of a step; above 1 if a cache holds them.
         text_sha256: hash of the token ids that prompts were cut from.
-        versions, git_commit: the software that measured the row.
     """
 
     model: str
@@ -194,7 +183,7 @@ class BenchmarkRow:
 
     @property
     def key(self) -> CellKey:
-        """Identifies the cell when a benchmark is resumed."""
+        """Its key when a benchmark is resumed."""
         return self.prompt_tokens, self.batch_size, self.num_draft_tokens
 
     @property
@@ -209,15 +198,6 @@ class BenchmarkRow:
         measured, forecast = self.ms_per_token, self.forecast_ms_per_token
         ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
         return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]
-
-    def to_json(self) -> bytes:
-        """Return the line with its line feed."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_json(cls, line: bytes) -> "BenchmarkRow":
-        """Read a line back; raises ValueError unless it is JSON with the fields above."""
-        return restore(cls, read_json(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +221,7 @@ class Excerpt:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One figure of an evaluation: `value`, and the ends of its interval if it has one. Any of them can be negative."""
+    """One figure of an evaluation, with the ends of its interval if it has one; all can be negative."""
 
     name: str
     value: float
@@ -302,7 +282,7 @@ class RankActivity:
 
     @property
     def worked_s(self) -> float:
-        """The rounds' time without the waiting."""
+        """The time without the waiting."""
         return self.rounds_s - self.waited_s
 
 
@@ -312,10 +292,9 @@ class OverlapSummary:
 
     Attributes:
         waits: rows waited for a new block after a rejection; else its first token was verified early.
-        target_idle_share, draft_idle_share: share of the rounds' time in which the ranks of a model waited for the
-            other; the mean over the ranks, of the last part of a resumed run. None without rounds.
-        num_drafted_tokens: drafted in all rounds and rows.
-        num_dropped_tokens: of these, the ones that did not become text.
+        target_idle_share, draft_idle_share: mean over the ranks of a model, of the last part of a resumed run; None
+            without rounds.
+        num_dropped_tokens: drafted tokens that did not become text.
         ranks: the times behind the shares.
     """
 
@@ -381,8 +360,7 @@ class Summary(RunFacts):
         version = content.get("schema_version") if isinstance(content, dict) else None
         if not isinstance(content, dict) or version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
-        forecast = content.get("forecast")
-        if isinstance(forecast, dict):  # earlier versions wrote ranges
+        if isinstance(forecast := content.get("forecast"), dict):  # earlier versions wrote ranges
             content["forecast"] = {key: value for key, value in forecast.items() if not key.endswith(("_low", "_high"))}
         summary = restore(cls, content)
         fast = summary.speculative

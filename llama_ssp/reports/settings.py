@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from llama_ssp.reports.folder import Run
 
@@ -59,8 +59,7 @@ class Setting:
         return [_shown(value) for value in self.values]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axis:
+class Axis(NamedTuple):
     """A setting as an axis from 0 to 1.
 
     Attributes:
@@ -83,16 +82,15 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def varying_settings(runs: Sequence[Run]) -> list[Setting]:
-    """Return the settings that differ between runs; the seed stands last, since runs that differ in it are repeats."""
-    return sorted(varying([run.facts for run in runs]), key=lambda setting: setting.key == "seed")
+    """Return the settings that differ between runs, in the order of the first run that has them.
 
-
-def varying(runs: Sequence[Mapping[str, object]]) -> list[Setting]:
-    """Return the settings that differ between these runs, in the order of the first run that has them."""
-    keys = [key for key in dict.fromkeys(key for run in runs for key in run) if key not in _NEVER_SHOWN]
-    columns = {key: tuple(run.get(key, MISSING) for run in runs) for key in keys}
+    The seed stands last, since runs that differ in it are repeats.
+    """
+    facts = [run.facts for run in runs]
+    keys = dict.fromkeys(key for run in facts for key in run if key not in _NEVER_SHOWN)
+    columns = {key: tuple(run.get(key, MISSING) for run in facts) for key in keys}
     changing = {key: values for key, values in columns.items() if len(set(map(_identity, values))) > 1}
-    kept = [key for key in changing if not _follows(key, changing)]
+    kept = sorted((key for key in changing if not _follows(key, changing)), key=lambda key: key == "seed")
     return [Setting(key=key, name=_short_name(key, kept), values=changing[key]) for key in kept]
 
 
@@ -120,21 +118,20 @@ def axis_of(setting: Setting) -> Axis:
     """Place numbers by their size, else by their logarithm if they crowd, else in equal steps, as other values are."""
     texts = setting.texts
     numbers = {text: float(value) for text, value in zip(texts, setting.values, strict=True) if is_number(value)}
-    scales = [numbers] if setting.is_number else []
-    if scales and min(numbers.values()) > 0:
-        scales.append({text: math.log(number) for text, number in numbers.items()})
     order = sorted(dict.fromkeys(texts), key=lambda text: (text not in numbers, numbers.get(text, 0.0)))
-    scales.append({text: float(place) for place, text in enumerate(order)})
+    scales = [{text: float(place) for place, text in enumerate(order)}]
+    if setting.is_number:
+        is_positive = min(numbers.values()) > 0
+        logarithms = [{text: math.log(number) for text, number in numbers.items()}] if is_positive else []
+        scales = [numbers, *logarithms, *scales]
     for scale in scales:
         low, reach = min(scale.values()), max(scale.values()) - min(scale.values())
         shares = {text: (value - low) / reach if reach else 0.5 for text, value in scale.items()}
         if min((right - left for left, right in pairwise(sorted(shares.values()))), default=1.0) >= LEAST_GAP:
             break
     place = {text: MARGIN + (1 - 2 * MARGIN) * share for text, share in shares.items()}
-    return Axis(
-        label=setting.name, is_line=setting.is_number, places=tuple(place[text] for text in texts),
-        names={place[text]: text for text in order},
-    )  # fmt: skip
+    names = {place[text]: text for text in order}
+    return Axis(setting.name, setting.is_number, tuple(place[text] for text in texts), names)
 
 
 def _identity(value: object) -> str:

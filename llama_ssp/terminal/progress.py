@@ -47,15 +47,15 @@ class ProgressView:
             self._tasks[label] = self._progress.add_task(label, total=total, completed=done)
         task = self._tasks[label]
         self._progress.update(task, completed=done, total=total)
-        now_s = self._clock()
-        is_due = now_s >= self._next_s or (self._is_live and done == total)
-        if is_due:
-            self._next_s = now_s + (_DRAW_EVERY_S if self._is_live else _LINE_EVERY_S)
         if self._is_live:
             self._progress.start()
-            if is_due:
-                self._progress.refresh()
-        elif is_due:
+        now_s = self._clock()
+        if now_s < self._next_s and not (self._is_live and done == total):
+            return
+        self._next_s = now_s + (_DRAW_EVERY_S if self._is_live else _LINE_EVERY_S)
+        if self._is_live:
+            self._progress.refresh()
+        else:
             shown = self._progress.tasks[task]
             self._progress.console.print(*(column(shown) for column in self._columns), soft_wrap=True)
 
@@ -100,7 +100,7 @@ class RunProgress:
     """Progress of decoding: a bar, or a line once every mode has ended a completion, and then one every minute.
 
     The first line comes after a minute at the latest; no line comes when all is done. `write` prints a line, `bars` are
-    updated, each if given. `unit` names the completions of a mode, in the plural; `clock` returns seconds.
+    updated, each if given. `unit` names the completions of a mode, in the plural.
     """
 
     paces: Mapping[str, Pace]
@@ -113,8 +113,7 @@ class RunProgress:
 
     def __post_init__(self) -> None:
         self._last_s = self.clock()
-        self._next_line_s = self._last_s + _LINE_EVERY_S
-        self._has_reported = False
+        self._next_line_s, self._has_reported = self._last_s + _LINE_EVERY_S, False
 
     def advance(self, mode: str, num_tokens: int) -> None:
         """Count new tokens of a mode, and the time since the last call as this mode's."""
@@ -140,14 +139,13 @@ class RunProgress:
     def _report(self) -> None:
         """Write a line, unless all is done: then the results follow."""
         self._next_line_s, self._has_reported = self._last_s + _LINE_EVERY_S, True
-        paces = self.paces.values()
+        paces, modes, left = self.paces.values(), [], ""
         if not self.write or all(pace.num_done == pace.num_total for pace in paces):
             return
-        modes = []
         for mode, pace in self.paces.items():
             rate = f" at {pace.ended_ms / pace.num_ended_tokens:.2f} ms/token" if pace.num_ended_tokens else ""
             modes.append(f"{mode}: {pace.num_done} of {pace.num_total} {self.unit}{rate}")
-        num_tokens, left = sum(pace.num_tokens for pace in paces), ""
+        num_tokens = sum(pace.num_tokens for pace in paces)
         if num_tokens:
             mean_s = sum(pace.busy_s for pace in paces) / num_tokens
             left_s = sum(pace.left_s(max_new_tokens=self.max_new_tokens, mean_s=mean_s) for pace in paces)

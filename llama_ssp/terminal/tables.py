@@ -1,11 +1,10 @@
 """The closing table and the closing line of a run, laid out for 80 columns; pure functions of a `Summary`."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
@@ -16,9 +15,6 @@ from llama_ssp.reports.records import (
     SPECULATIVE,
     BenchmarkRow,
     Evaluation,
-    Forecast,
-    OverlapSummary,
-    RankMemory,
     SpeculativeSummary,
     Summary,
 )
@@ -28,67 +24,55 @@ ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
 _PART_STYLES = {"draft": "green", "verify": "magenta", "other": "bright_black"}
 _BAR_WIDTH = 32
-_FORECASTS = {"forecast", "fore-\ncast"}
-_ANY_WIDTH = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Figures:
-    """A table of figures, which leaves forecasts out where the terminal is too narrow for all columns."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | Text]]
-    padding: PaddingDimensions
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """See rich's console protocol."""
-        whole = self._laid_out(range(len(self.headings)))
-        width = Measurement.get(console, options.update(max_width=_ANY_WIDTH), whole).maximum
-        measured = [place for place, heading in enumerate(self.headings) if heading not in _FORECASTS]
-        yield whole if width <= options.max_width else self._laid_out(measured)
-
-    def _laid_out(self, places: Sequence[int]) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=self.padding, pad_edge=False)
-        for heading in [self.headings[place] for place in places]:
-            dim = "bright_black" if heading in _FORECASTS else None
-            table.add_column(
-                heading, justify="right" if heading else "left", vertical="bottom", style=dim, header_style=dim
-            )
-        for row in self.rows:
-            table.add_row(*[row[place] for place in places])
-        return table
+def _figures(headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, padding: PaddingDimensions) -> Table:
+    """Lay out a table of figures; forecasts are grey."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=padding, pad_edge=False)
+    for heading in headings:
+        style = "bright_black" if heading in {"forecast", "fore-\ncast"} else None
+        justify: Literal["left", "right"] = "right" if heading else "left"
+        table.add_column(heading, justify=justify, vertical="bottom", style=style, header_style=style, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def summary_table(summary: Summary) -> RenderableType:
     """Lay out plain and speculative decoding, a line per mode that ran, with forecasts; a missing number is "-"."""
     headings = ("", "ms/token", "forecast", "tokens/s", "tokens\n/round", "accepted", "speed-up", "forecast")
-    rows: list[Sequence[str | Text]] = []
-    if plain := summary.plain:
-        ms = [_number(plain.ms_per_token, 2), _number(summary.forecast.plain_ms_per_token, 2)]
-        rows.append(["plain", *ms, _number(plain.tokens_per_s, 1), "-", "-", "-", "-"])
-    if summary.speculative:
-        rows.append(_speculative_cells(summary.speculative, summary.forecast, summary.speedup))
-    table = _Figures(headings=headings, rows=rows, padding=(0, 0, 0, 1))
-    parts: list[RenderableType] = [Text(), _title(summary), Text(), table, _meaning(summary)]
-    if summary.speculative and summary.speculative.verify_s:
-        parts += [Text(), _round_line(summary.speculative)]
-    if summary.overlap:
-        parts += [_overlap_line(summary.overlap)]
-    if memory := _memory_line(summary.memory):
-        parts += [memory]
+    rows, first, forecast = list[Sequence[str | Text]](), list[str](), summary.forecast
+    plain, fast = summary.plain, summary.speculative
+    for name, mode, expected_ms in (
+        (PLAIN, plain, forecast.plain_ms_per_token), (SPECULATIVE, fast, forecast.speculative_ms_per_token),
+    ):  # fmt: skip
+        if mode:
+            drafted: list[str | Text] = ["-"] * 4
+            if mode is fast:
+                gain = Text(_number(summary.speedup, 2, unit="x"), style="bold")
+                drafted = [_number(fast.tokens_per_round, 2), _share(fast.acceptance_rate), gain]
+                drafted += [_number(forecast.speedup, 2, unit="x")]
+            ms = [_number(mode.ms_per_token, 2), _number(expected_ms, 2)]
+            rows.append([name, *ms, _number(mode.tokens_per_s, 1), *drafted])
+            if mode.first_token_ms is not None:
+                first.append(f"{name} after {mode.first_token_ms:.1f} ms")
+    meaning = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
+    meaning += f"\nfirst token: {', '.join(first)}" if first else ""
+    table = _figures(headings, rows, padding=(0, 0, 0, 1))
+    parts: list[RenderableType] = [Text(), _title(summary), Text(), table, Text(meaning, style="bright_black")]
+    if fast and fast.verify_s:
+        parts += [Text(), _round_line(fast)]
+    if overlap := summary.overlap:
+        idle = f"target idle {_share(overlap.target_idle_share)}, draft idle {_share(overlap.draft_idle_share)}"
+        dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
+        parts.append(Text(f"overlap:  {idle}; {dropped}"))
+    if measured := [rank for rank in summary.memory if rank.measured_peak_bytes]:
+        fullest = max(measured, key=lambda rank: rank.measured_peak_bytes or 0)
+        line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} on rank {fullest.rank}")
+        if fullest.planned_bytes:
+            line.append(f", forecast {_gibibytes(fullest.planned_bytes)}", style="bright_black")
+        parts.append(line)
     return Group(*parts)
-
-
-def _meaning(summary: Summary) -> Text:
-    """Explain ms/token and tokens/s, and say the time to the first token of each mode."""
-    modes = {PLAIN: summary.plain, SPECULATIVE: summary.speculative}
-    first = ", ".join(
-        f"{name} after {mode.first_token_ms:.1f} ms"
-        for name, mode in modes.items()
-        if mode and mode.first_token_ms is not None
-    )
-    text = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
-    return Text(f"{text}\nfirst token: {first}" if first else text, style="bright_black")
 
 
 def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
@@ -97,27 +81,24 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
         "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast", "assis-\nted",
         "tokens\n/round", "other", "copy",
     )  # fmt: skip
-    found = []
-    for row in rows:
-        ms = [_number(time, 2) for time in row.columns]
-        shares = [_share(row.other_share), _share(row.copy_share)]
-        cell = ["-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens)]
-        found.append([*cell, str(row.batch_size), *ms, _number(row.tokens_per_round, 2), *shares])
+    found = [
+        [
+            "-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens),
+            str(row.batch_size), *(_number(time, 2) for time in row.columns), _number(row.tokens_per_round, 2),
+            _share(row.other_share), _share(row.copy_share),
+        ]
+        for row in rows
+    ]  # fmt: skip
     title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
-    return Group(Text(title, style="bold"), Text(), _Figures(headings=headings, rows=found, padding=0))
+    return Group(Text(title, style="bold"), Text(), _figures(headings, found, padding=0))
 
 
 def verdict_table(evaluation: Evaluation) -> RenderableType:
     """Lay out the verdict of an evaluation: its figures, one per line, and the sentence."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1), pad_edge=False)
-    for heading in MEASURE_COLUMNS:
-        table.add_column(heading, justify="right" if heading else "left")
-    for measure in evaluation.measures:
-        table.add_row(*map(visible, measure.cells))
-    style = "bold green" if evaluation.passed else "bold red"
-    sentence = Text(visible(evaluation.outcome), style=style).append(
-        f": {visible(evaluation.reason)}", style="not bold default"
-    )
+    rows = [[*map(visible, measure.cells)] for measure in evaluation.measures]
+    table = _figures(MEASURE_COLUMNS, rows, padding=(0, 0, 0, 1))
+    sentence = Text(visible(evaluation.outcome), style="bold green" if evaluation.passed else "bold red")
+    sentence.append(f": {visible(evaluation.reason)}", style="not bold default")
     return Group(Text(), table, Text(), sentence)
 
 
@@ -144,25 +125,14 @@ def _title(summary: Summary) -> Text:
         models += f" with {summary.draft}, K = {summary.speculative.drafting}"
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
-    return Text(
-        f"{visible(models)}: {_count(summary.num_prompts, 'prompt')}, {_count(summary.num_new_tokens, 'token')}, "
-        f"{_count(summary.world_size, 'rank')}",
-        style="bold",
-    )
-
-
-def _speculative_cells(fast: SpeculativeSummary, forecast: Forecast, speedup: float | None) -> list[str | Text]:
-    ms = [_number(fast.ms_per_token, 2), _number(forecast.speculative_ms_per_token, 2)]
-    rates = [_number(fast.tokens_per_s, 1), _number(fast.tokens_per_round, 2), _share(fast.acceptance_rate)]
-    gain = Text(_number(speedup, 2, unit="x"), style="bold")
-    return ["speculative", *ms, *rates, gain, _number(forecast.speedup, 2, unit="x")]
+    counts = ((summary.num_prompts, "prompt"), (summary.num_new_tokens, "token"), (summary.world_size, "rank"))
+    return Text(f"{visible(models)}: {', '.join(_count(*each) for each in counts)}", style="bold")
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:
     parts_s = {"draft": fast.draft_s, "verify": fast.verify_s, "other": max(fast.other_s, 0.0)}
-    total_s = sum(parts_s.values())
+    total_s, done_s = sum(parts_s.values()), 0.0
     line, bar = Text("a round:  "), Text()
-    done_s = 0.0
     for part, part_s in parts_s.items():
         done_s += part_s
         bar.append("━" * (round(_BAR_WIDTH * done_s / total_s) - len(bar)), style=_PART_STYLES[part])
@@ -170,25 +140,8 @@ def _round_line(fast: SpeculativeSummary) -> Text:
     return line.append_text(bar)
 
 
-def _overlap_line(overlap: OverlapSummary) -> Text:
-    idle = f"target idle {_share(overlap.target_idle_share)}, draft idle {_share(overlap.draft_idle_share)}"
-    dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
-    return Text(f"overlap:  {idle}; {dropped}")
-
-
-def _memory_line(memory: Sequence[RankMemory]) -> Text | None:
-    measured = [rank for rank in memory if rank.measured_peak_bytes]
-    if not measured:
-        return None
-    fullest = max(measured, key=lambda rank: rank.measured_peak_bytes or 0)
-    line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} on rank {fullest.rank}")
-    if fullest.planned_bytes:
-        line.append(f", forecast {_gibibytes(fullest.planned_bytes)}", style="bright_black")
-    return line
-
-
 def _gibibytes(num_bytes: int | None) -> str:
-    return _number((num_bytes or 0) / 2**30, 2, unit=" GiB")
+    return f"{(num_bytes or 0) / 2**30:.2f} GiB"
 
 
 def _count(number: int, noun: str) -> str:

@@ -8,13 +8,13 @@ control the terminal. If standard output is no terminal, texts are written witho
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias
 
 from rich.console import Console, RenderableType
-from rich.progress import DownloadColumn, MofNCompleteColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, MofNCompleteColumn, ProgressColumn, TransferSpeedColumn
 from rich.rule import Rule
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -63,10 +63,24 @@ class Output(Console):
         self.quiet = True
         silence(self.file)
 
+    def write_raw(self, text: str) -> None:
+        """Write a text as it is."""
+        if not self.quiet:
+            with self._handled():
+                self.file.write(text)
+                self.file.flush()
+
     def _check_buffer(self) -> None:
         """Write the buffer, for all methods of rich, which handles closed pipes but not lost terminals."""
-        try:
+        with self._handled():
             super()._check_buffer()
+
+    @contextmanager
+    def _handled(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.on_broken_pipe()
         except OSError:
             if not has_hung_up(self.file):
                 raise
@@ -143,7 +157,7 @@ class Terminal:
         """Write a record such as ASCII JSON to standard output, for programs to read: unchanged, with a line feed."""
         if self._view:
             self._view.hide()
-        self._write_raw(text + "\n")
+        self._out.write_raw(text + "\n")
 
     def results(self, summary: Summary, *, run_dir: Path, shows_table: bool = True) -> None:
         """Show the tables of a run that has ended, and on standard error how fast it was and where its records are."""
@@ -160,17 +174,17 @@ class Terminal:
         """Write a sentence to standard error."""
         self._err.print(Text(visible(sentence)), soft_wrap=True)
 
-    @contextmanager
-    def loading(self) -> Iterator[ShowProgress]:
+    def loading(self) -> AbstractContextManager[ShowProgress]:
         """Show bytes as they load: `with terminal.loading() as progress: progress("target", done, total)`."""
-        view = ProgressView(self._err, DownloadColumn(), TransferSpeedColumn())
-        with self._showing(view):
-            yield view.update
+        return self._updating(DownloadColumn(), TransferSpeedColumn())
+
+    def measuring(self) -> AbstractContextManager[ShowProgress]:
+        """Show the turns of a measurement: `with terminal.measuring() as progress: progress("1 rank", done, total)`."""
+        return self._updating(MofNCompleteColumn())
 
     @contextmanager
-    def measuring(self) -> Iterator[ShowProgress]:
-        """Show the turns of a measurement: `with terminal.measuring() as progress: progress("1 rank", done, total)`."""
-        view = ProgressView(self._err, MofNCompleteColumn())
+    def _updating(self, *amount: ProgressColumn) -> Iterator[ShowProgress]:
+        view = ProgressView(self._err, *amount)
         with self._showing(view):
             yield view.update
 
@@ -233,16 +247,4 @@ class Terminal:
         if self._out.is_terminal:
             self._out.out(shown, style=style, end="")
         else:
-            self._write_raw(shown)
-
-    def _write_raw(self, text: str) -> None:
-        if not self._out.quiet:
-            try:
-                self._out.file.write(text)
-                self._out.file.flush()
-            except BrokenPipeError:
-                self._out.on_broken_pipe()
-            except OSError:
-                if not has_hung_up(self._out.file):
-                    raise
-                self._out.fall_silent()
+            self._out.write_raw(shown)

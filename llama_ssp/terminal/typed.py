@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-_FIRST, _NEXT = "> ", ". "
 _GOES_ON = "\\"
 _MOST_ENTRIES = 1000
 
@@ -22,15 +21,24 @@ def typed_prompts() -> Iterator[str]:
     readline = _line_editing()
     lines: list[str] = []
     while True:
+        sign = ". " if lines else "> "
         try:
-            line = _ask(_NEXT if lines else _FIRST)
+            if not sys.stdout.isatty():
+                with suppress(OSError):
+                    sys.stderr.write(sign)
+                    sys.stderr.flush()
+                sign = ""
+            line = input(sign)
         except EOFError:
             if lines:
                 yield "\n".join(lines)
             return
         finally:
             if readline:
-                _save_history(readline)
+                with suppress(OSError):  # without a folder that can be written, this run alone has it
+                    history_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    readline.set_history_length(_MOST_ENTRIES)
+                    readline.write_history_file(history_file())
         lines.append(line.removesuffix(_GOES_ON))
         if line.endswith(_GOES_ON):
             continue
@@ -38,15 +46,6 @@ def typed_prompts() -> Iterator[str]:
         lines = []
         if text.strip():
             yield text
-
-
-def _ask(sign: str) -> str:
-    if sys.stdout.isatty():
-        return input(sign)
-    with suppress(OSError):
-        sys.stderr.write(sign)
-        sys.stderr.flush()
-    return input()
 
 
 def history_file() -> Path:
@@ -67,12 +66,3 @@ def _line_editing() -> ModuleType | None:
         with suppress(OSError):
             readline.read_history_file(history_file())
     return readline
-
-
-def _save_history(readline: ModuleType) -> None:
-    """Save the history; without a folder that can be written, this run alone has it."""
-    file = history_file()
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        readline.set_history_length(_MOST_ENTRIES)
-        readline.write_history_file(file)

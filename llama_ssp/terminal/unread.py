@@ -25,7 +25,7 @@ def has_hung_up(stream: IO[str]) -> bool:
     except termios.error as error:
         return bool(error.args[0] == errno.EIO)  # a file or a pipe gives ENOTTY
     except (OSError, ValueError):  # a stream without a descriptor, or a closed one
-        return False
+        pass
     return False
 
 

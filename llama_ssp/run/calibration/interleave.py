@@ -7,8 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-SLOWEST = 0.1
-
 
 def interleave(
     candidates: Mapping[str, Callable[[int], float]], *, num_repetitions: int, num_warmup: int = 1
@@ -27,21 +25,18 @@ def interleave(
     return measured
 
 
-def undisturbed(seconds: Iterable[float]) -> float:
+def undisturbed(seconds: Sequence[float]) -> float:
     """The lower quartile: others only ever add time, and the quartile excludes most of it."""
-    taken = [*seconds]
-    return statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def trimmed_mean(turns: Iterable[float]) -> float:
-    """The mean without the slowest tenth, at least one of several turns.
+    """The mean without the slowest tenth, at least one of several turns: a stall that other work caused.
 
-    Means of parts add up to the mean of their sum, which is what a run of many seconds takes, however long the pieces
-    are that are timed; quartiles do not. What is left out is a stall that other work caused.
+    Means of parts add up to the mean of their sum, which is what a run of many seconds takes; quartiles do not.
     """
     taken = sorted(turns)
-    kept = taken[: max(1, len(taken) - math.ceil(SLOWEST * len(taken)))]
-    return statistics.mean(kept)
+    return statistics.mean(taken[: max(1, len(taken) - math.ceil(len(taken) / 10))])
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

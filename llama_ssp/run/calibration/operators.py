@@ -1,9 +1,9 @@
-"""Times the library calls that models consist of, on one rank and at the sizes that a plan needs.
+"""Times the pieces of a run, on one rank and at the sizes that a plan needs: library calls, rule and messages.
 
 Reads no checkpoint and runs no language model: matrices are random, and layers are so narrow that mainly the cost of
 launching their operators is left. `tasks.calibrate` says what is measured when, and what it is used for.
 
-Shapes: B sequences, T positions, V vocabulary, E width.
+Shapes: B sequences, T positions, V vocabulary, P = 2 uniforms of a draw.
 """
 
 import math
@@ -14,6 +14,7 @@ from functools import partial
 from itertools import cycle
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.attention import find_attention
@@ -25,70 +26,60 @@ from llama_ssp.planning.roofline import MEASURED_SLOTS, LinearTable
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.run.calibration.interleave import undisturbed
-from llama_ssp.run.calibration.random_llama import HEAD_DIM, MLP_SHARE, RandomLlama
+from llama_ssp.run.calibration.model_pairs import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.settings.schema import Dtype, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.tracing import Traced
+from llama_ssp.speculate.sampling.rules import Draft, Rule, make_rule
+from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 
 ELEMENTS = tuple(4**power for power in range(6, 13))
 ROWS = (1, 2, 5, 9, 64, 512)
-FEW_ELEMENTS, FEW_ROWS = ELEMENTS[2::2], (1, 2, 5, 64)
 OPERATOR_ROWS = (1, 5, 64)
 WORKING_SETS = (4 * 2**20, 32 * 2**20, 192 * 2**20)
+VOCABULARIES = (64, 4096, 32768)
+MESSAGE_BYTES = (8, 1024, 8192, 65536, 524288)
 BUDGET_S = 0.15
 """Time limit of one point."""
-_FEWEST, _MOST = 3, 200
 NARROW = 64
 MANY_LAYERS = 9
 MOST_MATRICES, NUM_CACHES = 512, 64
 WIDTHS = (64, 256)
+_FEWEST, _MOST = 3, 200
+_SHORTEST_S = 2e-4
+_NUM_DRAFT_TOKENS = 4
+
+Call = Callable[[], object]
 
 
-def seconds_per_call(
-    call: Callable[[], object], *, budget_s: float = BUDGET_S, between: Callable[[], object] | None = None
-) -> float:
+def seconds_per_call(call: Call, *, budget_s: float = BUDGET_S, between: Call | None = None) -> float:
     """Return the `undisturbed` time of a call, over as many calls as the budget allows.
 
     `between` is untimed work before each call, for code and data that would otherwise be warmer than in a run.
     """
-    if between:
-        return undisturbed(_times_apart(call, between, budget_s))
     call()
-    started = time.perf_counter()
-    call()
-    once = max(time.perf_counter() - started, 1e-6)
-    # Short calls are timed in batches, since reading the clock costs as much as one call.
-    bunch = max(1, int(2e-4 / once))
-    times = []
-    for _ in range(max(_FEWEST, min(_MOST, int(budget_s / (once * bunch))))):
+    bunch, times = 1, list[float]()
+    while len(times) < _FEWEST or (len(times) < _MOST and bunch * sum(times) < budget_s):
+        if between:
+            between()
         started = time.perf_counter()
         for _ in range(bunch):
             call()
         times.append((time.perf_counter() - started) / bunch)
+        if not between and bunch == 1 and times[-1] < _SHORTEST_S / 2:
+            # Short calls are timed in batches, since reading the clock costs as much as one call.
+            bunch, times = int(_SHORTEST_S / max(times[-1], 1e-6)), []
     return undisturbed(times)
 
 
-def _times_apart(call: Callable[[], object], between: Callable[[], object], budget_s: float) -> list[float]:
-    times: list[float] = []
-    call()
-    while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < budget_s):
-        between()
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def _settled(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def _settled(call: Call, device: torch.device) -> Call:
     """Return a call that waits for the device."""
-    if device.type != "cuda":
-        return call
 
-    def settle() -> None:
+    def settled() -> None:
         call()
         torch.cuda.synchronize(device)
 
-    return settle
+    return settled if device.type == "cuda" else call
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
@@ -124,88 +115,65 @@ def operator_s(device: torch.device, *, captured: bool) -> float:
         return seconds_per_call(_settled(graph.replay, device)) / number
 
 
+@torch.inference_mode()
 def linear_points(
-    dtype: torch.dtype,
     name: str,
+    working_sets: Sequence[int],
     *,
-    working_sets: Sequence[int] = WORKING_SETS,
+    arithmetic: Dtype = Dtype.fp32,
     keeps_weight: bool = False,
     from_16_bits: bool = False,
     quantization: str = NO_QUANTIZATION,
-    all_elements: Sequence[int] | None = None,
-    all_rows: Sequence[int] = ROWS,
+    is_brief: bool = False,
 ) -> list[LinearPoint]:
     """Time linear layers of all sizes, with matrices that stay in a cache and with ones that do not.
 
     Half of the matrices are four times as tall as wide, the others four times as wide as tall, as in an MLP.
 
     Args:
-        dtype: number format of the arithmetic.
-        name: what the points call it.
+        name: what the points call the number format or the storage format of the matrices.
         working_sets: bytes of all matrices that are read in turn.
+        arithmetic: number format of inputs and sums.
         keeps_weight: the matrices are embeddings too, so they keep their layout.
         from_16_bits: the matrices come from a 16-bit checkpoint, and are stored in 16 bits.
         quantization: the storage format of the matrices.
-        all_elements: sizes of matrices; None for all.
-        all_rows: numbers of inputs.
+        is_brief: time fewer sizes and numbers of inputs.
     """
-    arithmetic = Dtype(str(dtype).removeprefix("torch.")).name
+    dtype, kernel = getattr(torch, arithmetic.value), Precision(quantization=quantization).kernel
     points = []
     for working_set in working_sets:
-        for elements in all_elements or ELEMENTS:
-            value_bytes = 2 if from_16_bits else dtype.itemsize
-            size = format_of(quantization).matrix_bytes(elements, value_bytes)
+        for elements in ELEMENTS[2::2] if is_brief else ELEMENTS:
+            size = format_of(quantization).matrix_bytes(elements, 2 if from_16_bits else dtype.itemsize)
             # Only large matrices make up a set that no cache can hold: small ones would be too many.
             if size > working_set or (working_set > WORKING_SETS[-1] and size * MOST_MATRICES < working_set):
                 continue
-            make = partial(
-                _linear,
-                elements,
-                dtype,
-                keeps_weight=keeps_weight,
-                from_16_bits=from_16_bits,
-                quantization=quantization,
-            )
-            number = min(max(2, working_set // size), MOST_MATRICES)
-            layers = [make(tall=bool(index % 2)) for index in range(number)]
-            for rows in all_rows:
+            side, layers = math.isqrt(elements // 4), []
+            for index in range(2 * min(max(1, working_set // size // 2), MOST_MATRICES // 2)):
+                weight = torch.randn((4 * side, side) if index % 2 else (side, 4 * side))
+                weight = (weight.bfloat16() if from_16_bits else weight).to(dtype)
+                layers.append(make_linear(weight, None, kernel=kernel, keeps_weight=keeps_weight))
+            for rows in (1, 2, 5, 64) if is_brief else ROWS:
+                two = _in_turn(layers, *(torch.randn(rows, width).to(dtype) for width in (4 * side, side)))
                 point = LinearPoint(
                     dtype=name, rows=rows, elements=elements, working_set_bytes=working_set,
-                    s=_linear_s(layers, rows, dtype), arithmetic=arithmetic,
+                    s=seconds_per_call(two) / 2, arithmetic=arithmetic.name,
                 )  # fmt: skip
                 points.append(point)
     return points
 
 
-def _linear(
-    elements: int, dtype: torch.dtype, *, tall: bool, keeps_weight: bool, from_16_bits: bool, quantization: str
-) -> tuple[int, Linear]:
-    """Make a linear layer as a model would have it; returns its number of inputs with it."""
-    side = math.isqrt(elements // 4)
-    sizes = (4 * side, side) if tall else (side, 4 * side)
-    weight = torch.randn(sizes)
-    weight = (weight.bfloat16() if from_16_bits else weight).to(dtype)
-    kernel = Precision(quantization=quantization).kernel
-    return sizes[1], make_linear(weight, None, kernel=kernel, keeps_weight=keeps_weight)
-
-
-@torch.inference_mode()
-def _linear_s(layers: list[tuple[int, Linear]], rows: int, dtype: torch.dtype) -> float:
-    """Time one linear layer, averaged over layers that are read in turn."""
-    inputs = {width: torch.randn(rows, width).to(dtype) for width, _ in layers}
-    in_turn = cycle(layers)
+def _in_turn(layers: list[Linear], wide: Tensor, tall: Tensor) -> Call:
+    """Return two layers of many, a wide one and a tall one."""
+    remaining = cycle(layers)
 
     def two() -> None:
-        for _ in range(2):  # a tall one and a wide one
-            width, layer = next(in_turn)
-            layer(inputs[width])
+        next(remaining)(wide)
+        next(remaining)(tall)
 
-    return seconds_per_call(two) / 2
+    return two
 
 
-def operator_points(
-    linear: list[LinearPoint], between: Callable[[], object]
-) -> tuple[list[RowsPoint], list[RowsPoint]]:
+def operator_points(linear: list[LinearPoint], between: Call) -> tuple[list[RowsPoint], list[RowsPoint]]:
     """Time everything in a layer except its matrices, and everything in a forward except its layers and head.
 
     Measures stacks of one and of several layers, so narrow that operators cost as much as matrices, and subtracts the
@@ -214,14 +182,13 @@ def operator_points(
     layers, frames = [], []
     for width in WIDTHS:
         few, many = _stack(width, 1), _stack(width, MANY_LAYERS)
+        sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
+        set_bytes = 4 * MANY_LAYERS * sum(sizes)
         for rows in OPERATOR_ROWS:
             few_s, many_s = _forward_s(few, rows, between), _forward_s(many, rows, between)
             layer_s = (many_s - few_s) / (MANY_LAYERS - 1)
-            price = partial(LinearTable(linear).seconds, rows=rows, dtype=Dtype.fp32)
-            sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
-            set_bytes = 4 * MANY_LAYERS * sum(sizes)
-            matrices_s = sum(price(elements, working_set_bytes=set_bytes) for elements in sizes)
-            head_s = price(NARROW * width, working_set_bytes=set_bytes)
+            price = partial(LinearTable(linear).seconds, rows=rows, dtype=Dtype.fp32, working_set_bytes=set_bytes)
+            matrices_s, head_s = sum(map(price, sizes)), price(NARROW * width)
             layers.append(RowsPoint(rows=rows, width=width, s=max(layer_s - matrices_s, 1e-6)))
             frames.append(RowsPoint(rows=rows, width=width, s=max(few_s - layer_s - head_s, 1e-6)))
     return layers, frames
@@ -233,7 +200,7 @@ def _stack(width: int, num_layers: int) -> Runner:
     return runner
 
 
-def _forward(runner: Runner, rows: int) -> Callable[[], object]:
+def _forward(runner: Runner, rows: int) -> Call:
     """Return a forward of `rows` positions of one sequence, traced as those of a round are."""
     ids_BT, positions_BT = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)[None]
     traced = Traced(partial(runner.forward, bucket=MEASURED_SLOTS), reads=(runner,))
@@ -241,13 +208,8 @@ def _forward(runner: Runner, rows: int) -> Callable[[], object]:
 
 
 @torch.inference_mode()
-def _forward_s(runner: Runner, rows: int, between: Callable[[], object]) -> float:
+def _forward_s(runner: Runner, rows: int, between: Call) -> float:
     return seconds_per_call(_forward(runner, rows), budget_s=3 * BUDGET_S, between=between)
-
-
-def some_forward() -> Callable[[], object]:
-    """Return a forward of one position, as it precedes a rule."""
-    return _forward(_stack(WIDTHS[-1], MANY_LAYERS), 1)
 
 
 def beyond_caches() -> int:
@@ -270,22 +232,92 @@ def attention_points() -> list[SizePoint]:
     return points
 
 
+@torch.inference_mode()
 def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
     """Time attention as a forward in fp32 does it: the compiled operator, or torch's where there is none."""
-    cpu = torch.device("cpu")
-    call: Callable[[], object]
-    if attention := find_attention(cpu, torch.float32, HEAD_DIM):
-        qkv, positions = torch.randn(rows, 3 * num_heads * HEAD_DIM), torch.arange(num_slots)[-rows:]
-        turns = torch.ones(num_slots, 1, HEAD_DIM // 2, dtype=torch.complex64)
-        # The layers of a model in turn: a run finds their keys and values in no cache of the processor.
-        caches = cycle(torch.randn(NUM_CACHES, 2 * num_heads, num_slots, HEAD_DIM).unbind())
-
-        def call() -> object:
-            return attention(qkv, turns, positions[None], positions, next(caches), num_heads, 1.0, 0)
-
-    else:
+    attention = find_attention(torch.device("cpu"), torch.float32, HEAD_DIM)
+    if not attention:
         keys, values = torch.randn(2, 1, num_heads, num_slots, HEAD_DIM).unbind()
         queries, mask = torch.randn(1, num_heads, rows, HEAD_DIM), torch.zeros(1, 1, rows, num_slots)
-        call = partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask)
-    with torch.inference_mode():
-        return seconds_per_call(call)
+        return seconds_per_call(partial(functional.scaled_dot_product_attention, queries, keys, values, attn_mask=mask))
+    qkv, positions = torch.randn(rows, 3 * num_heads * HEAD_DIM), torch.arange(num_slots)[-rows:]
+    turns = torch.ones(num_slots, 1, HEAD_DIM // 2, dtype=torch.complex64)
+    # The layers of a model in turn: a run finds their keys and values in no cache of the processor.
+    caches = cycle(torch.randn(NUM_CACHES, 2 * num_heads, num_slots, HEAD_DIM).unbind())
+    return seconds_per_call(lambda: attention(qkv, turns, positions[None], positions, next(caches), num_heads, 1.0, 0))
+
+
+def some_draw() -> Call:
+    """Return a draw of one token, as between two forwards."""
+    return _drawing(_rule(), torch.randn(1, VOCABULARIES[1]))
+
+
+def _rule() -> Rule:
+    return make_rule(SamplingConfig(), VerificationConfig())
+
+
+def _drawing(rule: Rule, logits_BV: Tensor) -> Call:
+    """Return a draw from these logits, traced as those of a round are."""
+    traced = Traced(lambda logits_BV, uniforms_BP: rule.draw(logits_BV, uniforms_BP)[0], reads=(rule,))
+    return partial(traced, 0, logits_BV, _draws().plain_BP)
+
+
+def _verifying(rule: Rule, logits_BTV: Tensor) -> Call:
+    """Return a traced verification, by these logits, of ids drawn from them."""
+    ids_BK, probs_BTV = torch.zeros(1, _NUM_DRAFT_TOKENS, dtype=torch.int64), torch.softmax(logits_BTV, dim=-1)
+
+    def verified(logits_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rule.verify(Draft(ids_BK, probs_BTV), rule.process(logits_BTV), draws=Draws(*draws)))
+
+    return partial(Traced(verified, reads=(rule,)), 0, logits_BTV, ids_BK, probs_BTV, *_draws())
+
+
+def _draws() -> Draws:
+    table = UniformTable(_NUM_DRAFT_TOKENS, torch.device("cpu"))
+    return table.split(table.uniforms(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)))
+
+
+@torch.inference_mode()
+def rule_points() -> tuple[list[SizePoint], list[SizePoint]]:
+    """Time the rule after a forward, drawing one token and verifying K of them, by rows times vocabulary."""
+    rule, between = _rule(), _forward(_stack(WIDTHS[-1], MANY_LAYERS), 1)
+    drawing, verifying = [], []
+    for vocab_size in VOCABULARIES:
+        logits_BTV = torch.randn(1, _NUM_DRAFT_TOKENS + 1, vocab_size)
+        draw, verify = _drawing(rule, logits_BTV[:, 0]), _verifying(rule, logits_BTV)
+        drawing.append(SizePoint(size=vocab_size, s=seconds_per_call(draw, between=between)))
+        verifying.append(SizePoint(size=logits_BTV.numel(), s=seconds_per_call(verify, between=between)))
+    return drawing, verifying
+
+
+def all_reduce_points(comm: Comm, device: torch.device) -> list[SizePoint]:
+    """Time all-reduces by size, each after a layer's worth of matrices; all ranks must call this together.
+
+    The matrices exceed the caches, as those of a model do: a message after them takes longer than one in a tight loop.
+    """
+    matrices = cycle([torch.randn(512, 1024, device=device) for _ in range(32)])
+    x = torch.randn(1, 4, 1024, device=device)
+
+    def work() -> None:
+        functional.linear(x, next(matrices))
+
+    work_s = seconds_per_call(work)
+    # A neighbour disturbs cores, not GPUs; and waiting for a GPU after a few messages would take as long as they do.
+    num_bunches = 1 if device.type == "cuda" else 20
+    points = []
+    for num_bytes in MESSAGE_BYTES:
+        values = torch.zeros(max(num_bytes // 4, 1), device=device)
+        for _ in range(20):
+            comm.all_reduce(values)
+        num_calls = (300 if num_bytes < 2**16 else 60) // num_bunches
+        took_s = []
+        for _ in range(num_bunches):
+            started = time.perf_counter()
+            for _ in range(num_calls):
+                work()
+                comm.all_reduce(values)
+            if device.type == "cuda":
+                comm.finish()
+            took_s.append((time.perf_counter() - started) / num_calls)
+        points.append(SizePoint(size=num_bytes, s=max(undisturbed(took_s) - work_s, 1e-6)))
+    return points

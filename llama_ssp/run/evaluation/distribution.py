@@ -17,7 +17,8 @@ from llama_ssp.run.evaluation.statistics import (
     count_statistic,
     mean_interval,
     mean_statistic,
-    swap_test,
+    p_value,
+    swaps,
     total_variation,
 )
 from llama_ssp.settings.rules import DEFAULT
@@ -40,7 +41,7 @@ def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
     return [line for _, of_prompt in of_prompts for lines in zip(*of_prompt, strict=True) for line in lines]
 
 
-def groups_of(evidence: Evidence) -> list[PairedGroup]:
+def _groups_of(evidence: Evidence) -> list[PairedGroup]:
     """The pairs of each prompt."""
     groups = []
     for _, of_prompt in groupby(evidence.pairs, key=lambda pair: pair.plain.index):
@@ -58,12 +59,10 @@ def _token(line: CompletionLine, place: int) -> int:
 
 def judge(evidence: Evidence) -> Evaluation:
     """Test whether both modes have one distribution, and the speculative samples the target's."""
-    groups, sums = groups_of(evidence), sums_of(evidence.sums)
-    sizes = [len(group.differences) for group in groups]
-    statistics = {"next tokens": count_statistic(groups), "log-likelihoods": mean_statistic(groups)}
-    p_values = {
-        name: swap_test(statistic, sizes, num_swaps=NUM_SWAPS, seed=_SEED) for name, statistic in statistics.items()
-    }
+    groups, sums = _groups_of(evidence), sums_of(evidence.sums)
+    signs = swaps(groups, num_swaps=NUM_SWAPS, seed=_SEED)
+    tests = {"next tokens": count_statistic, "log-likelihoods": mean_statistic}
+    p_values = {name: p_value(statistic(groups, signs)) for name, statistic in tests.items()}
     of_sum = FALSE_ALARM_RATE / (2 * len(sums))
     least = dict.fromkeys(p_values, FALSE_ALARM_RATE / (2 * len(p_values))) | dict.fromkeys(sums, of_sum)
     p_values |= {name: each.p_value for name, each in sums.items()}
@@ -79,10 +78,10 @@ def judge(evidence: Evidence) -> Evaluation:
         passed=passed,
         reason=(
             f"{verdict}: of {len(p_values)} p-values the worst is {p_values[worst]:.2g} for {worst}, "
-            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({sum(sizes)} pairs)"
+            f"{'above' if passed else 'not above'} {least[worst]:.2g} ({len(evidence.pairs)} pairs)"
         ),
         measures=[
-            *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in statistics),
+            *(Measure(name=f"p-value, {name}", value=p_values[name]) for name in tests),
             *(Measure(name=f"standard errors, {name}", value=each.z) for name, each in sums.items()),
             *(Measure(name=f"probability of finding {fault}", value=each) for fault, each in power.items()),
             Measure.within("log-likelihood in nats, speculative minus plain", sum(difference) / 2, difference),

@@ -2,17 +2,23 @@
 
 The two-sample test swaps the members of pairs. A pair holds one draw of each of two samplers. If both samplers have one
 distribution, a pair is as probable as the swapped one, whatever that distribution is, and so is every statistic: the
-p-value is exact for any sample size. Sets of pairs are bits of integers, so that a swap of all pairs costs one `&` per
-symbol.
+p-value is exact for any sample size.
+
+Shapes: S swaps, of which the first swaps nothing; N pairs of a group; C symbols.
 """
 
 import math
 import random
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from operator import getitem
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from itertools import chain
 from statistics import NormalDist, fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array: TypeAlias = NDArray[Any]
 
 CONFIDENCE = 0.95
 _LEAST_EXPECTED = 5
@@ -67,8 +73,7 @@ def _two_sided(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedGroup:
+class PairedGroup(NamedTuple):
     """Pairs with something in common, such as a prompt.
 
     Attributes:
@@ -80,97 +85,64 @@ class PairedGroup:
     differences: Sequence[float]
 
 
-class _Cell(NamedTuple):
-    """One symbol of a column: bits of the pairs where only the first, or only the second, has it; and all its draws."""
+def swaps(groups: Sequence[PairedGroup], *, num_swaps: int, seed: int) -> "list[Array]":
+    """Draw random swaps of the pairs of each group: (S, N) with -1 for a swapped pair, else 1."""
+    import numpy as np  # noqa: PLC0415 - slow to import
 
-    first: int
-    second: int
-    num_draws: int
-
-    def surplus(self, swapped: int) -> int:
-        """How many more draws the first sample has after the given pairs are swapped."""
-        first, second = self.first, self.second
-        kept = first.bit_count() - second.bit_count()
-        return kept - 2 * ((first & swapped).bit_count() - (second & swapped).bit_count())
-
-
-def _cells(column: Sequence[tuple[Hashable, Hashable]], *, least: int = 1) -> list[_Cell]:
-    """The symbols of a column; rare ones are merged, which depends on both samples together and so on no swap."""
-    counts: dict[Hashable, int] = {}
-    for pair in column:
-        for symbol in pair:
-            counts[symbol] = counts.get(symbol, 0) + 1
-    merged = {symbol: symbol if num >= least else None for symbol, num in counts.items()}
-    bits: dict[Hashable, list[int]] = {}
-    for place, pair in enumerate(column):
-        for member, symbol in enumerate(pair):
-            bits.setdefault((merged[symbol],), [0, 0])[member] |= 1 << place
-    return [_Cell(a & ~b, b & ~a, a.bit_count() + b.bit_count()) for a, b in bits.values()]
+    draw, sizes = random.Random(seed), [len(group.differences) for group in groups]
+    bits = [[draw.getrandbits(size) for size in sizes] for _ in range(num_swaps)]
+    signs = []
+    for size, of_group in zip(sizes, zip([0] * len(sizes), *bits, strict=True), strict=True):
+        packed = b"".join(each.to_bytes(-(-size // 8), "little") for each in of_group)
+        swapped = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").reshape(num_swaps + 1, -1)
+        signs.append(1.0 - 2.0 * swapped[:, :size])
+    return signs
 
 
-def swap_test(
-    statistic: Callable[[Sequence[int]], float], group_sizes: Sequence[int], *, num_swaps: int, seed: int
-) -> float:
-    """The p-value of the observed statistic among random swaps.
+def p_value(statistic_S: "Array") -> float:
+    """The p-value of the observed statistic, the first, among random swaps; large values are evidence against one law.
 
-    Args:
-        statistic: of the pairs after those in the given bits, an integer per group, have been swapped; large values are
-            evidence of two distributions.
-        group_sizes: pairs of each group.
-        num_swaps: random swaps of all pairs; no p-value is below 1 / (num_swaps + 1).
-        seed: of the swaps.
-
-    Returns:
-        With one distribution, the probability that this number is at most x is at most x.
+    With one distribution, the probability that this number is at most x is at most x; it is never below 1 / S.
 
     Source: Phipson and Smyth 2010, "Permutation p-values should never be zero".
     """
-    observed = statistic([0] * len(group_sizes))
+    observed = statistic_S[0]
     threshold = observed - 1e-9 * abs(observed)  # sums of the same numbers in another order
-    swaps = _swaps(group_sizes, num_swaps=num_swaps, seed=seed)
-    return (1 + sum(statistic(swapped) >= threshold for swapped in swaps)) / (num_swaps + 1)
+    return float((statistic_S >= threshold).mean())
 
 
-def _swaps(group_sizes: Sequence[int], *, num_swaps: int, seed: int) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.getrandbits(size) for size in group_sizes] for _ in range(num_swaps)]
+def count_statistic(groups: Sequence[PairedGroup], signs: "Sequence[Array]") -> "Array":
+    """The chi-square statistic of equal counts, summed over the columns of all groups, after each swap."""
+    total_S = 0.0 * signs[0][:, 0]
+    for group, signs_SN in zip(groups, signs, strict=True):
+        for column in group.columns:
+            surplus_NC, draws_C = _symbols(column, least=_LEAST_EXPECTED)
+            total_S += ((signs_SN @ surplus_NC) ** 2 / draws_C).sum(axis=1)
+    return total_S
 
 
-def count_statistic(groups: Sequence[PairedGroup]) -> Callable[[Sequence[int]], float]:
-    """The chi-square statistic of equal counts, summed over the columns of all groups; for `swap_test`."""
-    cells = [[cell for column in group.columns for cell in _cells(column, least=_LEAST_EXPECTED)] for group in groups]
-
-    def statistic(swapped: Sequence[int]) -> float:
-        return sum(
-            cell.surplus(bits) ** 2 / cell.num_draws
-            for of_group, bits in zip(cells, swapped, strict=True)
-            for cell in of_group
-        )
-
-    return statistic
+def mean_statistic(groups: Sequence[PairedGroup], signs: "Sequence[Array]") -> "Array":
+    """The absolute sum of all differences, after each swap."""
+    sums = [signs_SN @ group.differences for group, signs_SN in zip(groups, signs, strict=True)]
+    return abs(sum(sums[1:], sums[0]))
 
 
-def mean_statistic(groups: Sequence[PairedGroup]) -> Callable[[Sequence[int]], float]:
-    """The absolute sum of all differences; for `swap_test`."""
-    tables = [
-        [_signed_sums(group.differences[at : at + 8]) for at in range(0, len(group.differences), 8)] for group in groups
-    ]
+def _symbols(column: Sequence[tuple[Hashable, Hashable]], *, least: int = 1) -> "tuple[Array, Array]":
+    """For each pair and symbol, how many more draws of it the first sample has; and all draws of each symbol.
 
-    def statistic(swapped: Sequence[int]) -> float:
-        total = 0.0
-        for sums, bits in zip(tables, swapped, strict=True):
-            total += sum(map(getitem, sums, bits.to_bytes(len(sums), "little")))
-        return abs(total)
+    Rare symbols are merged into the last one, which depends on both samples together and so on no swap.
+    """
+    import numpy as np  # noqa: PLC0415 - slow to import
 
-    return statistic
-
-
-def _signed_sums(values: Sequence[float]) -> list[float]:
-    """The sum of up to eight values for each byte, whose bits say which of them are negated."""
-    sums = [0.0]
-    for value in values:
-        sums = [total + value for total in sums] + [total - value for total in sums]
-    return sums
+    counts = Counter(chain.from_iterable(column))
+    kept = [symbol for symbol, num in counts.items() if num >= least]
+    place = {symbol: number for number, symbol in enumerate(kept)}
+    surplus_NC = np.zeros((len(column), len(kept) + 1))
+    for of_pair, (first, second) in zip(surplus_NC, column, strict=True):
+        of_pair[place.get(first, -1)] += 1
+        of_pair[place.get(second, -1)] -= 1
+    num_kept = [counts[symbol] for symbol in kept]
+    return surplus_NC, np.array([*num_kept, max(2 * len(column) - sum(num_kept), 1)])
 
 
 class TotalVariation(NamedTuple):
@@ -194,18 +166,12 @@ def total_variation(
 
     Source: McDiarmid 1989, "On the method of bounded differences".
     """
-    cells = [[_cells(column) for column in group.columns] for group in groups]
-    sizes = [len(group.differences) for group in groups]
-
-    def value(swapped: Sequence[int]) -> float:
-        return fmean(
-            sum(abs(cell.surplus(bits)) for cell in column) / (2 * size)
-            for columns, size, bits in zip(cells, sizes, swapped, strict=True)
-            for column in columns
-        )
-
-    measured = value([0] * len(groups))
-    noise = fmean(map(value, _swaps(sizes, num_swaps=num_swaps, seed=seed)))
+    by_column = [
+        abs(signs_SN @ _symbols(column)[0]).sum(axis=1) / (2 * len(column))
+        for group, signs_SN in zip(groups, swaps(groups, num_swaps=num_swaps, seed=seed), strict=True)
+        for column in group.columns
+    ]
+    measured, *by_chance = (float(value) for value in sum(by_column) / len(by_column))
+    noise, sizes = fmean(by_chance), [len(group.differences) for group in groups]
     reach = math.sqrt(math.log(2 / (1 - confidence)) / (len(groups) * min(sizes)))
-    interval = Interval(max(measured - noise - reach, 0.0), min(measured + reach, 1.0))
-    return TotalVariation(measured, interval, noise)
+    return TotalVariation(measured, Interval(max(measured - noise - reach, 0.0), min(measured + reach, 1.0)), noise)

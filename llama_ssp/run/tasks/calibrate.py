@@ -28,8 +28,8 @@ from llama_ssp.machines.profile import SizePoint, text_of
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
-from llama_ssp.run.calibration import operators, rounds
-from llama_ssp.run.calibration.profiles import DTYPES, Show, all_cores, all_parts, measure
+from llama_ssp.run.calibration import operators
+from llama_ssp.run.calibration.profiles import Show, all_parts, composed, measure, rank_0_alone
 from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings import folders
 from llama_ssp.settings.schema import Dtype, RunConfig
@@ -59,20 +59,19 @@ def calibrate(world: World, file: Path, show: Show) -> str | None:
     with raise_on_all_ranks(world.comm):
         if world.comm.rank == 0:
             _check_writable(file)
-    context_bytes = _context_bytes(world.device)
-    reduces = rounds.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
-    is_gpu = world.device.type == "cuda"
+    context_bytes, is_gpu = _context_bytes(world.device), world.device.type == "cuda"
+    reduces = operators.all_reduce_points(world.comm, world.device) if world.comm.size > 1 else []
     measured = [] if is_gpu else measure(world, partial(all_parts, reduces=reduces, show=show), show)
+    figures: dict[str, Any] = {}
+    with rank_0_alone(world) as is_alone:
+        if is_alone:
+            figures = _figures(world, reduces) | {"context_bytes": context_bytes}
+            figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
     if world.comm.rank > 0:
-        world.comm.barrier()
         return None
-    with all_cores(world):
-        figures = _figures(world, reduces) | {"context_bytes": context_bytes}
-        figures["collective_bytes"] = max(_context_bytes(world.device) - context_bytes, 0) if is_gpu else 0
-    world.comm.barrier()
     machine = build(figures | {"profiles": [asdict(each.parts) for each in measured]})
-    figures["profiles"] = [asdict(each.composed(machine)) for each in measured]
-    _write(file, _rounded(figures))
+    figures["profiles"] = [asdict(composed(each, machine)) for each in measured]
+    _write(file, figures)
     return f"wrote {file}"
 
 
@@ -87,11 +86,11 @@ def refresh(world: World, file: Path, show: Show) -> str | None:
     measured = measure(world, lambda num_ranks, _name: profiles[num_ranks], show)
     if world.comm.rank > 0:
         return None
-    again = {each.parts.num_ranks: each.composed(machine) for each in measured}
+    again = {each.parts.num_ranks: composed(each, machine) for each in measured}
     changes = {number: each.forward_ratio / profiles[number].forward_ratio for number, each in again.items()}
     figures["profiles"] = [asdict(each) for each in (profiles | again).values()]
     figures["sources"] = figures.get("sources", {}) | {"profiles": f"whole forwards measured again on {date.today()}"}
-    _write(file, _rounded(figures))
+    _write(file, figures)
     told = [f"{change:.2f} times as long on {counted(num_ranks, 'rank')}" for num_ranks, change in changes.items()]
     return f"wrote {file}: forwards now take {', '.join(told)}"
 
@@ -119,11 +118,11 @@ def _calibrated(file: Path, world: World) -> dict[str, Any]:
 def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
     device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
-    dtypes = DTYPES if is_gpu else {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}
+    dtypes = (Dtype.fp32, Dtype.bf16, Dtype.fp16) if is_gpu else (Dtype.fp32, Dtype.bf16)
     latency_s, bandwidth = 1e-4, 1e9
     if reduces:
-        latency_s, largest = reduces[0].s, reduces[-1]
-        bandwidth = largest.size / max(largest.s - latency_s, 1e-9)
+        smallest, *_, largest = reduces
+        latency_s, bandwidth = smallest.s, largest.size / max(largest.s - smallest.s, 1e-9)
     return {
         "name": THIS_MACHINE,
         "device": device.type,
@@ -134,7 +133,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "system_bytes": 0 if is_gpu else system_bytes(host_memory_bytes()),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
-        "flops_per_s": {dtype.name: operators.flops_per_s(kind, device) for dtype, kind in dtypes.items()},
+        "flops_per_s": {each.name: operators.flops_per_s(getattr(torch, each.value), device) for each in dtypes},
         "kernel_s": operators.operator_s(device, captured=True),
         "launch_s": operators.operator_s(device, captured=False),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
@@ -185,15 +184,14 @@ _Dumper.add_representer(
 
 
 def _write(file: Path, figures: dict[str, Any]) -> None:
+    figures = _rounded(figures)
     problems = problems_of(figures)
     assert not problems, f"calibrate writes what the planner reads: {problems}"
-    profiles = [
+    figures["profiles"] = [
         {name: text_of(value) if isinstance(value, list) and value else value for name, value in each.items()}
         for each in figures["profiles"]
     ]
-    text = yaml.dump(
-        figures | {"profiles": profiles}, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=160
-    )
+    text = yaml.dump(figures, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=160)
     try:
         file.write_text(f"# Written by task=calibrate; measured figures of this machine.\n{text}", encoding="utf-8")
     except OSError as error:

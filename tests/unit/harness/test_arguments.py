@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.harness import __main__ as harness
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.settings.schema import SamplingConfig
 
@@ -85,3 +86,11 @@ def test_stops_and_length_come_from_the_task_or_from_the_model() -> None:
 def test_an_argument_without_a_meaning_here_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"unknown generation argument '{name}': there are do_sample, freq"):
         read(**{name: value})
+
+
+def test_without_the_harness_a_sentence_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "find_spec", lambda _name: None)
+    assert harness.main() == 2
+    assert capsys.readouterr().err == f"lm-evaluation-harness is not installed: {harness.INSTALL}\n"

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.harness.__main__ import main
@@ -62,14 +60,6 @@ def speculative() -> "SpeculativeLM":
     return make(draft="tiny-draft", batch_size=16)
 
 
-@pytest.fixture(scope="module")
-def library() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        hub.resolve(catalogue.load("tiny")), dtype=torch.float32
-    )
-    return model
-
-
 def evaluated(model: object, *tasks: str, **options: object) -> Results:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -104,16 +94,28 @@ def test_greedy_answers_choices_and_perplexity_are_those_of_the_target_alone(
 def test_the_scores_are_those_of_the_model_class_that_the_harness_has_for_transformers(
     speculative: "SpeculativeLM",
 ) -> None:
+    """Also of continuations without a context, and of a text in windows."""
     from lm_eval.models.huggingface import HFLM
 
     folder = hub.resolve(catalogue.load("tiny"))
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=16)
+    options: dict[str, Any] = {"pretrained": str(folder), "dtype": "float32", "device": "cpu", "batch_size": 16}
+    theirs = HFLM(**options)
     tasks = ("code_completion", "code_choice", "code_perplexity")
     wanted, found = (evaluated(model, *tasks) for model in (theirs, speculative))
     assert answers(wanted, "code_completion") == answers(found, "code_completion")
     for task, metric in zip(tasks, ("exact_match", "acc", "byte_perplexity"), strict=True):
         score, other = (results["results"][task][f"{metric},none"] for results in (wanted, found))
         assert score == pytest.approx(other, rel=1e-5)
+    pairs = [("def f(x):\n    return", " x"), ("import", " os\nimport sys"), ("", "class A"), ("for i in ", "range(")]
+    requests = [request(*pair) for pair in pairs]
+    scores = [model.loglikelihood(requests, disable_tqdm=True) for model in (theirs, speculative)]
+    for (log_prob, is_greedy), (other, other_is_greedy) in zip(*scores, strict=True):
+        assert log_prob == pytest.approx(other, abs=1e-3)
+        assert is_greedy == other_is_greedy
+    texts = [request("import os\n" * 12), request("x")]
+    short = (HFLM(**options, max_length=16), make(max_length=16, batch_size=3))
+    log_probs = [model.loglikelihood_rolling(texts, disable_tqdm=True) for model in short]
+    assert log_probs[0] == pytest.approx(log_probs[1], abs=1e-3)
 
 
 def test_sampled_scores_agree_within_their_error(plain: "SpeculativeLM", speculative: "SpeculativeLM") -> None:
@@ -128,38 +130,6 @@ def test_sampled_scores_agree_within_their_error(plain: "SpeculativeLM", specula
 
 def request(*arguments: object) -> Any:  # noqa: ANN401 - stands for an Instance of the harness
     return SimpleNamespace(args=arguments)
-
-
-def test_a_continuation_has_the_log_probability_that_the_librarys_model_gives_it(
-    speculative: "SpeculativeLM", library: PreTrainedModel
-) -> None:
-    pairs = [("def f(x):\n    return", " x"), ("import", " os\nimport sys"), ("", "class A"), ("for i in ", "range(")]
-    found = speculative.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
-    for (context, continuation), (log_prob, is_greedy) in zip(pairs, found, strict=True):
-        ids = speculative.tok_encode(context + continuation, add_special_tokens=bool(context))
-        given = len(speculative.tok_encode(context.rstrip())) if context else 1
-        ids = ids if context else [speculative.prefix_token_id, *ids]
-        with torch.inference_mode():
-            log_probs_TV = library(torch.tensor([ids])).logits[0].log_softmax(-1)
-        scored = range(given, len(ids))
-        assert log_prob == pytest.approx(sum(float(log_probs_TV[t - 1, ids[t]]) for t in scored), abs=1e-3)
-        assert is_greedy == all(int(log_probs_TV[t - 1].argmax()) == ids[t] for t in scored)
-
-
-def test_a_long_text_is_scored_in_windows_and_each_token_once(library: PreTrainedModel) -> None:
-    model = make(max_length=16, batch_size=3)
-    texts = ["import os\n" * 12, "x"]
-    found = model.loglikelihood_rolling([request(text) for text in texts], disable_tqdm=True)
-    for text, log_prob in zip(texts, found, strict=True):
-        ids = [model.prefix_token_id, *model.tok_encode(text)]
-        wanted = 0.0
-        for first in range(1, len(ids), 16):
-            end = min(first + 16, len(ids))
-            begin = max(0, end - 17)  # the last window is full too
-            with torch.inference_mode():
-                log_probs_TV = library(torch.tensor([ids[begin:end]])).logits[0].log_softmax(-1)
-            wanted += sum(float(log_probs_TV[t - begin - 1, ids[t]]) for t in range(first, end))
-        assert log_prob == pytest.approx(wanted, abs=1e-3)
 
 
 def test_an_answer_ends_before_its_first_stop(speculative: "SpeculativeLM") -> None:

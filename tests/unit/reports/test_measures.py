@@ -1,9 +1,7 @@
 """The intervals of a report cover the true value as often as they say, and those of a table are a run's own."""
 
-import math
 import random
 
-import numpy as np
 import pytest
 
 from llama_ssp.reports.folder import Run
@@ -60,36 +58,7 @@ def test_few_prompts_have_no_interval() -> None:
     assert median(numbers[:-1]) == Estimate(value=2.0)
     assert median(numbers).low is not None
     assert ratio([(1.0, 2.0)] * (LEAST_PROMPTS - 1)) == Estimate(value=0.5)
-
-
-def test_the_same_numbers_give_the_same_interval() -> None:
-    numbers = [2 + math.sin(number) for number in range(50)]
-    assert median(numbers) == median(numbers[::-1])
-    assert ratio([(1.0, number) for number in numbers]) == ratio([(1.0, number) for number in numbers])
-
-
-def test_equal_prompts_leave_no_doubt() -> None:
-    assert ratio([(2.0, 4.0)] * 9) == Estimate(value=0.5, low=0.5, high=0.5)
-    assert median([2.0] * 9) == Estimate(value=2.0, low=2.0, high=2.0)
-
-
-def test_more_prompts_narrow_the_interval() -> None:
-    draw = np.random.default_rng(0)
-    for estimate in (median, lambda values: ratio([(value, 1.0) for value in values])):
-        few, many = (width(estimate(draw.normal(size=num).tolist())) for num in (100, 5000))
-        assert 4 < few / many < 11, "the square root of 50, give or take"
-
-
-def width(found: Estimate) -> float:
-    assert found.low is not None
-    assert found.high is not None
-    return found.high - found.low
-
-
-def test_completions_of_one_prompt_are_one_observation() -> None:
-    run = simulated_run(random.Random(1), name="s", temperature=0.0, k=2, num_prompts=5)
-    assert figures_of_few(run) == [None] * 4, "10 completions of 5 prompts are 5 observations"
-
-
-def figures_of_few(run: Run) -> list[float | None]:
-    return [found.low for found, _ in figures_of(run).values()]
+    assert ratio([(2.0, 4.0)] * LEAST_PROMPTS) == Estimate(value=0.5, low=0.5, high=0.5)
+    run = simulated_run(random.Random(1), name="s", temperature=0.0, k=2, num_prompts=LEAST_PROMPTS - 1)
+    found = [estimate.low for estimate, _ in figures_of(run).values()]
+    assert found == [None] * 4, "completions of one prompt are one observation"

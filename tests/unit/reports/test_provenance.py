@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.provenance import gpu_links, processor
+from llama_ssp.reports.provenance import gpu_links
 
 HEADER = "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m"
 SWITCHED = f"""{HEADER}
@@ -51,7 +51,3 @@ def test_a_driver_that_is_away_or_fails_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert "exit status 9" in gpu_links()
-
-
-def test_the_processor_has_a_name() -> None:
-    assert processor()

@@ -8,30 +8,20 @@ from rich.progress import DownloadColumn, TransferSpeedColumn
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
 
 
-class Clock:
-    """Seconds that a test lets pass."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Written:
-    """A progress, its clock, and the lines that it wrote with the time of each."""
+    """A progress, the seconds that a test lets pass, and the lines that it wrote with the time of each."""
 
     def __init__(self, *, max_new_tokens: int = 10, **paces: Pace) -> None:
-        self.clock = Clock()
+        self.now_s = 0.0
         self.lines: list[tuple[float, str]] = []
-        self.progress = RunProgress(paces, max_new_tokens=max_new_tokens, write=self.write, clock=self.clock)
-
-    def write(self, line: str) -> None:
-        self.lines.append((self.clock.now_s, line))
+        self.progress = RunProgress(
+            paces, max_new_tokens=max_new_tokens, clock=lambda: self.now_s,
+            write=lambda line: self.lines.append((self.now_s, line)),
+        )  # fmt: skip
 
     def rounds(self, mode: str, number: int, *, seconds: float, num_tokens: int = 1) -> None:
         for _ in range(number):
-            self.clock.now_s += seconds
+            self.now_s += seconds
             self.progress.advance(mode, num_tokens)
 
 
@@ -88,15 +78,13 @@ def test_when_all_is_done_the_table_says_more() -> None:
 
 
 def test_a_long_load_has_a_line_in_bytes_after_ten_seconds_and_every_minute() -> None:
-    err = Console(file=StringIO(), width=80)
-    clock = Clock()
-    view = ProgressView(err, DownloadColumn(), TransferSpeedColumn(), clock=clock)
+    err, now_s = Console(file=StringIO(), width=80, record=True), 0
+    view = ProgressView(err, DownloadColumn(), TransferSpeedColumn(), clock=lambda: now_s)
     for done_bytes in range(0, 11 * 10**10, 10**10):
         view.update("target", done_bytes, 13 * 10**10)
-        clock.now_s += 8
+        now_s += 8
     view.hide()
-    assert isinstance(err.file, StringIO)
-    assert err.file.getvalue().splitlines() == [
+    assert err.export_text().splitlines() == [
         "target 20.0/130.0 GB 1.2 GB/s 01:28 left",
         "target 100.0/130.0 GB 1.2 GB/s 00:24 left",
     ]

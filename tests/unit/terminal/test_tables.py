@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from io import StringIO
 
-import pytest
 from rich.console import Console, RenderableType
 
 from llama_ssp.reports.records import Forecast, PlainSummary, SpeculativeSummary
@@ -27,7 +26,6 @@ BOTH = replace(
     forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27),
 )  # fmt: skip
 ALONE = replace(BOTH, speculative=None, speedup=None, forecast=Forecast())
-TABLES = {"summary": summary_table(runs.summary(PLAIN, FAST)), "benchmark": benchmark_table([FULL_ROW])}
 
 
 def shown(table: RenderableType, *, width: int = 80) -> str:
@@ -60,7 +58,7 @@ def test_a_mode_or_a_forecast_that_does_not_exist_has_no_line_or_a_dash() -> Non
 
 
 def test_a_benchmarks_table_has_forecasts_next_to_measurements() -> None:
-    cells = shown(TABLES["benchmark"]).splitlines()[-1].split()
+    cells = shown(benchmark_table([FULL_ROW])).splitlines()[-1].split()
     assert " ".join(cells) == "8 2048 64 701.25 600.50 703.25 702.25 500.50 704.25 12.25 4 % 99 %"
 
 
@@ -69,15 +67,6 @@ def test_the_time_to_the_first_token_names_its_mode() -> None:
     both, alone = (shown(summary_table(runs.summary(*lines))) for lines in ((plain, fast), (PLAIN, fast)))
     assert "first token: plain after 3.7 ms, speculative after 4.6 ms\n" in both
     assert "first token: speculative after 4.6 ms\n" in alone
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_a_narrow_terminal_leaves_forecasts_out_and_none_cuts_a_word(table: str) -> None:
-    wide, narrow = (shown(TABLES[table], width=width).replace(", forecast", "") for width in (80, 60))
-    assert "fore" in wide
-    assert "fore" not in narrow
-    assert "…" not in wide + narrow
-    assert max(map(len, narrow.splitlines())) <= 60
 
 
 def test_the_closing_line_names_no_mode_where_there_was_one() -> None:

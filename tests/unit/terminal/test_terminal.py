@@ -98,6 +98,7 @@ def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Outpu
 def test_tables_go_to_standard_output_and_sentences_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, err = plain
     terminal.stream([("half a li", False)])
+    terminal.end_of_text()
     judged = replace(SUMMARY, cells=[CELL], evaluation=Evaluation(suite="s", passed=True, reason="[red]", measures=[]))
     terminal.results(judged, run_dir=Path("runs/[red]"))
     terminal.say("note [red] \x1b[2J")
@@ -146,15 +147,6 @@ def test_the_picture_shows_what_was_shown_with_long_lines_wrapped(
 def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, plain: tuple[Terminal, Output, Output]) -> None:
     with pytest.raises(SspError, match=r"cannot write the picture .*no/p\.svg: No such file"):
         plain[0].save_svg(tmp_path / "no" / "p.svg", title="t")
-
-
-def test_prompts_are_asked_for_until_the_input_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", StringIO("def f(x):\n\n  \n second\n"))
-    assert list(plain[0].ask()) == ["def f(x):", " second"]
-    assert capsys.readouterr().err == "> " * 5
-    assert not written(plain[1]), "a file gets the texts alone"
 
 
 def test_bars_leave_nothing_behind_but_showed_how_far_it_was() -> None:
@@ -214,11 +206,3 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
         progress.end("plain", num_tokens=3, ms=6)
     assert ("━" in written(said)) == bar
     assert ("plain: 1 of 2 prompts at 2.00 ms/token; 3 tokens" in written(said)) == lines
-
-
-def test_a_text_that_was_interrupted_ends_its_line_once(plain: tuple[Terminal, Output, Output]) -> None:
-    terminal, out, _ = plain
-    terminal.stream([("half a li", False)])
-    terminal.end_of_text()
-    terminal.end_of_text()
-    assert written(out) == "half a li\n"

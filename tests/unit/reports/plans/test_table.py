@@ -117,12 +117,6 @@ def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path:
     assert len(dots) == len(plan["time"]["speculative_ms_per_token_by_k"])
 
 
-@pytest.mark.parametrize("suffix", ["png", "pdf"])
-def test_the_suffix_chooses_the_format(suffix: str, tmp_path: Path) -> None:
-    draw_plan(_plan("7B", None, num_ranks=1), tmp_path / f"plan.{suffix}")
-    assert suffix.upper() in (tmp_path / f"plan.{suffix}").read_bytes()[:8].decode("latin1")
-
-
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
         with pytest.raises(ConfigError, match="cannot be written"):

@@ -1,16 +1,23 @@
-"""Whole runs of random models, and what is timed of them."""
+"""Whole runs of random models, what is timed of them, and the constants of a machine that follow."""
 
+from dataclasses import replace
 from threading import Lock
 
 import pytest
 import torch
 
 from llama_ssp.kernels.linear import HalfLinear, can_halve
+from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.machine import machine_of_run
+from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.calibration import model_pairs
-from llama_ssp.run.calibration.model_pairs import DecodingPair, Pairs, PairTime, RoundTime, pair_time
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration import model_pairs, profiles
+from llama_ssp.run.calibration.interleave import trimmed_mean
+from llama_ssp.run.calibration.model_pairs import Pairs, PairTime, RandomLlama, pair_time
+from llama_ssp.run.calibration.profiles import Measured, composed
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
@@ -19,7 +26,14 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 pytestmark = pytest.mark.seconds
 
 SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
-LENGTHS = (0, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("turns", "mean"),
+    [([3.0], 3.0), ([3.0, 1.0], 1.0), ([9.0, 2.0, 1.0], 1.5), ([*range(10)], 4.0), ([*range(20)], 8.5)],
+)
+def test_the_slowest_tenth_of_several_turns_does_not_count(turns: list[float], mean: float) -> None:
+    assert trimmed_mean(turns) == mean
 
 
 @pytest.fixture
@@ -32,25 +46,25 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
             return load(stack, comm)
 
     monkeypatch.setattr(RandomLlama, "load", in_turn)
-    monkeypatch.setattr(model_pairs, "TARGETS", (SMALL, LARGE))
+    monkeypatch.setattr(model_pairs, "TARGETS", {SMALL: 2, LARGE: 1})
     monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, False), (2, True)])
 def test_ranks_decode_all_pairs_together(num_ranks: int, apart: bool) -> None:
-    def timed(comm: ThreadComm) -> list[PairTime]:
+    def timed(comm: ThreadComm) -> tuple[list[PairTime], list[list[int]]]:
         pairs = Pairs(comm, apart=apart)
         pairs.turn()
         pairs.turn()
-        return pairs.times()
+        (turns, *_) = (pair.turns for pair in pairs._pairs.values())
+        return pairs.times(), [[len(turn) for turn in of_mode] for of_mode in turns.values()]
 
-    for times in on_ranks(thread_comms(num_ranks), timed):
+    for times, numbers in on_ranks(thread_comms(num_ranks), timed):
         assert [time.target for time in times] == [SMALL, LARGE]
-        assert {(*time.rounds,) for time in times} == {LENGTHS[1:]}
-        assert all(min(time.prompt_s, time.plain_s, *map(min, time.rounds.values())) > 0 for time in times)
+        assert all(min(time[1:]) > 0 for time in times)
+        assert numbers == [[2, 2], [2, 2]], "completions of each mode in each turn"
 
 
 @pytest.mark.usefixtures("few")
@@ -68,59 +82,77 @@ def test_pairs_beyond_half_of_the_free_memory_are_left_out_on_all_ranks(
         assert on_ranks(thread_comms(2), held) == [number, number]
 
 
-@pytest.mark.usefixtures("few")
-def test_the_completions_of_all_turns_count_and_traces_are_recorded_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = model_pairs.DRAFT.load(Comm.single())
-    pair = DecodingPair(SMALL.load(Comm.single()), draft, Comm.single(), new_tokens=6, lengths=LENGTHS)
-    assert pair.turns == {0: [], 1: [], 4: []}
-    pair.turn()
-    monkeypatch.setattr(model_pairs, "TURN_S", 1e9)
-    monkeypatch.setattr(model_pairs, "MOST", 3)
-    pair.turn()
-    for number, turns in pair.turns.items():
-        assert [len(turn) for turn in turns] == [1, 3]
-        found = [each for turn in turns for each in turn]
-        assert {len(each.token_ids) for each in found} == {6}
-        assert {length for each in found for length in each.draft_lengths} == ({number} if number else set())
-
-
-def _completion(*, busy_s: float, part_s: dict[str, float], num_tokens: int, num_rounds: int) -> RowCompletion:
+def _completion(*, parts: tuple[float, float, float], num_tokens: int = 9, num_rounds: int = 0) -> RowCompletion:
     request = Request(index=0, prompt_ids=(1,), max_new_tokens=num_tokens)
     return RowCompletion(
-        request=request, token_ids=[0] * num_tokens, accepted_lengths=[0] * num_rounds, busy_s=busy_s, part_s=part_s
-    )
+        request=request, token_ids=[0] * num_tokens, accepted_lengths=[0] * num_rounds, busy_s=99,
+        part_s=dict(zip(("draft", "verify", "other"), parts, strict=True)),
+    )  # fmt: skip
 
 
-def test_means_of_turns_are_taken_of_prompts_plain_tokens_and_both_sides_of_a_round() -> None:
-    def plain(prompt_s: float, tokens_s: float, *, num_tokens: int) -> RowCompletion:
-        parts = {"draft": 0.0, "verify": tokens_s / 2, "other": tokens_s / 2}
-        return _completion(busy_s=prompt_s + tokens_s, part_s=parts, num_tokens=num_tokens, num_rounds=0)
+def test_means_of_turns_are_taken_of_plain_tokens_and_of_both_sides_of_a_round() -> None:
+    def plain(tokens_s: float, *, num_tokens: int) -> RowCompletion:
+        return _completion(parts=(0.0, tokens_s / 2, tokens_s / 2), num_tokens=num_tokens)
 
     def fast(draft_s: float, num_rounds: int) -> RowCompletion:
-        parts = {"draft": draft_s, "verify": 2.0 * num_rounds, "other": 1.0 * num_rounds}
-        return _completion(busy_s=99, part_s=parts, num_tokens=9, num_rounds=num_rounds)
+        return _completion(parts=(draft_s, 2.0 * num_rounds, 1.0 * num_rounds), num_rounds=num_rounds)
 
-    stalled = plain(99.0, 99.0, num_tokens=2)
     plains = [
-        [plain(2.0, 4.0, num_tokens=5), plain(4.0, 8.0, num_tokens=2)],
-        [stalled],
-        [plain(5.0, 3.6, num_tokens=2)],
+        [plain(4.0, num_tokens=5), plain(8.0, num_tokens=2)],
+        [plain(99.0, num_tokens=2)],
+        [plain(3.6, num_tokens=2)],
     ]
     fasts = [[fast(2.0, 4), fast(4.0, 2)], [fast(90.0, 1)], [fast(9.0, 3)]]
     time = pair_time(SMALL, {0: plains, 4: fasts})
-    assert time.prompt_s == pytest.approx((3.0 + 5.0) / 2)
     assert time.plain_s == pytest.approx((12.0 / 5 + 3.6) / 2), "a turn's tokens count alike, in whichever completion"
-    assert time.rounds == {4: pytest.approx(RoundTime((1.0 + 3.0) / 2, 3.0))}
+    assert time[2:] == pytest.approx(((1.0 + 3.0) / 2, 2.0, 1.0))
 
 
-@pytest.mark.usefixtures("few")
-def test_the_first_turn_is_as_long_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pairs, "TURN_S", 1e9)
-    monkeypatch.setattr(model_pairs, "MOST", 3)
-    pair = DecodingPair(SMALL.load(Comm.single()), None, Comm.single(), new_tokens=6, lengths=(0,))
-    pair.turn()
-    pair.turn()
-    assert [len(turn) for turn in pair.turns[0]] == [3, 3]
+def _machine(num_ranks: int, **constants: float) -> HardwareConfig:
+    """A CPU whose parts take round figures."""
+    linear = [
+        LinearPoint(dtype=dtype, rows=rows, elements=elements, working_set_bytes=1, s=rows * elements * 1e-9)
+        for dtype in ("fp32", "fp16")
+        for rows in (1, 64)
+        for elements in (1000, 100_000)
+    ]
+    flat = [SizePoint(size=1, s=3e-5), SizePoint(size=1000, s=3e-5)]
+    layer = [RowsPoint(rows=1, width=64, s=1e-4), RowsPoint(rows=64, width=64, s=2e-4)]
+    profile = Profile(
+        num_ranks=num_ranks, linear=linear, tied_head=linear, layer=layer, frame=layer,
+        attention=[SizePoint(size=1, s=1e-15)], draw=flat, verify=flat, all_reduce=flat if num_ranks > 1 else [],
+        **constants,
+    )  # fmt: skip
+    return replace(hardware.load("laptop_cpu"), profiles=[profile])
+
+
+def _forecast(target: RandomLlama, machine: HardwareConfig, num_ranks: int, *, apart: bool = False) -> PairTime:
+    """What a machine would take for a pair."""
+    job = profiles._job(PairTime(target, 1.0, 1.0, 1.0, 1.0), num_ranks, apart=apart)
+    clock = CostModel(job, machine_of_run(machine, num_ranks))
+    return PairTime(target, clock.plain_s(), clock.drafting_s(4), clock.verify_s(4), clock.host_s)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_constants_of_a_machine_are_found_from_what_it_takes_for_pairs(num_ranks: int) -> None:
+    constants = {
+        "round_s": 4e-5,
+        "forward_ratio": 1.5,
+        "forward_ratio_apart": 1.5 if num_ranks == 1 else 2.5,
+        "first_draft_s": 3e-4,
+    }
+    true, bare = _machine(num_ranks, **constants), _machine(num_ranks)
+    together = [_forecast(target, true, num_ranks) for target in (SMALL, LARGE)]
+    apart = [_forecast(target, true, num_ranks, apart=True) for target in (SMALL, LARGE)] if num_ranks > 1 else []
+    for before in (bare, true):  # a refresh forgets the constants before
+        found = composed(Measured(before.profiles[0], together, apart), bare)
+        assert {name: getattr(found, name) for name in constants} == pytest.approx(constants)
+
+
+def test_times_that_cannot_be_leave_a_forward_some_time() -> None:
+    machine = _machine(1)
+    found = composed(Measured(machine.profiles[0], [PairTime(SMALL, 1e-9, 1e-9, 1e-9, 1e-9)]), machine)
+    assert (found.forward_ratio, found.first_draft_s) == (profiles.LEAST_RATIO, 0.0)
 
 
 @pytest.mark.parametrize("stack", [SMALL, LARGE])

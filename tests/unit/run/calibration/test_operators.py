@@ -8,8 +8,8 @@ from torch import Tensor
 
 from llama_ssp.machines.profile import LinearPoint
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.calibration import operators, rounds
-from llama_ssp.run.calibration.random_llama import HEAD_DIM
+from llama_ssp.run.calibration import operators
+from llama_ssp.run.calibration.model_pairs import HEAD_DIM
 
 pytestmark = pytest.mark.seconds
 
@@ -37,7 +37,7 @@ def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: 
     assert operators.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
     assert operators.operator_s(device, captured=False) == 0.5 / 200
     monkeypatch.setattr(operators, "ELEMENTS", (4096,))
-    points = operators.linear_points(torch.float32, "fp32", working_sets=[2**17])
+    points = operators.linear_points("fp32", [2**17])
     assert [(point.rows, point.s) for point in points] == [(rows, 0.25) for rows in operators.ROWS], "two in a call"
 
 
@@ -80,12 +80,12 @@ def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.Mo
         now_s += 1.0 if num_calls % 40 == 0 else 1e-5
         return values
 
-    monkeypatch.setattr(rounds, "MESSAGE_BYTES", (8,))
-    monkeypatch.setattr(rounds, "seconds_per_call", lambda _call: 0.0)
+    monkeypatch.setattr(operators, "MESSAGE_BYTES", (8,))
+    monkeypatch.setattr(operators, "seconds_per_call", lambda _call: 0.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     comm = Comm.single()
     object.__setattr__(comm, "all_reduce", all_reduce)  # the class is frozen
-    (point,) = rounds.all_reduce_points(comm, torch.device("cpu"))
+    (point,) = operators.all_reduce_points(comm, torch.device("cpu"))
     assert num_calls > 40
     assert point.s == pytest.approx(1e-5)
 
@@ -95,12 +95,12 @@ def test_a_gpu_is_waited_for_once_after_many_messages(monkeypatch: pytest.Monkey
     on_cpu = {name: getattr(torch, name) for name in ("randn", "zeros")}
     for name, make in on_cpu.items():
         monkeypatch.setattr(torch, name, lambda *sizes, make=make, **_device: make(*sizes))
-    monkeypatch.setattr(rounds, "MESSAGE_BYTES", (8, 2**16))
-    monkeypatch.setattr(rounds, "seconds_per_call", lambda _call: 0.0)
+    monkeypatch.setattr(operators, "MESSAGE_BYTES", (8, 2**16))
+    monkeypatch.setattr(operators, "seconds_per_call", lambda _call: 0.0)
     comm = Comm.single()
     object.__setattr__(comm, "all_reduce", lambda _values: events.append("message"))  # the class is frozen
     object.__setattr__(comm, "finish", lambda: events.append("wait"))
-    rounds.all_reduce_points(comm, torch.device("cuda"))
+    operators.all_reduce_points(comm, torch.device("cuda"))
     assert events == [*["message"] * 320, "wait", *["message"] * 80, "wait"]
 
 

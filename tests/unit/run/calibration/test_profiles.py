@@ -10,15 +10,14 @@ import torch
 
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.environment import Ranks
-from llama_ssp.run.calibration import operators, profiles, rounds
-from llama_ssp.run.calibration.model_pairs import PairTime
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration import profiles
+from llama_ssp.run.calibration.model_pairs import PairTime, RandomLlama
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.worlds import ONE_CORE
 
 pytestmark = pytest.mark.seconds
 
-PAIR = PairTime(target=RandomLlama(64, 1, 64), draft=RandomLlama(64, 1, 64), prompt_s=1.0, plain_s=1.0, rounds={})
+PAIR = PairTime(RandomLlama(64, 1, 64), plain_s=1.0, draft_s=1.0, verify_s=1.0, other_s=1.0)
 
 
 class LoggedPairs:
@@ -32,7 +31,7 @@ class LoggedPairs:
         self._log.append(f"turn {self._name}")
 
     def times(self) -> list[PairTime]:
-        return [replace(PAIR, plain_s=float(self._name[-1]))]
+        return [PAIR._replace(plain_s=float(self._name[-1]))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -65,14 +64,3 @@ def test_pairs_of_all_profiles_decode_in_the_same_turns_after_the_parts(
     assert logs[0] == ["parts 1", *more, *(f"load {name}" for name in ("shared 1", *shared)), *turns]
     for log in logs[1:]:
         assert log == [*more, *(f"load {name}" for name in shared), *(f"turn {name}" for name in shared * 9)]
-
-
-def test_each_part_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, found in (
-        (operators, "linear_points", []), (operators, "operator_points", ([], [])), (operators, "attention_points", []),
-        (rounds, "rule_points", ([], [])), (rounds, "round_s", 0.0),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, lambda *_, found=found, **_options: found)
-    steps: list[tuple[str, int, int]] = []
-    profiles.all_parts(1, "one", reduces=[], show=lambda *step: steps.append(step))
-    assert steps == [("one: parts", done, profiles.NUM_PARTS) for done in range(profiles.NUM_PARTS + 1)]

@@ -7,8 +7,11 @@ limit of 135 would be passed with probability 2e-4 by a correct test, and always
 import random
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy import stats
 
 from llama_ssp.run.evaluation.statistics import (
@@ -16,13 +19,14 @@ from llama_ssp.run.evaluation.statistics import (
     count_statistic,
     mean_interval,
     mean_statistic,
+    p_value,
     rate_difference,
-    swap_test,
+    swaps,
     total_variation,
     wilson,
 )
 
-Make = Callable[[Sequence[PairedGroup]], Callable[[Sequence[int]], float]]
+Make = Callable[[Sequence[PairedGroup], Sequence[NDArray[Any]]], NDArray[Any]]
 NUM_TESTS, RATE, MOST_ALARMS = 1000, 0.1, 135
 
 
@@ -74,35 +78,33 @@ def test_the_counts_are_compared_as_by_a_chi_square_test() -> None:
     random.Random(0).shuffle(second)
     pairs = PairedGroup(columns=[list(zip(first, second, strict=True))], differences=[0.0] * 60)
     wanted = stats.chi2_contingency([[30, 10, 20], [20, 25, 15]], correction=False).statistic
-    assert count_statistic([pairs])([0]) == pytest.approx(wanted)
+    assert count_statistic([pairs], [np.ones((1, 60))]) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("make", [count_statistic, mean_statistic])
 def test_a_statistic_of_swapped_pairs_is_that_of_the_swapped_samples(make: Make) -> None:
     pairs = group(random.Random(3), 40, [0.5, 0.3, 0.2], [0.2, 0.3, 0.5], shift=0.5)
-    bits = random.Random(4).getrandbits(40)
-    is_swapped = [bool(bits >> place & 1) for place in range(40)]
-    swapped = PairedGroup(
-        columns=[
-            [(b, a) if swap else (a, b) for (a, b), swap in zip(column, is_swapped, strict=True)]
-            for column in pairs.columns
-        ],
-        differences=[-value if swap else value for value, swap in zip(pairs.differences, is_swapped, strict=True)],
-    )
-    assert make([pairs])([bits]) == pytest.approx(make([swapped])([0]))
+    [[none, *signs]] = swaps([pairs], num_swaps=4, seed=0)
+    assert none.tolist() == [1.0] * 40
+    for sign in signs:
+        swapped = PairedGroup(
+            columns=[[(a, b) if kept > 0 else (b, a) for (a, b), kept in zip(column, sign, strict=True)]
+                     for column in pairs.columns],
+            differences=[value * kept for value, kept in zip(pairs.differences, sign, strict=True)],
+        )  # fmt: skip
+        assert make([pairs], [sign[None]]) == pytest.approx(make([swapped], [none[None]]))
 
 
 def test_the_p_value_is_that_of_all_swaps() -> None:
     pairs = group(random.Random(5), 8, [0.5, 0.5], [0.5, 0.5], shift=0.6)
-    statistic = mean_statistic([pairs])
-    values = [statistic([bits]) for bits in range(1 << 8)]
-    exact = sum(value >= statistic([0]) - 1e-9 for value in values) / len(values)
-    assert swap_test(statistic, [8], num_swaps=20_000, seed=0) == pytest.approx(exact, abs=0.015)  # 4 standard errors
+    every = mean_statistic([pairs], [np.array([*product([1.0, -1.0], repeat=8)])])
+    found = p_value(mean_statistic([pairs], swaps([pairs], num_swaps=20_000, seed=0)))
+    assert found == pytest.approx(p_value(every), abs=0.015)  # 4 standard errors
 
 
 def test_no_p_value_is_zero() -> None:
     pairs = group(random.Random(6), 60, [1.0, 0.0], [0.0, 1.0])
-    assert swap_test(count_statistic([pairs]), [60], num_swaps=99, seed=0) == 0.01
+    assert p_value(count_statistic([pairs], swaps([pairs], num_swaps=99, seed=0))) == 0.01
 
 
 @pytest.mark.parametrize("make", [count_statistic, mean_statistic])
@@ -110,7 +112,7 @@ def test_two_samples_of_one_law_raise_no_more_false_alarms_than_the_rate(make: M
     draw, num_alarms = random.Random(7), 0
     for seed in range(NUM_TESTS):
         groups = [group(draw, 15, law, law) for law in ([0.4, 0.3, 0.2, 0.1], [0.9, 0.05, 0.05])]
-        num_alarms += swap_test(make(groups), [15, 15], num_swaps=49, seed=seed) <= RATE
+        num_alarms += p_value(make(groups, swaps(groups, num_swaps=49, seed=seed))) <= RATE
     assert num_alarms <= MOST_ALARMS
 
 
@@ -121,7 +123,7 @@ def test_two_samples_of_one_law_raise_no_more_false_alarms_than_the_rate(make: M
 def test_a_difference_of_laws_is_found(make: Make, laws: tuple[list[float], list[float]], shift: float) -> None:
     """250 pairs: the noncentral laws of both statistics miss these faults at 5e-4 less than once in 1000 times."""
     pairs = group(random.Random(8), 250, *laws, shift=shift)
-    assert swap_test(make([pairs]), [250], num_swaps=9999, seed=0) <= 5e-4
+    assert p_value(make([pairs], swaps([pairs], num_swaps=9999, seed=0))) <= 5e-4
 
 
 def test_the_interval_of_the_total_variation_holds_it_and_the_noise_is_what_chance_gives() -> None:
@@ -144,5 +146,6 @@ def test_rare_symbols_are_merged_by_both_samples_together() -> None:
     column = [*product([0], [0] * 10), (1, 2), (3, 4), (5, 0)]
     pairs = PairedGroup(columns=[column], differences=[0.0] * 13)
     swapped = PairedGroup(columns=[[*column[:10], (2, 1), (3, 4), (0, 5)]], differences=[0.0] * 13)
-    assert count_statistic([pairs])([0b1010000000000]) == count_statistic([swapped])([0])
-    assert count_statistic([pairs])([0]) == pytest.approx(1 / 21 + 1 / 5), "the rare ones count as one symbol"
+    none, some = np.ones((1, 13)), np.array([[1.0] * 10 + [-1, 1, -1]])
+    assert count_statistic([pairs], [some]) == count_statistic([swapped], [none])
+    assert count_statistic([pairs], [none]) == pytest.approx(1 / 21 + 1 / 5), "the rare ones count as one symbol"

@@ -12,7 +12,7 @@ from llama_ssp.run.evaluation import agreement, arithmetic, distribution
 from llama_ssp.run.evaluation.evidence import CompletionPair, Evidence, pairs_of
 from llama_ssp.run.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, VerificationConfig
-from llama_ssp.settings.tasks import EvaluateConfig, suites
+from llama_ssp.settings.tasks import EvaluateConfig
 from tests.helpers.evaluations import both, line
 
 
@@ -26,10 +26,6 @@ def evidence(
     settings: RunConfig, pairs: list[CompletionPair], log_probs: dict[Any, list[float]] | None = None
 ) -> Evidence:
     return Evidence(config=settings, pairs=pairs, log_probs=log_probs or {})
-
-
-def test_there_are_three_suites() -> None:
-    assert list(suites()) == ["agreement", "arithmetic", "distribution"]
 
 
 def test_pairs_do_not_depend_on_the_order_of_the_records() -> None:

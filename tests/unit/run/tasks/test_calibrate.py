@@ -15,8 +15,8 @@ from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.profile import LinearPoint
 from llama_ssp.planning.timing import timing
-from llama_ssp.run.calibration import model_pairs, operators, profiles, rounds
-from llama_ssp.run.calibration.random_llama import RandomLlama
+from llama_ssp.run.calibration import model_pairs, operators, profiles
+from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate, refresh
 from llama_ssp.settings import folders
@@ -35,12 +35,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "ROWS", (1, 5, 64))
     monkeypatch.setattr(operators, "WORKING_SETS", (2**20, 2**22))
     monkeypatch.setattr(operators, "beyond_caches", lambda: 2**23)
-    monkeypatch.setattr(rounds, "VOCABULARIES", (64, 256))
+    monkeypatch.setattr(operators, "VOCABULARIES", (64, 256))
     monkeypatch.setattr(operators, "BUDGET_S", 0.0)
-    monkeypatch.setattr(model_pairs, "TARGETS", (RandomLlama(128, 3, 64), RandomLlama(256, 3, 64)))
+    monkeypatch.setattr(model_pairs, "TARGETS", {RandomLlama(128, 3, 64): 1, RandomLlama(256, 3, 64): 1})
     monkeypatch.setattr(model_pairs, "DRAFT", RandomLlama(64, 1, 64))
     monkeypatch.setattr(model_pairs, "VOCAB_SIZE", 64)
-    monkeypatch.setattr(model_pairs, "TURN_S", 0.0)
 
 
 class Shown:
@@ -106,7 +105,7 @@ def test_a_refresh_measures_whole_forwards_alone(tmp_path: Path, monkeypatch: py
     after = yaml.safe_load(file.read_text())
     assert hardware.problems_of(after) == []
     (old,), (new,) = (hardware.build(figures).profiles for figures in (before, after))
-    kept: dict[str, Any] = {"forward_ratio": 1.0, "forward_ratio_apart": 1.0, "first_draft_s": 0.0}
+    kept: dict[str, Any] = {"forward_ratio": 1.0, "forward_ratio_apart": 1.0, "first_draft_s": 0.0, "round_s": 0.0}
     assert replace(new, **kept) == replace(old, **kept)
     assert new.forward_ratio != old.forward_ratio
     assert "whole forwards measured again on 20" in after["sources"].pop("profiles")
