@@ -15,7 +15,7 @@ from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, drafters, layout, schema
 from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
-from llama_ssp.settings.formats import problem_of, takes
+from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.rules import RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
@@ -231,7 +231,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 def _formats(config: RunConfig) -> Iterator[str]:
     for _, key, model in _chosen_models(config):
-        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+        if problem := FORMATS.problem_of(model.quantization, key=f"{key}.quantization"):
             yield problem
 
 
@@ -305,6 +305,11 @@ def _cuts_no_draft(config: RunConfig) -> bool:
     return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
 
 
+def _takes_threshold(model: ModelConfig) -> bool:
+    storage = FORMATS.find(model.quantization)
+    return storage is not None and "int8_threshold" in storage.settings
+
+
 def _draws_by_position(config: RunConfig) -> bool:
     rule = RULES.find(config.verification.rule)
     return rule is not None and rule.draws_by_position
@@ -363,7 +368,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    ("int8_threshold", lambda _, m: not takes(m.quantization, "int8_threshold"), "without {key}.quantization=int8"),
+    ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
     ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
         "path hub_id revision verify",

@@ -65,12 +65,6 @@ FORMATS: Registry[StorageFormat] = Registry(setting="model.quantization")
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 
 
-def takes(name: str, setting: str) -> bool:
-    """Whether a format has a setting; False for an unknown format."""
-    found = FORMATS.find(name)
-    return found is not None and setting in found.settings
-
-
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS
 """Rows up to which it multiplies by the packed weights as they are; for more the matrix is unpacked.
