@@ -193,8 +193,8 @@ def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
 
 def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
     config, explicit = compose_run()
-    assert config.draft.model is not None
-    assert config.draft.model.shape is not None
+    assert config.draft.model
+    assert config.draft.model.shape
     config.draft.model.shape.vocab_size = 4128
     checks.check(config, explicit, world_size=1)
     config.draft.model.shape.vocab_size = 4160
