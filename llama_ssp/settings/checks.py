@@ -197,7 +197,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
 
 
 def _pair(config: RunConfig) -> Iterator[str]:
-    """What keeps a draft from drafting for a target; tokenizers outside the catalogue are compared when they are read."""
+    """Why a draft cannot draft for a target; tokenizers outside the catalogue are compared when they are read."""
     target, model = config.model, config.draft.model
     if model is None or not (target.shape and model.shape):
         return
