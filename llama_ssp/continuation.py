@@ -20,16 +20,10 @@ MOST_BYTES = 4  # Of a UTF-8 character; the ids of a context may begin within on
 
 
 class TextAfter:
-    """Decodes what follows some ids.
+    """Decodes what follows some ids of a tokenizer.
 
-    Args:
-        tokenizer: whose ids they are.
-        ids: what stands before the new ids.
-        names_special: special tokens appear in the text by their names; otherwise they add nothing.
-
-    Attributes:
-        context: the last of the ids, which are decoded together with new ones.
-        context_text: their text.
+    `context` are the last of the ids, which are decoded together with new ones, and `context_text` is their text. With
+    `names_special`, special tokens appear in the text by their names; otherwise they add nothing.
     """
 
     def __init__(
@@ -49,10 +43,7 @@ class TextAfter:
         return self._decode(new_ids)  # bytes that are no character spoil those before them, in some tokenizers
 
     def _choose_context(self, ids: Sequence[int]) -> tuple[list[int], str]:
-        """The last ids that have text and begin with a whole character, or all; and their text.
-
-        Ids without text, such as special tokens, would leave the new ids at the beginning of a text.
-        """
+        """The last ids that have text, which special tokens lack, and begin with a whole character; or all ids."""
         width = NUM_CONTEXT
         while width < len(ids):
             for start in range(len(ids) - width, len(ids) - width + MOST_BYTES):

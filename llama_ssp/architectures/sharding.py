@@ -70,7 +70,7 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
 
 
 class Cut(Enum):
-    """What a matrix is split along."""
+    """Units along which a matrix is split."""
 
     query_heads = "query heads"
     kv_heads = "key-value heads"
@@ -92,7 +92,7 @@ _CUTS = {
 
 
 def cut_of(module: str) -> Cut:
-    """What a module's weight is split along, by the last component of its name; others raise PlacementError."""
+    """The units that a module's weight is split along, by the end of its name; an unknown one raises PlacementError."""
     try:
         return _CUTS[module.rpartition(".")[2]]
     except KeyError:

@@ -87,7 +87,7 @@ class HardwareConfig:
 
     @property
     def unit(self) -> str:
-        """What a rank runs on, in words."""
+        """The device of a rank in words."""
         return "GPU" if self.device == "cuda" else "rank"
 
 

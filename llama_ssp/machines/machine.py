@@ -33,7 +33,8 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         return replace(
             hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
         )
-    for entry in map(hardware.load, sorted(hardware.names(), key=_is_shipped)):
+    own_first = sorted(hardware.names(), key=lambda name: not folders.has_own("hardware", name))
+    for entry in map(hardware.load, own_first):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))
     raise ConfigError(
@@ -46,11 +47,6 @@ def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
     if machine.device == "cpu":
         return replace(machine, num_gpus=world_size, num_nodes=1)
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
-
-
-def _is_shipped(name: str) -> bool:
-    """Sort key for the entries of a GPU: a user's own come first."""
-    return not folders.has_own("hardware", name)
 
 
 def _describes(entry: HardwareConfig, driver_name: str) -> bool:
@@ -72,7 +68,7 @@ def _gpu_names() -> list[str]:
 
 
 def system_bytes(memory_bytes: int) -> int:
-    """What the operating system keeps of a machine's memory: as much as on a laptop, at most an eighth."""
+    """The operating system's share of a machine's memory: as much as on a laptop, at most an eighth."""
     return min(hardware.load("laptop_cpu").system_bytes, memory_bytes // 8)
 
 

@@ -1,4 +1,4 @@
-"""What `task=calibrate` measures of a CPU: points, which the planner interpolates, in a profile per number of ranks.
+"""The measurements of `task=calibrate`: points, which the planner interpolates, in a profile per number of ranks.
 
 Units: bytes and seconds. A file has the points as a table, a heading and a line for each point, which is one value for
 YAML and for Hydra; they take a second to compose the thousand mappings of a calibrated machine.

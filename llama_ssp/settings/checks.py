@@ -14,8 +14,8 @@ from typing import Any
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, drafters, layout, schema
-from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of
-from llama_ssp.settings.formats import problem_of, takes
+from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
+from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.rules import RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
@@ -192,8 +192,52 @@ def _draft(config: RunConfig) -> Iterator[str]:
             f"give {ways}, or use task=generate"
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
-    yield from drafters.problems_of_pair(config.model, config.draft, is_synthetic=is_synthetic(config))
-    yield from drafters.problems_of_overlap(config.speculation, config.draft, config.placement)
+    yield from _pair(config)
+    yield from _overlap(config)
+
+
+def _pair(config: RunConfig) -> Iterator[str]:
+    """Why a draft cannot draft for a target; tokenizers outside the catalogue are compared when they are read."""
+    target, model = config.model, config.draft.model
+    if model is None or not (target.shape and model.shape):
+        return
+    if drafters.matching_of(config.draft):
+        shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
+        is_listed = not any(each.path or is_hub_id(each.name) for each in (target, model))
+        if is_listed and shapes[0] == shapes[1] and not is_synthetic(config):
+            fault = f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer"
+            yield f"{fault}: leave it out"
+    elif not catalogue.may_share_vocabulary(target.shape, model.shape):
+        names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
+        otherwise = "" if is_synthetic(config) else "; draft.tokenizer=own allows any"
+        yield (
+            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
+            f"draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
+        )
+
+
+def _overlap(config: RunConfig) -> Iterator[str]:
+    speculation, draft, placement = config.speculation, config.draft, config.placement
+    if not speculation.overlap or not drafters.drafts(draft):
+        return
+    if draft.model is None:
+        yield f"speculation.overlap=true needs a draft model, and draft={draft.kind} has none: give one with draft=NAME"
+        return
+    if placement.auto or placement.draft.kind is not schema.DraftLayout.own_gpu:
+        chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
+        yield (
+            f"speculation.overlap=true needs a draft on ranks of its own, and {chosen} was given: "
+            "use placement=own_gpu on at least 2 ranks"
+        )
+    if speculation.adapts:
+        yield (
+            "speculation.overlap=true needs one K for all rounds, and speculation.num_draft_tokens=auto was "
+            "given: use a number, about as many as draft steps fit into a forward of the target"
+        )
+    if draft.fallback is not None:
+        yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
+    if drafters.matching_of(draft):
+        yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
 
 
 def _rule(name: str, temperature: float) -> Iterator[str]:
@@ -231,7 +275,7 @@ def _models(config: RunConfig) -> Iterator[str]:
 
 def _formats(config: RunConfig) -> Iterator[str]:
     for _, key, model in _chosen_models(config):
-        if problem := problem_of(model.quantization, key=f"{key}.quantization"):
+        if problem := FORMATS.problem_of(model.quantization, key=f"{key}.quantization"):
             yield problem
 
 
@@ -305,6 +349,11 @@ def _cuts_no_draft(config: RunConfig) -> bool:
     return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
 
 
+def _takes_threshold(model: ModelConfig) -> bool:
+    storage = FORMATS.find(model.quantization)
+    return storage is not None and "int8_threshold" in storage.settings
+
+
 def _draws_by_position(config: RunConfig) -> bool:
     rule = RULES.find(config.verification.rule)
     return rule is not None and rule.draws_by_position
@@ -363,7 +412,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    ("int8_threshold", lambda _, m: not takes(m.quantization, "int8_threshold"), "without {key}.quantization=int8"),
+    ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
     ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
         "path hub_id revision verify",

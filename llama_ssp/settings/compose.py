@@ -386,7 +386,6 @@ _FOREIGN = {
     "n": "num_samples=4 completes each prompt 4 times",
 }
 """Settings of other programs, by their last word, and their counterparts here."""
-_OLD_TASKS = {"eval": "task=evaluate suite=arithmetic"}  # Tasks of the first llama-ssp that have another name now.
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
@@ -426,11 +425,11 @@ def _unread(words: Sequence[str]) -> list[str]:
 def _as_settings(words: Sequence[str]) -> str | None:
     """Names alone, such as `compare 30B 7B`, as settings; None if one of the words is no name."""
     settings, roles = [], ["model", "draft"]
+    tasks = {name: f"task={name}" for name in task_specs()}
+    tasks["eval"] = "task=evaluate suite=arithmetic"  # its name in the first llama-ssp
     for word in words:
-        if word in _OLD_TASKS:
-            settings.append(_OLD_TASKS[word])
-        elif word in task_specs():
-            settings.append(f"task={word}")
+        if word in tasks:
+            settings.append(tasks[word])
         elif roles and (word in catalogue.names() or word == "none"):
             settings.append(f"{roles.pop(0)}={word}")
         else:

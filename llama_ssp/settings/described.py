@@ -72,7 +72,7 @@ def _comments(file: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     above: list[str] = []
     for line in Path(file).read_text(encoding="utf-8").splitlines():
-        if begin := re.match(r"class (\w+)", line):
+        if begin := re.match(r"(?:class|def) (\w+)", line):
             found[begin[1]] = fields = {}
         elif comment := re.match(r"    # (.*)", line):
             above.append(comment[1])

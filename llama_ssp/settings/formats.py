@@ -64,13 +64,6 @@ class StorageFormat:
 FORMATS: Registry[StorageFormat] = Registry(setting="model.quantization")
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 
-
-def takes(name: str, setting: str) -> bool:
-    """Whether a format has a setting; False for an unknown format."""
-    found = FORMATS.find(name)
-    return found is not None and setting in found.settings
-
-
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS
 """Rows up to which it multiplies by the packed weights as they are; for more the matrix is unpacked.
@@ -81,7 +74,7 @@ of the kernel move 4; each further one would move one more, and through the L2 c
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
 SCALE_BYTES, WORD_BYTES = 4, 4  # Of an fp32 scale, and of the scale and zero of an int4 group.
-INT4_GROUP, NF4_GROUP = 128, 64  # Inputs that share a scale; public int4 checkpoints have this one.
+INT4_GROUP, NF4_GROUP = 128, 64  # Inputs that share a scale; public int4 checkpoints have 128.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 

@@ -347,14 +347,14 @@ class RunConfig:
 
 
 class PlanFormat(Enum):
-    """What `llama-ssp plan` prints."""
+    """Output of `llama-ssp plan`."""
 
     table = "table"
     json = "json"
 
 
 class Objective(Enum):
-    """What a comparison of machines is sorted by."""
+    """Order of a comparison of machines."""
 
     latency = "latency"
     throughput = "throughput"

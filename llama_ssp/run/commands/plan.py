@@ -40,7 +40,7 @@ def read_settings(settings: list[str]) -> PlanConfig:
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    own = topics.entries(settings_of_plan())
+    own = topics.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
     parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")

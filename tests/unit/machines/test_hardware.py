@@ -80,7 +80,7 @@ def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one(
     assert hardware.problems_of(_figures()) == []
     assert isinstance(hardware.build(_figures() | {"memory_bytes": 4e10}).memory_bytes, int)
     assert hardware.problems_of(["p4d"]) == ["hardware must be a mapping of figures, not ['p4d']"]
-    with pytest.raises(ConfigError, match="unknown hardware '8xh10': .*did you mean 8xh100"):
+    with pytest.raises(ConfigError, match=r"unknown hardware '8xh10': .*did you mean 8xh100"):
         hardware.load("8xh10")
 
 

@@ -11,8 +11,6 @@ from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.schema import ModelConfig
 from tests.helpers.own_conf import OwnConf
 
-LLAMA_1 = ["7B", "13B", "30B", "65B"]
-
 # Published counts of parameters; those of Llama 1 are exact to the byte of its checkpoints.
 NUM_PARAMETERS = {
     "7B": 6_738_415_616,
@@ -46,7 +44,7 @@ def test_the_shape_has_the_published_number_of_parameters(name: str) -> None:
     assert inventory(shape).num_parameters == NUM_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", LLAMA_1)
+@pytest.mark.parametrize("name", ["7B", "13B", "30B", "65B"])
 def test_an_8bit_entry_is_its_base_with_int8_weights_that_need_no_further_package(name: str) -> None:
     base, entry = catalogue.load(name), catalogue.load(f"{name}_8bit")
     assert entry.quantization == "int8_weight_only"

@@ -1,7 +1,6 @@
 """Bad configs: each gets its sentence, all problems of one config come together."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -141,7 +140,7 @@ BAD = {
 GOOD = [
     "sampling.top_p=1 sampling.top_k=1 max_new_tokens=2047",
     "model=30B draft=7B sampling=greedy verification=greedy seed=3",
-    "model=llama3_1B task=generate",
+    "model=llama3_1B task=generate prompts=README.md",
     "model=llama3_1B task=latency",
     "model=local model.path=DIR draft=local draft.model.path=DIR2 chat=true",
     "model=30B_8bit draft=7B sampling=nucleus sampling.temperature=0",
@@ -193,19 +192,13 @@ def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
 
 def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
     config, explicit = compose_run()
-    assert config.draft.model is not None
-    assert config.draft.model.shape is not None
+    assert config.draft.model
+    assert config.draft.model.shape
     config.draft.model.shape.vocab_size = 4128
     checks.check(config, explicit, world_size=1)
     config.draft.model.shape.vocab_size = 4160
     with pytest.raises(ConfigError, match="draft=tiny-draft 4160"):
         checks.check(config, explicit, world_size=1)
-
-
-def test_a_prompt_file_that_exists_is_accepted(compose_run: Compose, tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\n")
-    checks.check(*compose_run(f"prompts={file}"), world_size=1)
 
 
 ALL = {

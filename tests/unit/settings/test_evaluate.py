@@ -14,10 +14,13 @@ FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8),
 
 
 @pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
-def test_a_suite_fills_in_what_was_left_out(suite: str, wanted: tuple[object, ...], compose_run: Compose) -> None:
-    config, explicit = compose_run(EVALUATE, f"task.suite={suite}")
-    assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
-    checks.check(config, explicit, world_size=1)
+def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(
+    suite: str, wanted: tuple[object, ...], compose_run: Compose
+) -> None:
+    for rule in ("speculative", "block", "coupled"):
+        config, explicit = compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}")
+        assert (config.max_new_tokens, config.num_samples, config.stop_strings, config.sampling.temperature) == wanted
+        checks.check(config, explicit, world_size=1)
 
 
 def test_what_the_user_or_a_bundle_has_set_stays(compose_run: Compose) -> None:
@@ -34,12 +37,6 @@ def test_the_prompts_are_those_of_the_suite_or_the_users(compose_run: Compose) -
     assert [text.count("\n") for text in texts("task.suite=arithmetic", "task.num_prompts=5")] == [3] * 5
     assert "def factorial(n):\n    " in texts()
     assert texts("prompt=import") == ["import"]
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block", "coupled"])
-@pytest.mark.parametrize("suite", ["distribution", "arithmetic", "agreement"])
-def test_every_suite_takes_every_rule(suite: str, rule: str, compose_run: Compose) -> None:
-    checks.check(*compose_run(EVALUATE, f"task.suite={suite}", f"verification={rule}"), world_size=1)
 
 
 SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie=0.01")

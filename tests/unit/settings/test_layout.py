@@ -20,16 +20,14 @@ def _layout(target: list[int], draft: list[int], kind: DraftLayout) -> Layout:
         ([0, 1, 2], [3], ONE_RANK, 3, 0),
         ([1, 2], [0, 1], SHARDED, 1, 1),
         ([2, 3], [0, 1], OWN_GPU, 0, 2),
-        ([1, 3], [], ONE_RANK, None, 1),
     ],
 )
 def test_the_rule_runs_where_both_models_are_else_where_the_target_is(
-    target: list[int], draft: list[int], kind: DraftLayout, draft_source_rank: int | None, verify_rank: int
+    target: list[int], draft: list[int], kind: DraftLayout, draft_source_rank: int, verify_rank: int
 ) -> None:
     layout = _layout(target, draft, kind)
-    assert layout.verify_rank == verify_rank
-    if draft_source_rank is not None:
-        assert layout.draft_source_rank == draft_source_rank
+    assert (layout.draft_source_rank, layout.verify_rank) == (draft_source_rank, verify_rank)
+    assert _layout(target, [], kind).verify_rank == target[0]
 
 
 @pytest.mark.parametrize(
