@@ -111,9 +111,9 @@ class KnownPoint:
 
 def pair_of_job(job: PlanSpec) -> DraftedPair:
     """The pair of a job with a draft."""
-    draft = job.draft.name if job.draft else str(job.free_draft)
+    draft, shape = (job.draft.name, job.draft.shape) if job.draft else (str(job.free_draft), None)
     return _pair(
-        job.target.name, job.target.shape, draft, job.draft and job.draft.shape, has_model=job.draft is not None,
+        job.target.name, job.target.shape, draft, shape, has_model=job.draft is not None,
         temperature=job.temperature, text=job.text, rule=job.rule, own_tokenizer=job.matching is not None,
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ def pair_of_run(config: RunConfig) -> DraftedPair:
     """The pair of a run with a draft."""
     model = config.draft.model
     return _pair(
-        config.model.name, config.model.shape, str(draft_name(config.draft)), model and model.shape,
+        config.model.name, config.model.shape, str(draft_name(config.draft)), model.shape if model else None,
         has_model=model is not None, temperature=config.sampling.temperature, text=config.speculation.text,
         rule=config.verification.rule, own_tokenizer=matching_of(config.draft) is not None,
     )  # fmt: skip

@@ -696,7 +696,7 @@ class Timing:
         tokens_per_round_range, speculative_s_range, best_num_draft_tokens_range: what follows from the low and from the
             high acceptance, the smaller figure first; None for a single figure of it. The first two are at the same K.
         overlap: of a job whose drafting overlaps verification; see `OverlapForecast.document`.
-        copy_share, limit_share: the physical limit, reading what a plain step must read (`roofline.least_bytes`), over
+        copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
 

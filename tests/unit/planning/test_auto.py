@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
-from llama_ssp.planning.layouts import choose_placement
 from llama_ssp.planning.memory import fits
+from llama_ssp.planning.search import choose_placement
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings.schema import DraftLayout, WholeParts
 from llama_ssp.words import rounded

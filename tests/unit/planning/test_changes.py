@@ -8,9 +8,9 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning import advice as changes
 from llama_ssp.planning.advice import Change, Loss, changes_that_fit
-from llama_ssp.planning.layouts import placement_settings
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
+from llama_ssp.planning.search import placement_settings
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.schema import DraftLayout, TargetKind, WholeParts
 from llama_ssp.words import rounded

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.planning.layouts import by_length, length_setting
-from llama_ssp.planning.search import search
+from llama_ssp.planning.search import by_length, length_setting, search
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job
 

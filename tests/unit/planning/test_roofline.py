@@ -9,7 +9,8 @@ from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.planning.roofline import (
+from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.planning.timing import (
     LIBRARY_SHARE,
     MEASURED_SLOTS,
     OPERATORS_PER_LAYER,
@@ -21,7 +22,6 @@ from llama_ssp.planning.roofline import (
     message_s,
     roofline_s,
 )
-from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.settings.schema import Dtype, TargetKind
 from tests.helpers.planning import small_model
 

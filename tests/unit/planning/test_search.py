@@ -6,9 +6,8 @@ from functools import cache
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.planning.layouts import choose_placement, same_kind
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.search import Choice, _drafts_of, search
+from llama_ssp.planning.search import Choice, _drafts_of, choose_placement, same_kind, search
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
