@@ -14,9 +14,8 @@ from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import KnownPoint, expected, implied_acceptance, points, tokens_per_round
-from llama_ssp.planning.roofline import LIBRARY_SHARE
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import LIBRARY_SHARE, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.schema import DraftLayout, TargetKind

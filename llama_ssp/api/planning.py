@@ -95,7 +95,9 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     with in_library_words():
         load_plugins()
         read = check_types(given)
-        machine = _machine(hardware, num_gpus=read["num_gpus"], num_nodes=read["num_nodes"])
+        machine = _machine(hardware)
+        sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
+        machine = replace(machine, **sizes)
         config = _config(
             target, draft, machine, read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
             matching=matching, text=text,
@@ -130,33 +132,11 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
 ) -> list[MachineChoice]:
     """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
 
-    The best by the objective comes first. What does not fit or exceeds a limit comes last, with its `reason`.
-
-    Args:
-        target: a name of the catalogue, a folder, or an id of the hub.
-        draft: None compares machines for plain decoding.
-        hardware: names of conf/hardware, or descriptions; None for all.
-        objective: latency, throughput, or price (of a million tokens).
-        max_ms_per_token: the most that a token may take.
-        max_price: the most US dollars per hour.
-        prices: US dollars per hour by machine, in place of those of the hardware files.
-        search: also try every storage format of the target, further drafts, and K.
-        dtype: number format of both models, or a tuple.
-        quantization: storage format, likewise; a search tries all of the target.
-        tokenizer: of the draft.
-        matching: of a draft with its own tokenizer.
-        num_draft_tokens: K, or "auto"; a search chooses it.
-        acceptance: of drafted tokens; None takes what is expected of each pair.
-        temperature: of the draws.
-        text: what is written.
-        batch_size: rows of each replica.
-        prompt_tokens: of the longest prompt.
-        max_new_tokens: per completion.
-
-    Raises:
-        ConfigError: an argument has a wrong type or value, or a machine is unknown.
-        CheckpointError: a folder has no config.json, or a faulty one.
-        PlacementError: a model cannot be placed as requested.
+    The best by the objective (latency, throughput, or price of a million tokens) comes first. Machines where the job
+    does not fit, or exceeds `max_ms_per_token` or `max_price` (US dollars per hour), come last with their `reason`.
+    `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per hour by
+    machine, in place of those of the hardware files. `search` also tries every storage format of the target, further
+    drafts, and K. The other arguments are those of `plan`, and errors are raised as there.
     """
     given = {
         "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
@@ -167,7 +147,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         load_plugins()
         read = check_types(given)
         named = machines.names() if hardware is None else [hardware] if isinstance(hardware, str) else hardware
-        compared = [_machine(each, num_gpus=None, num_nodes=None) for each in named]
+        compared = [_machine(each) for each in named]
         if not compared:
             raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
         config = _config(
@@ -203,29 +183,21 @@ def _config(
     )  # fmt: skip
 
 
-def _machine(given: object, *, num_gpus: int | None, num_nodes: int | None) -> HardwareConfig:
+def _machine(given: object) -> HardwareConfig:
     """The machine that an argument names or is; this one without any."""
     if given is None:
-        machine = replace(detect_hardware(), num_gpus=1, num_nodes=1)
-    elif isinstance(given, HardwareConfig):
-        machine = given
-    elif isinstance(given, str) and given in machines.names():
-        machine = machines.load(given)
-    elif isinstance(given, str):
-        raise ConfigError(unknown_name("hardware", given, machines.names()))
-    else:
-        raise ConfigError(f"hardware={reprlib.repr(given)} must be a name of conf/hardware, or a HardwareConfig")
-    if num_gpus is not None:
-        machine = replace(machine, num_gpus=num_gpus)
-    return machine if num_nodes is None else replace(machine, num_nodes=num_nodes)
+        return replace(detect_hardware(), num_gpus=1, num_nodes=1)
+    if isinstance(given, HardwareConfig):
+        return given
+    if isinstance(given, str):
+        return machines.load(given)
+    raise ConfigError(f"hardware={reprlib.repr(given)} must be a name of conf/hardware, or a HardwareConfig")
 
 
 def _placement(given: object) -> PlacementConfig:
     """The placement that an argument names or is."""
-    if given is None:
-        return PlacementConfig()
-    if isinstance(given, PlacementConfig):
-        return given
+    if given is None or isinstance(given, PlacementConfig):
+        return given or PlacementConfig()
     if given == _AUTO:
         return PlacementConfig(auto=True)
     if not isinstance(given, str) or given not in DraftLayout.__members__:

@@ -39,16 +39,12 @@ Gain = Callable[[float, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedPair:
-    """A target and its draft, and all that its acceptance depends on.
+    """A target and its draft, and all that its acceptance depends on; None where it is not known.
 
     Attributes:
         target, draft: names; a draft without a model has the name of its kind.
-        has_model: whether the draft is a model.
-        size_ratio: parameters of the target over those of the draft; None if they are not known.
-        family: `model_type` of the target; None if it is not known.
-        temperature: 0 is greedy; None if it is not known.
-        text: what is written.
-        rule: the verification rule.
+        size_ratio: parameters of the target over those of the draft.
+        family: `model_type` of the target.
         own_tokenizer: the draft has a tokenizer of its own.
     """
 
@@ -115,37 +111,32 @@ class KnownPoint:
 
 def pair_of_job(job: PlanSpec) -> DraftedPair:
     """The pair of a job with a draft."""
-    return DraftedPair(
-        target=job.target.name,
-        draft=job.draft.name if job.draft else str(job.free_draft),
-        has_model=job.draft is not None,
-        size_ratio=_size_ratio(job.target.shape, job.draft.shape) if job.draft else None,
-        family=job.target.shape.model_type,
-        temperature=job.temperature,
-        text=job.text,
-        rule=job.rule,
-        own_tokenizer=job.matching is not None,
-    )
+    draft, shape = (job.draft.name, job.draft.shape) if job.draft else (str(job.free_draft), None)
+    return _pair(
+        job.target.name, job.target.shape, draft, shape, has_model=job.draft is not None,
+        temperature=job.temperature, text=job.text, rule=job.rule, own_tokenizer=job.matching is not None,
+    )  # fmt: skip
 
 
 def pair_of_run(config: RunConfig) -> DraftedPair:
     """The pair of a run with a draft."""
-    target, draft = config.model.shape, config.draft.model and config.draft.model.shape
+    model = config.draft.model
+    return _pair(
+        config.model.name, config.model.shape, str(draft_name(config.draft)), model.shape if model else None,
+        has_model=model is not None, temperature=config.sampling.temperature, text=config.speculation.text,
+        rule=config.verification.rule, own_tokenizer=matching_of(config.draft) is not None,
+    )  # fmt: skip
+
+
+def _pair(
+    target: str, target_shape: ModelShape | None, draft: str, draft_shape: ModelShape | None,
+    **others: Any,  # noqa: ANN401 - fields of a pair
+) -> DraftedPair:  # fmt: skip
+    sizes = [inventory(shape).num_parameters for shape in (target_shape, draft_shape) if shape]
     return DraftedPair(
-        target=config.model.name,
-        draft=str(draft_name(config.draft)),
-        has_model=config.draft.model is not None,
-        size_ratio=_size_ratio(target, draft) if target and draft else None,
-        family=target.model_type if target else None,
-        temperature=config.sampling.temperature,
-        text=config.speculation.text,
-        rule=config.verification.rule,
-        own_tokenizer=matching_of(config.draft) is not None,
-    )
-
-
-def _size_ratio(target: ModelShape, draft: ModelShape) -> float:
-    return inventory(target).num_parameters / inventory(draft).num_parameters
+        target=target, draft=draft, family=target_shape.model_type if target_shape else None,
+        size_ratio=sizes[0] / sizes[1] if target_shape and draft_shape else None, **others,
+    )  # fmt: skip
 
 
 def expected_of_job(job: PlanSpec) -> Acceptance:
@@ -250,15 +241,22 @@ def known(pair: DraftedPair) -> Acceptance | None:
     """
     files = _files(tuple(folders.folders()))
     names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
-    for content in files:
-        entries = [entry for entry in content.get("pairs", []) if (entry["target"], entry["draft"]) == names]
-        if entries:
-            return _acceptance(min(entries, key=lambda entry: _distance_in_temperature(entry, pair)))
-    for content in files:
-        if entry := content.get("drafts", {}).get(pair.draft):
-            return _acceptance(entry)
-    defaults = (content["default"] for content in files if "default" in content)
-    return next(map(_acceptance, defaults), None)
+
+    def distance(entry: Mapping[str, Any]) -> float:
+        known_at = entry.get("temperature")
+        return abs(known_at - pair.temperature) if known_at is not None and pair.temperature is not None else 0.0
+
+    of_pair = (
+        min((entry for entry in content.get("pairs", []) if (entry["target"], entry["draft"]) == names), key=distance,
+            default=None)
+        for content in files
+    )  # fmt: skip
+    of_draft = (content.get("drafts", {}).get(pair.draft) for content in files)
+    entry = next(filter(None, (*of_pair, *of_draft, *(content.get("default") for content in files))), None)
+    if entry is None:
+        return None
+    probability = float(entry["acceptance"])
+    return Acceptance(probability=probability, source=entry["source"], low=entry.get("low"), high=entry.get("high"))
 
 
 def store(entry: Mapping[str, Any]) -> Path:
@@ -283,63 +281,46 @@ def store(entry: Mapping[str, Any]) -> Path:
     return file
 
 
-def _distance_in_temperature(entry: Mapping[str, Any], pair: DraftedPair) -> float:
-    known_at = entry.get("temperature")
-    return abs(known_at - pair.temperature) if known_at is not None and pair.temperature is not None else 0.0
-
-
-def _acceptance(entry: Mapping[str, Any]) -> Acceptance:
-    probability = float(entry["acceptance"])
-    return Acceptance(probability=probability, source=entry["source"], low=entry.get("low"), high=entry.get("high"))
-
-
 @cache
 def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """Read the files of several folders, the first to be asked first."""
+    """The contents of the files of several folders, the first to be asked first."""
     named = [folder / name for folder in where for name in (PAIRS, MEASURED)]
     return [_read(file) for file in named if file.is_file()]
 
 
 def _read(file: Path) -> dict[str, Any]:
     content = folders.read(file)
-    if problems := list(_problems(content)):
+    parts = {"pairs": list, "drafts": dict, "default": dict}
+    problems = [f"{key} is none of {', '.join(parts)}" for key in content if key not in parts]
+    wrong = [key for key, kind in parts.items() if not isinstance(content.get(key, kind()), kind)]
+    problems += [f"{key} must have the form that conf/pairs.yaml shows" for key in wrong]
+    entries: dict[str, Any] = {}
+    if not wrong:
+        entries = {f"pair {number}": entry for number, entry in enumerate(content.get("pairs", []), start=1)}
+        entries |= {f"draft {name}": entry for name, entry in content.get("drafts", {}).items()}
+        entries |= {"default": content["default"]} if "default" in content else {}
+    problems += [f"{name} {problem}" for name, entry in entries.items() if (problem := _problem(name, entry))]
+    if problems:
         raise ConfigError(f"{folders.shown(file)}: {one_message(problems)}")
-    for entry in _entries(content).values():
+    for entry in entries.values():
         entry.setdefault("source", folders.shown(file))
     return content
 
 
-def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a file of pairs."""
-    parts = {"pairs": list, "drafts": dict, "default": dict}
-    yield from (f"{key} is none of {', '.join(parts)}" for key in content if key not in parts)
-    wrong = [key for key, kind in parts.items() if not isinstance(content.get(key, kind()), kind)]
-    yield from (f"{key} must have the form that conf/pairs.yaml shows" for key in wrong)
-    for name, entry in () if wrong else _entries(content).items():
-        figures = _figures(entry)
-        if figures is None:
-            yield f"{name} needs an acceptance between 0 and 1, such as acceptance: 0.8"
-        elif figures != sorted(figures):
-            yield f"{name} needs low <= acceptance <= high, the ends of its range"
-        elif name.startswith("pair ") and not all(isinstance(entry.get(key), str) for key in ("target", "draft")):
-            yield f"{name} needs target and draft, two names of models"
-        elif not isinstance(entry.get("temperature", 0.0), int | float):
-            yield f"{name} has temperature: {entry['temperature']}, which must be a number, such as 0.8"
-
-
-def _figures(entry: object) -> list[float] | None:
-    """The acceptance between the ends of its range; None if one is no probability."""
-    if not isinstance(entry, dict) or "acceptance" not in entry:
-        return None
-    found = [entry[key] for key in ("low", "acceptance", "high") if key in entry]
-    return found if all(isinstance(each, int | float) and 0 <= each <= 1 for each in found) else None
-
-
-def _entries(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Name all entries of a file for messages."""
-    pairs = {f"pair {number}": entry for number, entry in enumerate(content.get("pairs", []), start=1)}
-    drafts = {f"draft {name}": entry for name, entry in content.get("drafts", {}).items()}
-    return pairs | drafts | ({"default": content["default"]} if "default" in content else {})
+def _problem(name: str, entry: object) -> str | None:
+    """The first fault of an entry."""
+    found = [entry[key] for key in ("low", "acceptance", "high") if key in entry] if isinstance(entry, dict) else []
+    if not (isinstance(entry, dict) and "acceptance" in entry) or not all(
+        isinstance(each, int | float) and 0 <= each <= 1 for each in found
+    ):
+        return "needs an acceptance between 0 and 1, such as acceptance: 0.8"
+    if found != sorted(found):
+        return "needs low <= acceptance <= high, the ends of its range"
+    if name.startswith("pair ") and not all(isinstance(entry.get(key), str) for key in ("target", "draft")):
+        return "needs target and draft, two names of models"
+    if not isinstance(entry.get("temperature", 0.0), int | float):
+        return f"has temperature: {entry['temperature']}, which must be a number, such as 0.8"
+    return None
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs

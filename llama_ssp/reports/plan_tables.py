@@ -64,14 +64,16 @@ def short_name(quantization: str) -> str:
     return (storage and storage.short_name) or quantization
 
 
-def print_document(content: Mapping[str, Any], console: Console | None = None, **machine: str) -> None:
+def print_document(
+    content: Mapping[str, Any], *, machine: str = "", unit: str = "", console: Console | None = None
+) -> None:
     """Print the document of a plan, a search or a comparison on a console, or on standard output.
 
     A search also needs the name of its `machine`, and `unit`, what a rank runs on.
     """
     console = console or _Output()
     if "search" in content:
-        _print_search(content, console, **machine)
+        _print_search(content, console, machine=machine, unit=unit)
     elif "machines" in content:
         _print_machines(content, console)
     else:

@@ -22,7 +22,7 @@ from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.roofline import MEASURED_SLOTS, LinearTable
+from llama_ssp.planning.timing import MEASURED_SLOTS, LinearTable
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.run.calibration.interleave import undisturbed

@@ -88,7 +88,7 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
         raise CapacityError(problem)
 
 
-def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, **machine: str) -> None:
+def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, machine: str = "", unit: str = "") -> None:
     """Print a document as JSON or as a table, and draw its figure."""
     if figure and not Path(figure).parent.is_dir():
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
@@ -97,11 +97,11 @@ def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, **ma
     else:
         from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
 
-        plan_tables.print_document(content, **machine)
+        plan_tables.print_document(content, machine=machine, unit=unit)
     if figure:
         from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib
 
-        plan_figures.draw(content, Path(figure), **machine)
+        plan_figures.draw(content, Path(figure), machine=machine, unit=unit)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:

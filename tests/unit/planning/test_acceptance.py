@@ -187,10 +187,10 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
 
 def test_a_figure_that_the_user_gave_has_no_range_and_an_adaptive_run_is_never_slower_than_plain() -> None:
     job = make_job("13B", "7B", acceptance=0.7)
-    assert timing(job, A100).ranges is None
+    assert timing(job, A100).speculative_s_range is None
     slow = timing(replace(job, acceptance=None, adapts=True, free_draft="mine", draft=None), A100)
-    assert slow.ranges
-    assert slow.ranges.speculative_s[1] <= slow.plain_s
+    assert slow.speculative_s_range
+    assert slow.speculative_s_range[1] <= slow.plain_s
 
 
 def test_no_k_is_recommended_on_a_guess() -> None:

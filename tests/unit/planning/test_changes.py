@@ -8,9 +8,9 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning import advice as changes
 from llama_ssp.planning.advice import Change, Loss, changes_that_fit
-from llama_ssp.planning.layouts import placement_settings
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
+from llama_ssp.planning.search import placement_settings
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.schema import DraftLayout, TargetKind, WholeParts
 from llama_ssp.words import rounded
@@ -81,7 +81,7 @@ def test_a_smaller_batch_is_tried_before_another_model() -> None:
     found = next(change for change in changes_that_fit(job, A10G) if change.settings[0].startswith("batch_size="))
     assert found.settings[1:] in {(), ("draft=none",)}
     rows = int(found.settings[0].removeprefix("batch_size="))
-    without = changes.without_draft(job) if found.settings[1:] else job
+    without = changes._without_draft(job) if found.settings[1:] else job
     assert fits(replace(without, batch_size=rows), A10G)
     assert not fits(replace(without, batch_size=rows + 1), A10G)
 
@@ -92,8 +92,8 @@ def test_a_draft_that_keeps_parts_whole_can_be_cut_entirely() -> None:
         whole: max(rank.needed_bytes for rank in memory(replace(job, draft_whole=whole), A10G)) for whole in WholeParts
     }
     machine = replace(A10G, memory_bytes=needed[WholeParts.none])
-    ways = changes._places(job)
-    (cut,) = [way for way in ways if way.layout == job.layout]
+    start = changes._Way(kind="draft", loss=Loss.nothing, job=job, hardware=machine)
+    (cut,) = [way.job for way in changes._placed(start) if way.settings and way.job.layout == job.layout]
     assert fits(cut, machine)
     assert not fits(job, machine)
     assert placement_settings(cut) == ["placement.draft.kind=sharded", "placement.draft.whole=none"]

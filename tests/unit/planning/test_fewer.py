@@ -6,8 +6,8 @@ import pytest
 
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import faster_on_fewer
-from llama_ssp.planning.layouts import same_kind
 from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.search import same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.planning.layouts import block_sizes, layouts, on_block, placement_settings, same_kind
+from llama_ssp.planning.search import block_sizes, layouts, on_block, placement_settings, same_kind
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.planning.layouts import by_length, length_setting
-from llama_ssp.planning.search import search
+from llama_ssp.planning.search import by_length, length_setting, search
 from llama_ssp.planning.timing import timing
 from tests.helpers.planning import make_job
 
@@ -35,10 +34,10 @@ def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
 def test_a_search_ranks_drafts_by_the_median_of_what_is_expected_of_them() -> None:
     machine = replace(A100, num_gpus=2)
     found = search(make_job("30B", "7B", num_ranks=2, acceptance=None), machine)
-    drafted = [each for each in found if each.draft and each.reason is None and each.target == "30B"]
-    assert not any(each.adapts for each in drafted if each.draft == "7B")
-    guessed = next(each for each in drafted if each.draft == "tinyllama_1B" and each.quantization == "fp16")
-    assert guessed.adapts
-    assert "speculation.num_draft_tokens=auto" in guessed.settings
-    assert guessed.speedup
-    assert guessed.speedup < 3
+    drafted = [each for each in found if each["draft"] and each["reason"] is None and each["target"] == "30B"]
+    assert not any(each["adapts"] for each in drafted if each["draft"] == "7B")
+    guessed = next(each for each in drafted if each["draft"] == "tinyllama_1B" and each["quantization"] == "fp16")
+    assert guessed["adapts"]
+    assert "speculation.num_draft_tokens=auto" in guessed["settings"]
+    assert guessed["speedup"]
+    assert guessed["speedup"] < 3

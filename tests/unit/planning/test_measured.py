@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from llama_ssp.machines.profile import LinearPoint
-from llama_ssp.planning.roofline import LinearTable, between, line
+from llama_ssp.planning.timing import LinearTable, between, line
 from llama_ssp.settings.schema import Dtype
 
 

@@ -65,6 +65,6 @@ def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token(matching: Matc
 def test_a_draft_by_text_sends_no_probabilities() -> None:
     job = make_job("gpt_neox_20B", "gpt_neo_1.3B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
     job = replace(job, target_ranks=(0,), draft_ranks=(1,))
-    assert round_messages(job, 4).probabilities
-    assert round_messages(replace(job, matching=Matching.intersection), 4).probabilities
-    assert round_messages(replace(job, matching=Matching.text), 4).probabilities is None
+    jobs = {way: replace(job, matching=way) for way in (None, *Matching)}
+    sent = {way: "probabilities" in round_messages(each, 4) for way, each in jobs.items()}
+    assert sent == {None: True, Matching.intersection: True, Matching.text: False}

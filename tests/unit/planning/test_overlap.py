@@ -7,11 +7,11 @@ import pytest
 
 from llama_ssp.machines.hardware import load
 from llama_ssp.planning.acceptance import overlapped_corrections, overlapped_tokens, tokens_per_round
-from llama_ssp.planning.memory import replica_memory
+from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.timing import WORTH_WAITING, OverlappedRounds, OverlappedTime, timing
+from llama_ssp.planning.timing import WORTH_WAITING, OverlapForecast, OverlappedTime, timing
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
@@ -43,18 +43,18 @@ def test_a_draft_that_is_never_and_always_accepted() -> None:
     assert overlapped_tokens(0.9, 1) == pytest.approx(1), "one token a round, whoever chose it"
 
 
-def rounds_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlappedRounds:
-    return OverlappedRounds(lambda _: time, acceptance=acceptance, batch_size=batch_size)
+def round_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlapForecast:
+    return OverlapForecast(time=time, acceptance=acceptance, num_draft_tokens=4, batch_size=batch_size)
 
 
 def test_shares_of_a_round_add_up() -> None:
     time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.3, host_s=0.2)
     assert time.round_s == pytest.approx(5.0)
-    forecast = rounds_of(time, 1.0).forecast(4)
-    assert forecast.target_idle_share == pytest.approx(1.5 / 5)
-    assert forecast.draft_idle_share == pytest.approx(0.8 / 5)
-    assert forecast.dropped_share == 0
-    assert rounds_of(time, 0.0).forecast(4).dropped_share == 1
+    forecast = round_of(time, 1.0).document()
+    assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
+    assert forecast["draft_idle_share"] == pytest.approx(0.8 / 5)
+    assert forecast["dropped_share"] == 0
+    assert round_of(time, 0.0).document()["dropped_share"] == 1
 
 
 def test_an_exchange_beside_the_forward_costs_the_drafts_side_alone() -> None:
@@ -62,12 +62,10 @@ def test_an_exchange_beside_the_forward_costs_the_drafts_side_alone() -> None:
         OverlappedTime(draft_s=draft_s, forward_s=4.0, exchange_s=0.5, settle_s=0.5, is_beside=True)
         for draft_s in (3.0, 6.0)
     )
-    assert slow_target.round_s == pytest.approx(4.5)
-    assert rounds_of(slow_target, 1.0).forecast(4).target_idle_share == 0
-    assert rounds_of(slow_target, 1.0).forecast(4).draft_idle_share == pytest.approx(1.5 / 4.5)
-    assert slow_draft.round_s == pytest.approx(7.0)
-    assert rounds_of(slow_draft, 1.0).forecast(4).target_idle_share == pytest.approx(2.5 / 7)
-    assert rounds_of(slow_draft, 1.0).forecast(4).draft_idle_share == pytest.approx(1 / 7)
+    assert (slow_target.round_s, slow_draft.round_s) == pytest.approx((4.5, 7.0))
+    for time, target, draft in ((slow_target, 0, 1.5 / 4.5), (slow_draft, 2.5 / 7, 1 / 7)):
+        found = round_of(time, 1.0).document()
+        assert (found["target_idle_share"], found["draft_idle_share"]) == pytest.approx((target, draft))
 
 
 def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
@@ -75,12 +73,12 @@ def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
     tokens, early, rejected = tokens_per_round(0.8, 3), overlapped_tokens(0.8, 4), 1 - 0.8**4
     border_s = (tokens / early / WORTH_WAITING - 1) / rejected
     cheap, dear = (OverlappedTime(draft_s=0.9, forward_s=1.0, refill_s=times * border_s) for times in (0.99, 1.01))
-    assert rounds_of(cheap, 0.8).waits(4)
-    assert not rounds_of(dear, 0.8).waits(4)
-    assert rounds_of(cheap, 0.8).gain(0.8, 4) == pytest.approx(tokens)
-    per_token = rounds_of(cheap, 0.8).round_s(4) / tokens
+    assert round_of(cheap, 0.8).waits
+    assert not round_of(dear, 0.8).waits
+    assert round_of(cheap, 0.8).gain(0.8) == pytest.approx(tokens)
+    per_token = round_of(cheap, 0.8).round_s / tokens
     assert WORTH_WAITING * per_token == pytest.approx(1 / early, rel=0.01)
-    assert not rounds_of(cheap, 0.8, batch_size=8).waits(4), "all rows would wait for any"
+    assert not round_of(cheap, 0.8, batch_size=8).waits, "all rows would wait for any"
 
 
 def apart(**changes: object) -> PlanSpec:
@@ -98,7 +96,7 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert one_by_one.round_s is not None
     assert at_once.round_s < one_by_one.round_s
     assert at_once.tokens_per_round == pytest.approx(
-        tokens_per_round(0.8, 3) if at_once.overlap.waits else overlapped_tokens(0.8, 4)
+        tokens_per_round(0.8, 3) if at_once.overlap["waits"] else overlapped_tokens(0.8, 4)
     )
     assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(0.8, 4))
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
@@ -126,18 +124,19 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
 
 def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
     machine = replace(load("laptop_cpu"), num_gpus=2)
-    found = [choice for choice in search(apart(), machine) if choice.overlaps]
+    found = [choice for choice in search(apart(), machine) if choice["overlaps"]]
     assert found
-    assert {choice.draft_kind for choice in found} == {"own_gpu"}
-    assert all("speculation.overlap=true" in choice.settings for choice in found)
+    assert {choice["draft_kind"] for choice in found} == {"own_gpu"}
+    assert all("speculation.overlap=true" in choice["settings"] for choice in found)
 
 
 def test_a_search_on_gpus_has_them_too() -> None:
     machine, job = replace(load("g5_12xlarge"), num_gpus=2), make_job("13B_8bit", "7B", num_ranks=2)
     found = {
-        choice.overlaps: choice.ms_per_token
+        choice["overlaps"]: choice["ms_per_token"]
         for choice in reversed(search(job, machine))
-        if (choice.draft_kind, choice.target, choice.quantization) == ("own_gpu", "13B", "int8") and choice.ms_per_token
+        if (choice["draft_kind"], choice["target"], choice["quantization"]) == ("own_gpu", "13B", "int8")
+        and choice["ms_per_token"]
     }
     assert found[True] != found[False]
 
@@ -147,7 +146,7 @@ def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     machine = replace(load("g5_12xlarge"), num_gpus=2)
     job = make_job("13B_8bit", "7B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
     job = replace(job, target_ranks=(0,), draft_ranks=(1,))
-    before, after = (replica_memory(replace(job, overlap=overlaps), machine) for overlaps in (False, True))
+    before, after = (memory(replace(job, overlap=overlaps), machine) for overlaps in (False, True))
     assert job.draft
     probabilities = 4 * job.round_rows * job.target.shape.vocab_size
     uniforms = 2 * 8 * (job.max_new_tokens + 1) * 3 * (job.num_draft_tokens - 1)

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.architectures.inventory import Matrix
 from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
-from llama_ssp.planning.roofline import (
+from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.planning.timing import (
     LIBRARY_SHARE,
     MEASURED_SLOTS,
     OPERATORS_PER_LAYER,
     ForwardTime,
     ModelPlacement,
+    _layer_s,
+    _roofline_s,
     all_reduce_s,
     forward_time,
-    layer_s,
     message_s,
-    roofline_s,
 )
-from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.schema import Dtype, TargetKind
 from tests.helpers.planning import small_model
 
@@ -128,8 +128,8 @@ def test_a_layer_of_few_tokens_is_one_operator_on_one_rank_of_a_cpu(
         model=replace(MODEL, dtype=dtype), kind=TargetKind.tensor, ranks=tuple(range(num_ranks)), cuda_graphs=False,
         num_active=num_ranks,
     )  # fmt: skip
-    assert layer_s(seat, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
-    assert layer_s(seat, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
+    assert _layer_s(seat, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
+    assert _layer_s(seat, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:
@@ -151,16 +151,17 @@ def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> No
     assert message_s(NODES_OF_TWO, (1,), 500) == 0.0
 
 
+def _product_s(quantization: str, *, rows: int) -> float:
+    model = replace(MODEL, quantization=quantization)
+    return _roofline_s({64 * 128: 1}, model, format_of(quantization), MACHINE, rows=rows)
+
+
 def test_weight_only_int8_reads_its_bytes_once_in_every_32_rows_and_unpacks_for_more_than_128() -> None:
-    model = replace(MODEL, quantization="int8_weight_only")
-    matrix = Matrix(module="up_proj", num_rows=64, num_columns=128)
-    seconds = [roofline_s({matrix.num_elements: 1}, model, MACHINE, rows=rows) for rows in (1, 32, 33, 128, 129)]
+    seconds = [_product_s("int8_weight_only", rows=rows) for rows in (1, 32, 33, 128, 129)]
     assert seconds == pytest.approx([64 * 128 / 1e6 * times for times in (1, 1, 2, 4, 5)])
 
 
 def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:
-    model = replace(MODEL, quantization="nf4")
-    matrix = Matrix(module="up_proj", num_rows=64, num_columns=128)
     wide_s = 2 * 64 * 128 / 1e6
-    assert roofline_s({matrix.num_elements: 1}, model, MACHINE, rows=1) == pytest.approx(wide_s)
-    assert roofline_s({matrix.num_elements: 1}, model, MACHINE, rows=2) > 2 * wide_s
+    assert _product_s("nf4", rows=1) == pytest.approx(wide_s)
+    assert _product_s("nf4", rows=2) > 2 * wide_s

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.planning.layouts import choose_placement, same_kind
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.search import Choice, _drafts_of, search
+from llama_ssp.planning.search import _drafts_of, choose_placement, same_kind, search
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
@@ -20,70 +20,74 @@ TWO_NODES = replace(hardware.load("8xh100"), num_gpus=4, num_nodes=2)
 
 
 @cache
-def choices() -> list[Choice]:
+def choices() -> list[dict[str, Any]]:
     """What the planner suggests for a large model on four small GPUs."""
     return search(make_job("65B", "7B", num_ranks=4), A10G)
 
 
-def choice(found: list[Choice], target: str, draft: str | None, kind: str | None, *, num_ranks: int) -> Choice:
+def choice(
+    found: list[dict[str, Any]], target: str, draft: str | None, kind: str | None, *, num_ranks: int
+) -> dict[str, Any]:
     """That of one unquantized pair and placement."""
     wanted = (target, "fp16", draft, kind, num_ranks)
     return next(
-        one for one in found if (one.target, one.quantization, one.draft, one.draft_kind, one.num_ranks) == wanted
+        one
+        for one in found
+        if (one["target"], one["quantization"], one["draft"], one["draft_kind"], one["num_ranks"]) == wanted
     )
 
 
 def test_the_asked_model_comes_first_whatever_is_faster() -> None:
-    assert choices()[0].target == "65B"
-    targets = list(dict.fromkeys(one.target for one in choices()))
+    assert choices()[0]["target"] == "65B"
+    targets = list(dict.fromkeys(one["target"] for one in choices()))
     assert targets == ["65B", "7B", "13B", "30B"]
 
 
 @pytest.mark.parametrize("target", ["7B", "13B", "30B", "65B"])
 def test_choices_are_ranked_by_speed_and_what_does_not_fit_comes_last_with_the_reason(target: str) -> None:
-    found = [one for one in choices() if one.target == target]
-    times = [one.ms_per_token for one in found if one.ms_per_token is not None]
+    found = [one for one in choices() if one["target"] == target]
+    times = [one["ms_per_token"] for one in found if one["ms_per_token"] is not None]
     assert times == sorted(times)
     misfits = found[len(times) :]
-    assert all(one.ms_per_token is None and one.reason for one in misfits)
+    assert all(one["ms_per_token"] is None and one["reason"] for one in misfits)
 
 
 def test_every_size_precision_and_placement_is_tried() -> None:
-    assert {choice.target for choice in choices()} == {"7B", "13B", "30B", "65B"}
+    assert {choice["target"] for choice in choices()} == {"7B", "13B", "30B", "65B"}
     quantizations = {"fp16", "int8", "nf4", "int8_weight_only", "int4_weight_only"}
-    assert {choice.quantization for choice in choices()} == quantizations
-    assert {choice.draft_kind for choice in choices()} == {None, "sharded", "one_rank", "own_gpu"}
-    assert {(choice.num_replicas, choice.num_ranks) for choice in choices()} == {(1, 4), (2, 2), (4, 1)}
+    assert {choice["quantization"] for choice in choices()} == quantizations
+    assert {choice["draft_kind"] for choice in choices()} == {None, "sharded", "one_rank", "own_gpu"}
+    assert {(choice["num_replicas"], choice["num_ranks"]) for choice in choices()} == {(1, 4), (2, 2), (4, 1)}
 
 
 def test_nothing_larger_than_the_asked_model_is_ranked() -> None:
     found = search(make_job("13B_8bit", "7B"), replace(A10G, num_gpus=1))
-    assert list(dict.fromkeys(one.target for one in found)) == ["13B", "7B"]
+    assert list(dict.fromkeys(one["target"] for one in found)) == ["13B", "7B"]
 
 
 def test_drafts_are_found_by_vocabulary_and_not_by_name() -> None:
-    assert {one.draft for one in choices() if one.target == "30B"} == {None, "tinyllama_1B", "7B", "13B"}
+    assert {one["draft"] for one in choices() if one["target"] == "30B"} == {None, "tinyllama_1B", "7B", "13B"}
 
 
 @cache
-def over_two_nodes() -> list[Choice]:
+def over_two_nodes() -> list[dict[str, Any]]:
     """What the planner suggests for a model that one node holds."""
     return search(make_job("llama3_70B", "llama3_1B", num_ranks=8), TWO_NODES)
 
 
 def test_one_node_is_tried_where_there_are_two_and_is_the_fastest() -> None:
     best, *_ = over_two_nodes()
-    assert (best.target, best.num_ranks, best.num_replicas) == ("llama3_70B", 4, 2)
-    assert best.tokens_per_s == pytest.approx(2e3 / (best.ms_per_token or 0))
-    assert "placement.num_replicas=2" in best.settings
+    assert (best["target"], best["num_ranks"], best["num_replicas"]) == ("llama3_70B", 4, 2)
+    assert best["tokens_per_s"] == pytest.approx(2e3 / (best["ms_per_token"] or 0))
+    assert "placement.num_replicas=2" in best["settings"]
 
 
 def test_placement_auto_chooses_what_the_search_ranks_first() -> None:
     job = make_job("llama3_70B", "llama3_1B", num_ranks=8)
-    chosen = choose_placement(job, TWO_NODES, num_ranks=8, divides=True).job
+    chosen = choose_placement(job, TWO_NODES, num_ranks=8, divides=True)[0]
     assert chosen.num_replicas == 2
-    found = [one for one in over_two_nodes() if (one.quantization, one.draft) == ("bf16", "llama3_1B")]
-    assert found[0].num_ranks == len(chosen.layout.ranks)
+    found = [one for one in over_two_nodes() if (one["quantization"], one["draft"]) == ("bf16", "llama3_1B")]
+    assert found[0]["num_ranks"] == len(chosen.layout.ranks)
 
 
 @pytest.mark.parametrize(
@@ -100,26 +104,26 @@ def test_a_choice_has_the_time_of_its_placement_with_the_best_k(
     job = replace(make_job("13B", "7B"), target_ranks=target_ranks, draft_ranks=draft_ranks, draft_kind=kind)
     timed, found = timing(job, A10G), choice(choices(), "13B", "7B", kind.name, num_ranks=4)
     least_s = min(timed.by_num_draft_tokens)
-    assert found.ms_per_token == pytest.approx(1e3 * least_s)
-    assert found.speedup == pytest.approx(timed.plain_s / least_s)
-    assert found.num_draft_tokens == timed.best_num_draft_tokens
-    assert f"speculation.num_draft_tokens={timed.best_num_draft_tokens}" in found.settings
+    assert found["ms_per_token"] == pytest.approx(1e3 * least_s)
+    assert found["speedup"] == pytest.approx(timed.plain_s / least_s)
+    assert found["num_draft_tokens"] == timed.best_num_draft_tokens
+    assert f"speculation.num_draft_tokens={timed.best_num_draft_tokens}" in found["settings"]
 
 
 @pytest.mark.parametrize("num_copies", [1, heavy(2)])
 def test_a_choice_without_a_draft_has_the_time_of_plain_decoding_on_the_ranks_of_a_copy(num_copies: int) -> None:
     job = replace(make_job("13B", num_ranks=4 // num_copies), num_replicas=num_copies)
     found = choice(search(job, A10G), "13B", None, None, num_ranks=4 // num_copies)
-    assert found.ms_per_token == pytest.approx(1e3 * timing(job, A10G).plain_s)
-    assert (found.speedup, found.num_draft_tokens, found.num_replicas) == (1.0, 0, num_copies)
+    assert found["ms_per_token"] == pytest.approx(1e3 * timing(job, A10G).plain_s)
+    assert (found["speedup"], found["num_draft_tokens"], found["num_replicas"]) == (1.0, 0, num_copies)
 
 
 def test_a_choice_on_fewer_ranks_has_the_time_of_a_replica_and_the_tokens_of_all() -> None:
     job = same_kind(replace(make_job("7B"), num_replicas=4), 1)
     assert job
     found = choice(choices(), "7B", None, None, num_ranks=1)
-    assert found.ms_per_token == pytest.approx(1e3 * timing(job, A10G).plain_s)
-    assert found.tokens_per_s == pytest.approx(4e3 / (found.ms_per_token or 0))
+    assert found["ms_per_token"] == pytest.approx(1e3 * timing(job, A10G).plain_s)
+    assert found["tokens_per_s"] == pytest.approx(4e3 / (found["ms_per_token"] or 0))
 
 
 def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
@@ -130,36 +134,36 @@ def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
     assert best in range(3, 17)
     machine = replace(A10G, num_gpus=1, memory_bytes=needed[2])
     found = choice(search(job, machine), "7B", job.draft.name if job.draft else None, "one_rank", num_ranks=1)
-    assert (found.num_draft_tokens, found.needed_bytes) == (2, needed[2])
-    assert found.is_tight
+    assert (found["num_draft_tokens"], found["needed_bytes"]) == (2, needed[2])
+    assert found["is_tight"]
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     plain = choice(choices(), "65B", None, None, num_ranks=4)
-    assert plain.reason == "rank 0 needs 31.8 of 22.2 GiB"
+    assert plain["reason"] == "rank 0 needs 31.8 of 22.2 GiB"
 
 
 def test_replicated_drafts_are_tried_where_there_are_rows_to_share() -> None:
     choices = search(make_job("13B", "7B", num_ranks=4, batch_size=4), A10G)
-    assert "replicated" in {choice.draft_kind for choice in choices}
+    assert "replicated" in {choice["draft_kind"] for choice in choices}
 
 
 def test_one_gpu_knows_one_placement() -> None:
     choices = search(make_job("13B", "7B"), replace(A10G, num_gpus=1))
-    assert {choice.draft_kind for choice in choices} == {None, "one_rank"}
+    assert {choice["draft_kind"] for choice in choices} == {None, "one_rank"}
 
 
 def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
     job = make_job(small_model(), "7B")
     found = search(job, replace(A10G, num_gpus=1))
-    assert {choice.target for choice in found} == {"small"}
-    assert {choice.draft for choice in found} == {None, "7B"}
+    assert {choice["target"] for choice in found} == {"small"}
+    assert {choice["draft"] for choice in found} == {None, "7B"}
 
 
 def test_a_model_beyond_the_catalogue_has_drafts_of_its_vocabulary() -> None:
     job = make_job(small_model(vocab_size=32000, num_hidden_layers=90, hidden_size=8192, num_attention_heads=64))
     found = search(job, A10G)
-    assert {"7B", "13B", "tinyllama_1B"} <= {choice.draft for choice in found}
+    assert {"7B", "13B", "tinyllama_1B"} <= {choice["draft"] for choice in found}
 
 
 @pytest.mark.parametrize("default", ["tinyllama_1B", "somebody/hub-draft", None])

@@ -8,9 +8,8 @@ from benchmarks.published import OTHER_ENGINES
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import kv_bytes_per_token
-from llama_ssp.planning.roofline import ForwardTime, all_reduce_s, bandwidth
 from llama_ssp.planning.spec import PlannedModel
-from llama_ssp.planning.timing import CostModel, round_messages, timing
+from llama_ssp.planning.timing import CostModel, ForwardTime, all_reduce_s, bandwidth, round_messages, timing
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from tests.helpers.planning import make_job, measured_machine, small_model
 
@@ -134,9 +133,8 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
 def test_each_rank_that_drafts_tells_the_others_its_verdict(num_draft_tokens: int) -> None:
     job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=6)
     clock, messages = CostModel(job, A100), round_messages(job, num_draft_tokens)
-    assert messages.verdict
-    assert messages.verdict.num_senders == 4
-    told_s = clock.agree_s(messages.ids, messages.probabilities, messages.verdict)
+    assert messages["verdict"].num_senders == 4
+    told_s = clock.agree_s(num_draft_tokens, *messages)
     assert clock.verdict_s(num_draft_tokens) == pytest.approx(told_s + clock.rule_s(num_draft_tokens + 1), rel=1e-12)
 
 

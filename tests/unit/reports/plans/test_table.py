@@ -14,8 +14,8 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.reports import plan_figures as figure
 from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plan_figures import draw_plan
-from llama_ssp.reports.plan_tables import GIB, ITEMS, print_plan
+from llama_ssp.reports.plan_figures import draw
+from llama_ssp.reports.plan_tables import GIB, ITEMS, print_document
 from tests.helpers.planning import make_job
 
 
@@ -25,7 +25,7 @@ def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d
 
 def _printed(plan: dict[str, Any]) -> str:
     console = Console(record=True, width=110, file=io.StringIO())
-    print_plan(plan, console)
+    print_document(plan, console=console)
     return console.export_text()
 
 
@@ -107,27 +107,27 @@ def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> Non
 @pytest.mark.parametrize("draft", ["7B", None])
 def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
     plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
-    draw_plan(plan, file)
+    draw(plan, file)
     assert "<svg" in file.read_text()
-    bars = [mark.points for mark in figure.memory_by_rank(plan).marks if mark.kind is Kind.bar]
+    bars = [mark.points for mark in figure._memory_by_rank(plan).marks if mark.kind is Kind.bar]
     for place, rank in enumerate(plan["memory"]):
         tops = [top for (left, _), (_, top) in bars if int(left) == place]
         assert tops[-1] * GIB == pytest.approx(rank["needed_bytes"])
-    dots = [mark for mark in figure.time_by_k(plan).marks if mark.kind is Kind.dot]
+    dots = [mark for mark in figure._time_by_k(plan).marks if mark.kind is Kind.dot]
     assert len(dots) == len(plan["time"]["speculative_ms_per_token_by_k"])
 
 
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
         with pytest.raises(ConfigError, match="cannot be written"):
-            draw_plan(_plan("7B", None, num_ranks=1), file)
+            draw(_plan("7B", None, num_ranks=1), file)
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     plan = _plan("65B", "7B", num_ranks=8)
     console = Console(record=True, width=width, file=io.StringIO())
-    print_plan(plan, console)
+    print_document(plan, console=console)
     text = console.export_text()
     assert "…" not in text
     parts = plan["time"]["target_forward"]
@@ -139,7 +139,7 @@ def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() 
     job = replace(make_job("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
     plan = document(make_plan(job, hardware.load("8xa100_80gb")))
     console = Console(record=True, width=400, file=io.StringIO())
-    print_plan(plan, console)
+    print_document(plan, console=console)
     (line,) = (line for line in console.export_text().splitlines() if "tokens per round at" in line)
     assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
     assert re.search(r"; [\d.]+ to [\d.]+ ms/token$", line)

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.planning.search import search, search_document
+from llama_ssp.planning.search import search
 from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plan_figures import draw_search, time_by_ranks
-from llama_ssp.reports.plan_tables import print_search, printed
+from llama_ssp.reports.plan_figures import draw, time_by_ranks
+from llama_ssp.reports.plan_tables import print_document, printed
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
@@ -24,12 +24,16 @@ A10G = hardware.load("g5_12xlarge")
 @cache
 def choices() -> list[dict[str, Any]]:
     """What the planner suggests for a large model on four small GPUs."""
-    return search_document(search(make_job("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G))
+    return search(make_job("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G)
+
+
+def document(found: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"search": choices() if found is None else found, "basis": "a basis", "notes": []}
 
 
 def _console(width: int) -> Console:
     console = Console(record=True, width=width, file=io.StringIO())
-    print_search(choices(), machine=A10G.name, unit=A10G.unit, basis="a basis", console=console)
+    print_document(document(), machine=A10G.name, unit=A10G.unit, console=console)
     return console
 
 
@@ -65,7 +69,7 @@ def test_a_tight_choice_is_called_tight() -> None:
     console = Console(record=True, width=110, file=io.StringIO())
     (first, *_) = choices()
     tight = first | {"is_tight": True}
-    print_search([tight], machine=A10G.name, unit="GPU", basis="", console=console)
+    print_document(document([tight]), machine=A10G.name, unit="GPU", console=console)
     assert "tight" in console.export_text()
     assert "tight" not in _console(110).export_text() or any(one["is_tight"] for one in choices())
 
@@ -86,16 +90,16 @@ def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"search.{suffix}"
-    draw_search(choices(), file, machine=A10G.name, unit="GPU")
+    draw(document(), file, machine=A10G.name, unit="GPU")
     assert file.stat().st_size > 1000
 
 
 def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
     small = replace(A10G, num_gpus=1, memory_bytes=2**30)
-    found = search_document(search(make_job("65B", "7B"), small))
-    draw_search(found, tmp_path / "search.svg", machine=small.name, unit="GPU")
+    found = search(make_job("65B", "7B"), small)
+    draw(document(found), tmp_path / "search.svg", machine=small.name, unit="GPU")
 
 
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        draw_search(choices(), tmp_path / "search.docx", machine=A10G.name, unit="GPU")
+        draw(document(), tmp_path / "search.docx", machine=A10G.name, unit="GPU")
