@@ -94,7 +94,7 @@ class LeanRunner(CachedRunner):
         self._norm = RmsNorm(body.norm)
         linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self._head = NormedProduct(self._norm, linear, self._own)
-        self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv.linear)
+        self.repeats_operators = precision.repeats_operators(layers[0].qkv.linear)
         self._by_position = precision.rounds_inputs
         self._heads, has_windows = layers[0].heads, any(self._windows)
         self._varlen = varlen = varlen or find_varlen(

@@ -249,4 +249,4 @@ class TracedPrefill:
 
 
 def _repeats(runner: Runner) -> bool:
-    return runner.repeats_operators and runner.repeats_at_any_length and not runner.packs_prompts
+    return runner.repeats_operators and not runner.packs_prompts
