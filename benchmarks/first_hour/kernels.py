@@ -248,7 +248,7 @@ def rotary(where: Where) -> Iterator[str]:
 
             def placed(place: Callable[..., None] = place) -> Tensor:
                 own_qkv = qkv.clone()  # noqa: B023
-                place(own_qkv, parts=parts, num_heads=num_heads, norms=())  # noqa: B023
+                place(own_qkv, parts=parts, heads=Heads(num_heads, num_kv, dim, 1.0), norms=())  # noqa: B023
                 return torch.cat([own_qkv[:, :num_heads], parts[:, slots].transpose(0, 1)], 1)  # noqa: B023
 
             name = f"{num_rows} rows, {num} positions, {num_heads} over {num_kv} heads of {dim}, {way}"

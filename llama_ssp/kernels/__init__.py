@@ -9,6 +9,14 @@
 `choice.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what its
 reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
 
+On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
+
+    between              `between`                        `between_gpu`: norms, rotary embedding and cache, gate
+    product              a norm, a product, a gate        `product_gpu`: all in one, with `gpu_kernels=fused`
+    linear               weights that are unpacked        `linear_gpu`: a few rows by int8 or int4
+    attention by length  torch's, unsplit                 `attention_gpu`: long rows with few heads
+    draw                 `sampling.processors`            `draw_gpu`: the draw of a token
+
 The kernels are our own because no library was fast with rows that do not depend on each other
 (`docs/findings/cpus.md`): oneDNN's int8 product was a hundred times slower at a few rows, FBGEMM's quantizes all rows
 with one scale, torchao's wheel had no operator for these CPUs, and numba chooses the order of sums and keeps a pickled

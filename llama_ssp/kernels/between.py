@@ -64,15 +64,15 @@ class RmsNorm:
         return (x / lengths).mul_(self.weight_E)
 
 
-def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], *, num_heads: int) -> None:
+def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], heads: Heads) -> None:
     """Norm queries and keys in place."""
-    num_kv = (qkv_MXD.shape[1] - num_heads) // 2
-    for norm, part in zip(norms, qkv_MXD.split([num_heads, num_kv, num_kv], 1)[:2], strict=True):
+    turned_MXD = qkv_MXD.narrow(1, 0, heads.num + heads.num_kv)
+    for norm, part in zip(norms, turned_MXD.split([heads.num, heads.num_kv], 1), strict=True):
         part.copy_(norm(part))
 
 
 def rotate_write(
-    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor, *, num_heads: int, norms: Sequence[RmsNorm]
+    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor, *, heads: Heads, norms: Sequence[RmsNorm]
 ) -> None:
     """Norm and turn queries and keys in place, in fp32, and write keys and values to the cache.
 
@@ -81,18 +81,17 @@ def rotate_write(
         freqs_cis_M1P: each token's complex rotary factors, for adjacent pairs of dimensions.
         slots_M: of the tokens, among the slots of all rows.
         parts: the layer's part of the cache; see `LayerBuffer`.
-        num_heads: query heads.
+        heads: of the layer.
         norms: of query heads and of key heads, in models that have them.
     """
-    num_kv = (qkv_MXD.shape[1] - num_heads) // 2
     if norms:
-        norm_heads(qkv_MXD, norms, num_heads=num_heads)
-    turned_MXD = qkv_MXD.narrow(1, 0, num_heads + num_kv)
+        norm_heads(qkv_MXD, norms, heads)
+    turned_MXD = qkv_MXD.narrow(1, 0, heads.num + heads.num_kv)
     in_fp32 = turned_MXD.float()
     torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
     if in_fp32 is not turned_MXD:
         turned_MXD.copy_(in_fp32)
-    parts.index_copy_(1, slots_M, qkv_MXD.narrow(1, num_heads, 2 * num_kv).transpose(0, 1))
+    parts.index_copy_(1, slots_M, qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv).transpose(0, 1))
 
 
 def gated(gate_up_M2U: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm])
 
         def placed(place: Callable[..., None]) -> tuple[Tensor, Tensor]:
             own_MXD, parts = qkv_MXD.clone(), qkv_MXD.new_zeros(2 * heads.num_kv, 2 * num_slots, heads.dim)
-            place(own_MXD, parts=parts, num_heads=heads.num, norms=head_norms)
+            place(own_MXD, parts=parts, heads=heads, norms=head_norms)
             return own_MXD[:, : heads.num], parts
 
         freqs_cis_M1P = freqs_cis_SP.index_select(0, positions_BT.flatten())[:, None]

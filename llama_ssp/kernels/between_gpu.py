@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.between import RmsNorm
+from llama_ssp.kernels.between import Heads, RmsNorm
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024
@@ -128,7 +128,7 @@ def rotate_write(
     positions_BT: Tensor,
     parts: Tensor,
     *,
-    num_heads: int,
+    heads: Heads,
     slots_M: Tensor | None = None,
     norms: Sequence[RmsNorm] = (),
 ) -> None:
@@ -139,7 +139,7 @@ def rotate_write(
         turns_SP2: cosines and sines of each position, fp32.
         positions_BT: of the tokens, contiguous.
         parts: the layer's part of the cache; see `LayerBuffer`.
-        num_heads: query heads.
+        heads: of the layer.
         slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
         norms: of query heads and of key heads, in models that have them.
     """
@@ -149,6 +149,6 @@ def rotate_write(
     rotate_write_kernel[(num_tokens, triton.cdiv(num_all, _HEADS_OF_A_PROGRAM))](
         qkv_MXD, turns_SP2, positions_BT, slots_M, query_norm, key_norm, parts,
         parts.shape[1] // batch_size, parts.shape[1], num_positions, norms[0].eps if norms else 0.0,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=(num_all - num_heads) // 2, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
+        NUM_HEADS=heads.num, NUM_KV_HEADS=heads.num_kv, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
         PAIRS=triton.next_power_of_2(head_dim // 2), num_warps=4,
     )  # fmt: skip

@@ -6,9 +6,7 @@
 
 Position p of a sequence is always in slot p of its row. Slots beyond a row's length are never read, because the mask
 shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
-buckets.
-
-Where attention reads rows by their lengths (module `llama.attention`), the same memory is shown as pages:
+buckets. Where attention reads rows by their lengths (module `llama.attention`), the same memory is shown as pages:
 
     page 0: slots 0..255 of row 0, page 1: slots 256..511 of row 0, ... of row B - 1; nothing is copied
 
@@ -90,28 +88,23 @@ class StaticCache(Workspace):
         is_paged: forwards read all rows as pages; `capacity` is rounded up to whole ones.
 
     Attributes:
-        num_slots: S.
-        first_slot_B1: index of each row's first slot among the slots of all rows.
+        num_rows, num_slots: B and S.
         shown: the buffers of all layers, by bucket; None before all have been written.
     """
 
     def __init__(
         self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, is_paged: bool = False
     ) -> None:
-        self._num_rows = batch_size
+        self.num_rows = batch_size
         self._is_paged = is_paged
         self.num_slots = whole_pages(capacity) if is_paged else capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
         self.shown = PerBucket(self._show_all)
-        self.first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * self.num_slots
-
-    def fits(self, *, batch_size: int, capacity: int) -> bool:
-        """Whether it has exactly these rows, and enough slots."""
-        return self._num_rows == batch_size and self.num_slots >= capacity
+        self._first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * self.num_slots
 
     def view(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
         """Make the view of one forward, which writes these slots of each row and reads the first `bucket`."""
-        first_slot_B1 = self.first_slot_B1 if cache_rows_B is None else self.first_slot_B1[cache_rows_B]
+        first_slot_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1[cache_rows_B]
         slots_M = (first_slot_B1 + positions_BT).flatten()
         return CacheView(self.buffers(bucket), slots_M, None if self._is_paged else cache_rows_B)
 
@@ -143,7 +136,7 @@ class StaticCache(Workspace):
         _, num_parts, head_dim = written_M2ND.shape
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
-            whole = written_M2ND.new_zeros(2, num_parts // 2, self._num_rows, self.num_slots, head_dim)
+            whole = written_M2ND.new_zeros(2, num_parts // 2, self.num_rows, self.num_slots, head_dim)
         self._wholes[number] = whole
         return whole
 
@@ -197,7 +190,7 @@ class LibraryCache(Cache):
         return 0
 
 
-def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The causal mask that attention adds to the scores: 0 up to a token's own position, minus infinity beyond.
 
     The mask rows of all positions are windows into one line of 2 S numbers, so a row is looked up, never computed.
@@ -216,33 +209,29 @@ def causal_pieces(capacity: int, *, window: int | None, dtype: torch.dtype, devi
 
 
 class Masks(Workspace):
-    """The masks of all layers of a model, one for each distinct window; see `causal_pieces`.
+    """The masks of all layers of a model, one for each distinct window; see `_causal_rows`.
 
     Attributes:
-        last: S - 1, a scalar tensor.
         shown: the mask rows by bucket, then by window in the order of the layers.
     """
 
     def __init__(
         self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._of = {
-            window: causal_pieces(capacity, window=window, dtype=dtype, device=device)
+        wholes = {
+            window: _causal_rows(capacity, window=window, dtype=dtype, device=device)
             for window in dict.fromkeys(windows)
         }
-        self.shown = PerBucket(self._show)
-        self.last = torch.tensor(capacity - 1, device=device)
-
-    def _show(self, bucket: int) -> dict[int | None, Tensor]:
-        return {window: pieces_SS[:, :bucket] for window, pieces_SS in self._of.items()}
+        self.shown = PerBucket(lambda bucket: {window: rows_SS[:, :bucket] for window, rows_SS in wholes.items()})
+        self._last = torch.tensor(capacity - 1, device=device)
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
         batch_size, _ = static_shape(positions_BT)
-        rows_M = (self.last - positions_BT).flatten()
+        rows_M = (self._last - positions_BT).flatten()
         return {
-            window: pieces_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
-            for window, pieces_SU in self.shown[bucket].items()
+            window: rows_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
+            for window, rows_SU in self.shown[bucket].items()
         }
 
 
@@ -253,7 +242,6 @@ class CachedRunner:
         uses_masks: attention takes masks; they are made with the cache.
     """
 
-    repeats_at_any_length = False
     is_thread_invariant = False
     reads_by_length = False
     packs_prompts = False
@@ -271,7 +259,7 @@ class CachedRunner:
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
-        if self._cache is not None and self._cache.fits(batch_size=batch_size, capacity=capacity):
+        if self._cache and self._cache.num_rows == batch_size and self._cache.num_slots >= capacity:
             return
         self.num_allocations += 1
         self._cache = StaticCache(

@@ -46,8 +46,8 @@ class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
     Attributes:
-        repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
-        repeats_at_any_length: these operators are the same for all T with one `row_class` of B * T.
+        repeats_operators: a forward calls the same operators on tensors that this object holds, for all T with one
+            `row_class` of B * T.
         is_thread_invariant: a forward computes the same bits with any number of threads.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
@@ -59,7 +59,6 @@ class Runner(Protocol):
     max_position_embeddings: int
     num_allocations: int
     repeats_operators: bool
-    repeats_at_any_length: bool
     is_thread_invariant: bool
     reads_by_length: bool
     packs_prompts: bool
@@ -105,7 +104,6 @@ class NullRunner:
     max_position_embeddings: int
     num_allocations: int = 0
     repeats_operators: bool = True
-    repeats_at_any_length: bool = True
     is_thread_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False

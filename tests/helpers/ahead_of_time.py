@@ -24,14 +24,12 @@ class Compiled:
     """What ptxas made of a kernel.
 
     Attributes:
-        num_registers: of a thread.
         stack_bytes: of a thread; registers that did not fit are spilled there.
         shared_bytes: of a block.
         ttgir: Triton's own last form, which names the layouts.
         sass: the instructions, with their addresses.
     """
 
-    num_registers: int
     stack_bytes: int
     shared_bytes: int
     ttgir: str
@@ -44,23 +42,15 @@ class Compiled:
         return int(found)
 
     @cached_property
-    def loops(self) -> tuple[tuple[str, ...], ...]:
-        """The instructions of every loop, the longest loop first; an outer loop has those of its inner ones."""
+    def body(self) -> tuple[str, ...]:
+        """The instructions of the longest loop."""
         placed = [(int(address, 16), text) for address, text in _INSTRUCTION.findall(self.sass)]
         spans = [
             (int(found[1], 16), address)
             for address, text in placed
             if (found := _BACKWARD.search(text)) and int(found[1], 16) < address
         ]
-        bodies = [tuple(text for place, text in placed if first <= place <= last) for first, last in spans]
-        return tuple(sorted(bodies, key=len, reverse=True))
-
-    @property
-    def body(self) -> tuple[str, ...]:
-        """The instructions of the longest loop."""
-        if not self.loops:
-            raise ValueError("the kernel has no loop")
-        return self.loops[0]
+        return max((tuple(text for place, text in placed if first <= place <= last) for first, last in spans), key=len)
 
     def count(self, pattern: str) -> int:
         """Count the instructions of the longest loop that a regular expression matches."""
@@ -111,9 +101,9 @@ def compile_kernel(
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(assembly["cubin"])
         usage, sass = (_disassembled(binary, option) for option in ("-res-usage", "-sass"))
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage.replace("\n", " ")).groups()  # type: ignore[union-attr]
+    (stack,) = re.findall(r" STACK:(\d+)", usage)
     return Compiled(
-        num_registers=int(registers), stack_bytes=int(stack), shared_bytes=built.metadata.shared,
+        stack_bytes=int(stack), shared_bytes=built.metadata.shared,
         ttgir=assembly["ttgir"], sass=sass,
     )  # fmt: skip
 

@@ -152,7 +152,7 @@ def rotary_and_cache() -> None:
             partial(rotate_write, freqs_cis_M1P=freqs[positions.flatten()][:, None], slots_M=slots),
         ):
             own, parts = qkv.clone(), torch.zeros(2 * num_kv, len(rows) * num_slots, head_dim, dtype=DTYPE)
-            place(own, parts=parts, num_heads=num_heads, norms=norms)
+            place(own, parts=parts, heads=Heads(num_heads, num_kv, head_dim, 1.0), norms=norms)
             found.append((own[:, :num_heads], parts))
         for ours, theirs in zip(*found, strict=True):
             assert_near(ours, theirs, tolerance=2e-3)

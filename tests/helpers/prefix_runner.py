@@ -34,7 +34,6 @@ class PrefixRunner:
     """
 
     repeats_operators = True
-    repeats_at_any_length = False
     is_thread_invariant = False
     reads_by_length = False
     packs_prompts = False

@@ -75,7 +75,7 @@ class PlacedAttention:
         """See `LayerAttention`."""
         qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
         buffer = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
-        self.rotate_write(qkv_MXD, parts=buffer.parts, num_heads=heads.num, norms=norms)
+        self.rotate_write(qkv_MXD, parts=buffer.parts, heads=heads, norms=norms)
         return self.attend(qkv_MXD.narrow(1, 0, heads.num), *buffer.rows(self.cache_rows_B), heads)
 
 
@@ -104,7 +104,7 @@ class CompiledAttention:
             return qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
 
         if norms:
-            norm_heads(split(), norms, num_heads=heads.num)
+            norm_heads(split(), norms, heads)
         parts = self.view.buffer(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv)).parts
         place = self.freqs_cis_S1P, self.positions_BT, self.view.slots_M
         return self.attention(qkv_MO, *place, parts, heads.num, heads.scale, self.window or 0)

@@ -94,8 +94,9 @@ class LeanRunner(CachedRunner):
         self._norm = RmsNorm(body.norm)
         linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self._head = NormedProduct(self._norm, linear, self._own)
-        self.repeats_operators = self.repeats_at_any_length = precision.repeats_operators(layers[0].qkv.linear)
         self._by_position = precision.rounds_inputs
+        # What bitsandbytes calls depends on the inputs.
+        self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None
         self._heads, has_windows = layers[0].heads, any(self._windows)
         self._varlen = varlen = varlen or find_varlen(
             self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows

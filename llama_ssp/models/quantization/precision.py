@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear, native_of
+from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
@@ -53,10 +53,6 @@ class Precision:
     def rounds_inputs(self) -> bool:
         """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
-
-    def repeats_operators(self, linear: Linear) -> bool:
-        """Whether a layer of this precision calls the same operators for all inputs of a shape, as traces need."""
-        return not self.rounds_inputs or native_of(linear) is not None
 
 
 UNQUANTIZED = Precision()

@@ -40,6 +40,8 @@ class _WeightOnlyLinear(Linear):
         self, operands: tuple[Tensor, Tensor], bias_O: Tensor | None, few_rows: ProductOfFewRows | None
     ) -> None:
         self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
+        byte_weights = 2 if operands[0].dtype is torch.uint8 else 1
+        self._num_inputs = byte_weights * operands[0].shape[1]  # a trace keeps it as a constant
 
     @abstractmethod
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
@@ -68,9 +70,9 @@ class _WeightOnlyLinear(Linear):
 
     def _unpacked(self, x_MI: Tensor) -> Tensor:
         """Unpack the weights of some outputs at a time, and multiply."""
-        num_outputs, num_inputs = len(self._operands[0]), x_MI.shape[1]
-        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // num_inputs, 1), num_outputs)
-        unpacked_CI = x_MI.new_empty(num_rows, num_inputs)
+        num_outputs = len(self._operands[0])
+        num_rows = min(max(_UNPACKED_ELEMENTS[x_MI.device.type] // self._num_inputs, 1), num_outputs)
+        unpacked_CI = x_MI.new_empty(num_rows, self._num_inputs)
         y_MO = x_MI.new_empty(x_MI.shape[0], num_outputs)
         for number, y_MC in enumerate(y_MO.split(num_rows, dim=1)):
             weight_CI = unpacked_CI[: y_MC.shape[1]]

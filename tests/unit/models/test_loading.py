@@ -76,40 +76,31 @@ def test_tensors_that_no_layer_has_are_ignored(tmp_path: Path) -> None:
     assert_same_values(load(tmp_path), model)
 
 
-def test_rotary_frequencies_stay_fp32(tmp_path: Path) -> None:
-    model = build_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
-    frequencies = load(tmp_path).model.rotary_emb.inv_freq
-    assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
-    assert frequencies.dtype is torch.float32
-
-
-def test_parameters_are_cast_to_the_wanted_format(saved: Callable[[str], Saved]) -> None:
+def test_parameters_are_cast_to_the_wanted_format_and_rotary_frequencies_stay_fp32(
+    saved: Callable[[str], Saved],
+) -> None:
     folder, model = saved("llama")
     loaded = load(folder, dtype=torch.bfloat16)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(torch.bfloat16))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
 
-def test_the_old_name_of_the_gpt_neox_head_is_understood(tmp_path: Path) -> None:
-    model = build_checkpoint(tmp_path, "gpt_neox")
-    edit_tensors(tmp_path, lambda tensors: {name.replace("lm_head", "embed_out"): t for name, t in tensors.items()})
-    assert "embed_out.weight" in load_file(tmp_path / SINGLE_FILE)
-    assert_same_values(load(tmp_path), model)
-
-
-def test_names_without_the_prefix_of_the_base_model_are_understood(tmp_path: Path) -> None:
-    model = build_checkpoint(tmp_path, "qwen3")
-    edit_tensors(tmp_path, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
+@pytest.mark.parametrize(("family", "name", "old"), [("gpt_neox", "lm_head", "embed_out"), ("qwen3", "model.", "")])
+def test_old_names_and_names_without_the_prefix_of_the_base_model_are_understood(
+    tmp_path: Path, family: str, name: str, old: str
+) -> None:
+    model = build_checkpoint(tmp_path, family)
+    edit_tensors(tmp_path, lambda tensors: {each.replace(name, old, 1): t for each, t in tensors.items()})
+    assert not any(each.startswith(name) for each in load_file(tmp_path / SINGLE_FILE))
     assert_same_values(load(tmp_path), model)
 
 
 @pytest.mark.parametrize("stored", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_tied_weights_are_held_once_whichever_of_them_is_stored(tmp_path: Path, stored: str) -> None:
     model = build_checkpoint(tmp_path, "qwen3")
-    edit_tensors(
-        tmp_path,
-        lambda tensors: {name.replace("model.embed_tokens.weight", stored): t for name, t in tensors.items()},
-    )
+    tied = "model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda tensors: {name.replace(tied, stored): t for name, t in tensors.items()})
     loaded = load(tmp_path)
     assert_same_values(loaded, model)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -123,17 +114,17 @@ def test_missing_tensors_are_named_before_anything_is_read(tmp_path: Path, monke
         load(tmp_path)
 
 
-def test_tensors_of_another_shape_are_named_with_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weight", "sentence"),
+    [
+        (torch.zeros(100, 64), r"lm_head.weight is \[100, 64\], not \[200, 64\]"),
+        (torch.zeros(200, 64, dtype=torch.int8), "lm_head.weight holds no floating-point numbers"),
+    ],
+)
+def test_tensors_of_another_shape_or_kind_are_named(tmp_path: Path, weight: Tensor, sentence: str) -> None:
     build_checkpoint(tmp_path, "llama")
-    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": torch.zeros(100, 64)})
-    with pytest.raises(CheckpointError, match=r"lm_head.weight is \[100, 64\], not \[200, 64\]"):
-        load(tmp_path)
-
-
-def test_integers_are_no_weights(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, "llama")
-    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)})
-    with pytest.raises(CheckpointError, match=r"lm_head.weight holds no floating-point numbers"):
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": weight})
+    with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path)
 
 

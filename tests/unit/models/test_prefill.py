@@ -1,13 +1,11 @@
 """Packed prompts give what padded ones give, with no token more than they have."""
 
-from itertools import accumulate
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
 from llama_ssp.models.runner import NullRunner
@@ -119,11 +117,3 @@ def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -
 def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
     assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
-
-
-def test_a_packed_chunk_is_as_large_as_a_padded_one() -> None:
-    """The planner reserves memory for padded ones."""
-    lengths = [PREFILL_CHUNK, 3 * PREFILL_CHUNK, 1]
-    ends = list(accumulate(lengths))
-    assert forwards_per_prompt(lengths, is_packed=True) == [1, 2, 1]
-    assert ends[-1] > PREFILL_CHUNK * len(lengths)

@@ -52,15 +52,6 @@ def test_the_next_ones_are_read_while_the_first_is_used() -> None:
         ahead.take(key)
 
 
-def test_no_more_are_on_their_way_than_was_said() -> None:
-    files = Files()
-    ahead = ReadAhead(files.read, KEYS, num_ahead=2)
-    for key in KEYS:
-        ahead.take(key)
-        assert len(ahead._coming) <= 2
-    assert not ahead._coming
-
-
 def test_without_reading_ahead_nothing_is_read_before_it_is_wanted() -> None:
     files = Files()
     ahead = ReadAhead(files.read, KEYS, num_ahead=0)

@@ -26,7 +26,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
-from tests.helpers.models import VOCAB_SIZE, WINDOW, build_checkpoint, library_logits, tiny_config
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits, tiny_config
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
@@ -147,28 +147,9 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "windows"),
-    [
-        ("llama", (None, None)),
-        ("mistral", (WINDOW, WINDOW)),
-        ("qwen2", (None, None)),
-        ("qwen3, windows", (None, WINDOW)),
-        ("gemma2", (WINDOW, None)),
-        ("gpt_neo", (WINDOW, None)),
-    ],
-)
-def test_windows_belong_to_layers(kind: str, windows: tuple[int | None, ...]) -> None:
-    assert windows_of(tiny_config(kind)) == windows
-
-
-@pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        (
-            "phi3",
-            {"sliding_window": 64},
-            "of 64 tokens in a context of 128, which .* gemma2, .*mistral",
-        ),
+        ("phi3", {"sliding_window": 64}, "of 64 tokens in a context of 128, which .* gemma2, .*mistral"),
         ("olmo3", {"sliding_window": 64}, "sliding windows"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends in both directions"),
         (
@@ -178,6 +159,11 @@ def test_windows_belong_to_layers(kind: str, windows: tuple[int | None, ...]) ->
         ),
         ("llama", {"is_causal": False}, "attends in both directions"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
+            r"has rope_type \['default'\]: default, linear, llama3 or yarn is required",
+        ),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of kind conv"),
     ],
 )
@@ -206,10 +192,3 @@ def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_s
     tiny_config("gpt_neo", max_position_embeddings=2**22).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"wpe.weight has 128 rows, and .*max_position_embeddings=4194304"):
         build_empty(inspect(tmp_path))
-
-
-def test_a_rope_type_that_is_no_text_is_a_sentence() -> None:
-    config = tiny_config("llama")
-    config.rope_parameters = {"rope_type": ["default"], "rope_theta": 1e4}
-    with pytest.raises(ConfigError, match=r"has rope_type \['default'\]: default, linear, llama3 or yarn is required"):
-        check_servable(config)

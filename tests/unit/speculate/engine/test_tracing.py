@@ -169,6 +169,15 @@ def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
     on_ranks(comms, rounds)
 
 
+def test_weights_go_with_the_runner() -> None:
+    lean = runner()
+    replayed_texts(lean)
+    watched = [weakref.ref(lean._layers[0].qkv.linear.weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[attr-defined, union-attr]
+    del lean
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
 @pytest.mark.heavy
 def test_recordings_go_with_what_made_them() -> None:
     """Torch keeps a page of text for each operator, and what `torch.jit.trace` makes for ever."""
