@@ -263,7 +263,7 @@ class NativeLinear(Linear):
 
 
 def native_of(linear: Linear) -> NativeLinear | None:
-    """What computes a layer, or a quantized form of one; None if that is no compiled product."""
+    """The compiled product of a layer, or of a quantized form of one; None if it has none."""
     found = linear if isinstance(linear, NativeLinear) else getattr(linear, "native", None)
     return found if isinstance(found, NativeLinear) else None
 
