@@ -148,7 +148,7 @@ def measure(
 
 
 def goals(results: dict[str, Result]) -> list[Goal]:
-    """What holds on every kind of text."""
+    """Goals for every kind of text."""
     found = []
     for kind, result in results.items():
         if kind == LOSING:

@@ -147,7 +147,7 @@ def as_it_is_now(machine: HardwareConfig, random_pairs: Pairs, num_ranks: int) -
 
 
 def planned(pair: Pair, world: World, machine: HardwareConfig) -> Forecast:
-    """What a plan says of whole completions."""
+    """The forecast of whole completions."""
     return forecast(timing(planned_job(pair.case, world, pair.acceptance()), machine))
 
 

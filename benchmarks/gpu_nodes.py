@@ -78,7 +78,7 @@ LAYER, BLOCKS, DRAW, ROUND = "layer", "attention of a layer", "draw of one token
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is counted, and its budget.
+    """A thing that is counted, and its budget.
 
     A layer of a forward, the thread blocks of its attention, one draw for one row, or all graphs of a round with K = 4
     or of a plain step; on each of the GPUs that share a model.
@@ -105,7 +105,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         gpus = f"{self.num_ranks} GPU{'s' * (self.num_ranks > 1)}"
         batch, fused = f"batch {self.batch_size}", ["gpu_kernels=fused"] * self.fuses
         drawn = "sampled" if self.sampling.temperature else "greedy"
@@ -251,7 +251,7 @@ def forward_nodes(runner: Runner, *, num_rows: int, bucket: int, batch_size: int
 
 
 def layer_nodes(case: Case) -> list[Record]:
-    """What a second layer adds to a forward."""
+    """The nodes that a second layer adds to a forward."""
     one, two = (
         forward_nodes(
             load(case.target, group_of(case.num_ranks), layers, fuses=case.fuses, quantization=case.quantization),

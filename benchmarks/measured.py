@@ -1,4 +1,4 @@
-"""What the programs share: goals, rows that are kept with what made them, tables, pages, and groups of ranks.
+"""Common parts of the programs: goals, rows that are kept with what made them, tables, pages, and groups of ranks.
 
 How candidates take turns is the business of `llama_ssp.run.calibration.interleave`.
 """
@@ -34,7 +34,7 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def table_of_goals(goals: Iterable[Goal]) -> str:
-    """Each goal beside its measurement."""
+    """Each goal with its measurement."""
     lines = [
         (name, f"{measured:.2f}", f"{at_most:g}", "holds" if measured <= at_most else "**missed**")
         for name, measured, at_most in goals

@@ -62,7 +62,7 @@ class Candidate:
     yields: list[dict[str, float]] = field(default_factory=list)
 
     def request(self, repetition: int) -> Request:
-        """What a repetition decodes."""
+        """The request of a repetition."""
         prompt = self.prompts[repetition % len(self.prompts)]
         return Request(index=0, sample=0, prompt_ids=prompt, max_new_tokens=NEW_TOKENS)
 
@@ -160,7 +160,7 @@ def measure_group(file: Path, arguments: argparse.Namespace) -> None:
 
 
 def launch(num_ranks: int, arguments: argparse.Namespace) -> list[Row]:
-    """What a group of ranks measures, with two threads in all."""
+    """Measure on a group of ranks, with two threads in all."""
     words = ["--agreement", str(arguments.agreement), "--draft-layers", str(arguments.draft_layers)]
     words += ["--quantization", arguments.quantization, "--repetitions", str(arguments.repetitions)]
     words += ["--lengths", *map(str, arguments.lengths)]

@@ -1,4 +1,4 @@
-"""What a round takes in every placement and precision of the shipped pair: `python -m benchmarks.placements --store`.
+"""The time of a round in every placement and precision of the shipped pair: `python -m benchmarks.placements --store`.
 
 One process measures the cells of one rank, a pair of processes those of two. All cells of a group are in memory at once
 and take turns on the same prompt; a time is that of a round, or of a plain step, after the prefill, on rank 0.

@@ -39,7 +39,7 @@ _SERIAL = 2**17
 
 CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "out"), POINTER)
 CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "window", "scale"), I64)
-"""What the threads share, in an array of words."""
+"""Words that the threads share."""
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
 _AHEAD = 256
@@ -51,7 +51,7 @@ _LOWEST = -3e38
 _REGISTERS = 16
 """Vectors of a tile's sums, which leave registers for what they are made of."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
-"""What is known of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
+"""State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
 
 
 def emit(head_dim: int) -> ir.Module:
@@ -144,7 +144,7 @@ def _place(module: ir.Module, head_dim: int) -> Value:
 
 
 def _units(module: ir.Module, head_dim: int) -> Value:
-    """What one thread does: the units from `begin` to `end`."""
+    """The part of one thread: the units from `begin` to `end`."""
     unit = unit_of(module, head_dim)
     code, (begin, end, words) = function(module, "units", [I64, I64, POINTER])
     given, dim = _given(code, words), i64(head_dim)

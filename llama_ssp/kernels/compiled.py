@@ -64,7 +64,7 @@ def has_features(names: tuple[str, ...]) -> bool:
 
 @cache
 def _decides_code() -> str:
-    """What a kernel's code depends on: this CPU, LLVM, the sources of this package, and those of formats of weights."""
+    """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of weight formats."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     sources += [inspect.getsource(module) for module in (formats, int4_rows)]
     features = binding.get_host_cpu_features().flatten()

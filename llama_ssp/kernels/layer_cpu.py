@@ -42,7 +42,7 @@ _CONTEXT |= dict.fromkeys(
 )
 _CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in PARTS), POINTER)
 _CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs")), I64)
-"""What the threads share, in an array of words."""
+"""Words that the threads share."""
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
 _LINE = 8
@@ -130,7 +130,7 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
 
 
 def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
-    """What each thread does: (first thread, last thread, context), where a thread may stand for several."""
+    """All steps of a thread: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
     given = code.loaded(_CONTEXT, words)
     threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)

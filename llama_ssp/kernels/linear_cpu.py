@@ -58,7 +58,7 @@ _ONE_SCALE = {"singles", "halves", "nibbles"}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Blocks whose sums stay in registers beside so many rows: 8 are needed to hide the latency of one sum."""
+"""Blocks whose sums stay in registers with so many rows: 8 are needed to hide the latency of one sum."""
 _UNROLLED = 2
 _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
@@ -66,7 +66,7 @@ _SIGN_BIT = 128
 
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
 CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "gates"), I64)
-"""What the threads of one product share, in an array of words."""
+"""Words that the threads of one product share."""
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
@@ -292,7 +292,7 @@ def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
 
 
 def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
-    """What one thread does: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
+    """The part of one thread: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
     code, (begin, end, words) = function(module, "part", [I64, I64, POINTER])
     given = code.loaded(CONTEXT, words)
     sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))

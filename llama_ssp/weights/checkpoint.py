@@ -116,9 +116,8 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, PackedLayout | None]:
     model_type = content.get("model_type")
     problem = None
     if "auto_map" in content or "trust_remote_code" in content:
-        problem = (
-            "asks for Python code from its folder, which is never run: a model that transformers knows is required"
-        )
+        known = "a model that transformers knows is required"
+        problem = f"asks for Python code from its folder, which is never run: {known}"
     elif not isinstance(model_type, str):
         problem = "has no model_type: a config.json as save_pretrained writes it is required"
     elif model_type not in CONFIG_MAPPING:

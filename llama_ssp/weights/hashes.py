@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,18 +65,16 @@ def verify(folder: Path, file: Path | None = None) -> None:
     wanted = read_json(manifest)
     if not wanted or not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in wanted.values()):
         raise CheckpointError(f"{manifest} is no manifest from files to their SHA-256: write or copy it again")
-    if differences := _differences(wanted, _hash_all(folder, but=manifest)):
-        raise CheckpointError(
-            f"{folder} is not what {manifest} says: {summary(differences)}; copy or download these files again"
-        )
-
-
-def _differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    return [
+    found = _hash_all(folder, but=manifest)
+    differences = [
         f"{name} {'is missing' if name not in found else 'is not in the manifest' if name not in wanted else 'differs'}"
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
+    if differences:
+        raise CheckpointError(
+            f"{folder} is not what {manifest} says: {summary(differences)}; copy or download these files again"
+        )
 
 
 def _hash_all(folder: Path, *, but: Path) -> dict[str, str]:

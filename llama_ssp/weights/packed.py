@@ -11,7 +11,7 @@ supported. An actorder that is static, or weight, keeps the groups in place.
 Shapes: O outputs, I inputs, G groups of 128 inputs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -37,7 +37,7 @@ class PackedLayout:
     """How a checkpoint stores its int4 weights.
 
     Attributes:
-        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx, None if there is none.
+        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
         others: last parts of the names of tensors that are not needed.
         has_inputs_first: matrices are stored transposed.
         least_zero: what a stored zero of 0 stands for.
@@ -46,7 +46,7 @@ class PackedLayout:
     weight: str
     scale: str
     zero: str
-    order: str | None = None
+    order: str
     others: tuple[str, ...] = ()
     has_inputs_first: bool = False
     least_zero: int = 0
@@ -54,7 +54,7 @@ class PackedLayout:
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
-        return (self.weight, self.scale, self.zero, *([self.order] if self.order else ()), *self.others)
+        return self.weight, self.scale, self.zero, self.order, *self.others
 
 
 _COMPRESSED = PackedLayout(
@@ -108,10 +108,8 @@ class PackedTensor(TensorFacts):
         return self.parts[leaf].read(rows, columns)
 
     def _check_order(self, inputs: range) -> None:
-        if self.layout.order not in self.parts:
-            return
-        stored = self.parts[str(self.layout.order)]
-        if not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
+        stored = self.parts.get(self.layout.order)
+        if stored and not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
             raise CheckpointError(
                 f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
                 "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
@@ -175,47 +173,31 @@ def combine(
     suffix = f".{layout.weight}"
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
-    unfit = [name for name, tensor in weights.items() if tensor is None]
-    if unfit or not weights:
+    packed = {name: tensor for name, tensor in weights.items() if tensor}
+    if len(packed) < len(weights) or not weights:
+        unfit = next((name for name in weights if name not in packed), "any layer")
         raise CheckpointError(
-            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {_first(unfit)}, though its "
+            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {unfit}, though its "
             f"config.json describes them: {', '.join(layout.leaves)} that fit each other are required"
         )
-    packed = {name: tensor for name, tensor in weights.items() if tensor}
     parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
 
 
-def _first(names: Sequence[str]) -> str:
-    return names[0] if names else "any layer"
-
-
 def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: str) -> PackedTensor | None:
     """The weight of a module; None if its parts do not fit each other."""
-    found = {leaf: tensors.get(f"{module}.{leaf}") for leaf in layout.leaves}
-    parts = {leaf: tensor for leaf, tensor in found.items() if tensor}
-    matrices = {leaf: _outputs_first(tensor, layout) for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
+    parts = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}.{leaf}"))}
+    step = -1 if layout.has_inputs_first else 1
+    matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if not {layout.weight, layout.scale} <= matrices.keys():
         return None
     num_outputs, num_words = matrices[layout.weight]
     num_groups, remainder = divmod(num_words * _CODES_OF_A_WORD, GROUP)
-    fits = (
-        not remainder
-        and parts[layout.weight].kind == "I32"
-        and parts[layout.scale].dtype is not None
-        and matrices[layout.scale] == (num_outputs, num_groups)
-    )
+    dtype, shape = parts[layout.scale].dtype, (num_outputs, GROUP * num_groups)
+    fits = not remainder and parts[layout.weight].kind == "I32" and dtype is not None
+    fits &= matrices[layout.scale] == (num_outputs, num_groups)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
-    if order := parts.get(str(layout.order)):
-        fits &= order.shape == (GROUP * num_groups,)
-    shape = num_outputs, GROUP * num_groups
-    return (
-        PackedTensor(dtype=parts[layout.scale].dtype, shape=shape, is_packed=True, layout=layout, parts=parts)
-        if fits
-        else None
-    )
-
-
-def _outputs_first(tensor: StoredTensor, layout: PackedLayout) -> tuple[int, ...]:
-    return tensor.shape[::-1] if layout.has_inputs_first else tensor.shape
+    if order := parts.get(layout.order):
+        fits &= order.shape == shape[1:]
+    return PackedTensor(dtype=dtype, shape=shape, is_packed=True, layout=layout, parts=parts) if fits else None

@@ -21,7 +21,7 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """What is known of a tensor before it is read.
+    """Facts of a tensor before it is read.
 
     Attributes:
         dtype: None if weights cannot have it; of a packed tensor, that of its scales.
@@ -35,7 +35,7 @@ class TensorFacts:
 
 
 class Wanted(TypedDict, total=False):
-    """What to read of a tensor.
+    """The part of a tensor that is read, and its form.
 
     Attributes:
         dim: the dimension that is cut; None for the whole tensor.

@@ -1,14 +1,11 @@
 """A GPT-NeoX and a GPT-Neo that know one text by heart, each in tokens of its own."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.models import tiny_model
+from tests.helpers.tokenizers import byte_level
 
 PROMPT = "Difference between a gasoline and hybrid vehicles is"
 TEXT = (
@@ -24,24 +21,10 @@ _VOCAB_SIZE = 440
 _STEPS = 30
 
 
-def byte_level_of(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer like GPT-2's, trained on some texts."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
-
-
 def save_pair(folder: Path) -> None:
     """Save the pair into `folder/target` and `folder/draft`."""
     for part, family in (("target", "gpt_neox"), ("draft", "gpt_neo")):
-        tokenizer = byte_level_of(_LEARNED[part], vocab_size=_VOCAB_SIZE)
+        tokenizer = byte_level(_LEARNED[part], vocab_size=_VOCAB_SIZE, special=("<|endoftext|>",))
         model = tiny_model(
             family, vocab_size=len(tokenizer), max_position_embeddings=512, bos_token_id=0, eos_token_id=0
         )

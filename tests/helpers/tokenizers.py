@@ -1,6 +1,7 @@
 """Tokenizers: of words for random models, where token i is written "ti", and of the layouts that real models have."""
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import BpeTrainer
 from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+
+_SOME_TEXTS = ("def return (n): the other world",) * 3
+_SPECIAL_AND_BYTES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -21,30 +25,42 @@ def save_tokenizer(folder: Path, vocab_size: int) -> None:
     fast.save_pretrained(folder)
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    """Like Llama 3's: a token is some bytes, and a space is one of them."""
+def byte_level(
+    texts: Iterable[str] = _SOME_TEXTS, *, vocab_size: int = 300, special: tuple[str, ...] = ("<s>", "</s>")
+) -> PreTrainedTokenizerFast:
+    """Like those of Llama 3 and GPT-2: a token is some bytes, and a space is one of them.
+
+    The first and the last of the special tokens begin and end a sequence.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(["def return (n): the other world"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[-1])
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """Like Llama's first tokenizer: a space is a letter, unknown characters are bytes, the first space is dropped."""
     words = ["▁Hello", "▁world", "▁", "re", "turn", "n", "\n", "▁▁"]
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *byte_tokens, *words])}
+    vocabulary = {token: number for number, token in enumerate([*_SPECIAL_AND_BYTES, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
+    tokenizer.decoder = _stripping()
+    return _beginning(tokenizer)
+
+
+def _stripping() -> decoders.Decoder:
+    """A decoder that drops one space at the beginning."""
+    return decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+
+
+def _beginning(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """With a token that begins a sequence."""
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
@@ -63,14 +79,11 @@ def layout(name: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
     if name == "llama_files":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
+        tokenizer.decoder = _stripping()
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return _beginning(tokenizer)
 
 
 LAYOUTS = {
@@ -91,5 +104,4 @@ def _pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
     model: dict[str, Any] = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in model["merges"]]
     words = sorted(model["vocab"], key=model["vocab"].get)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    return {token: number for number, token in enumerate(tokens)}, merges
+    return {token: number for number, token in enumerate([*_SPECIAL_AND_BYTES, *words])}, merges
