@@ -56,7 +56,7 @@ class Comm:
 
     @classmethod
     def of_world(
-        cls, *, rank: int, size: int, device: torch.device, crowded: bool, device_wait: DeviceWait | None
+        cls, *, rank: int, size: int, device: torch.device, crowded: bool, device_wait: DeviceWait | None = None
     ) -> "Comm":
         """Form the group of all ranks, which must call this together; for arguments see the class."""
         members = tuple(range(size))

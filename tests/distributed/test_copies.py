@@ -75,32 +75,6 @@ def test_interrupted_copies_end_together_and_are_resumed_without_repeating_anyth
     assert [line for line in after if line in before] == before
 
 
-@pytest.mark.slow
-@pytest.mark.distributed(4)
-def test_the_draft_has_a_rank_of_its_own_where_the_target_leaves_one(tmp_path: Path) -> None:
-    places = ["placement.target.ranks=[0,1,2]", "placement.draft.ranks=[3]"]
-    done = run([*places, "prompt=import os", "max_new_tokens=8", f"run_dir={tmp_path}/run"], num_ranks=4)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["placement"]["target"]["ranks"] == [0, 1, 2]
-    assert summary["placement"]["draft"]["ranks"] == [3]
-    assert summary["plain"]["num_target_forwards"] == 8, "plain decoding goes on without the draft's rank"
-    assert summary["speculative"]["tokens_per_round"] > 1
-
-
-@pytest.mark.slow
-@pytest.mark.distributed(2)
-def test_the_planners_choice_is_told_and_taken(tmp_path: Path) -> None:
-    settings = ["placement=auto", "task=generate", "prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu"]
-    done = run([*settings, f"run_dir={tmp_path}/run"], num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "placement=auto: the target on rank" in done.stdout + done.stderr
-    draft = json.loads((tmp_path / "run" / "summary.json").read_text())["placement"]["draft"]
-    assert f"draft on rank{'s' if len(draft['ranks']) > 1 else ''} {' '.join(map(str, draft['ranks']))}" in (
-        done.stdout + done.stderr
-    )
-
-
 @pytest.mark.distributed(3)
 @pytest.mark.heavy
 def test_ranks_that_would_hold_nothing_are_an_error_that_says_so(tmp_path: Path) -> None:

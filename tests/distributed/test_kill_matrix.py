@@ -152,7 +152,7 @@ def test_a_rank_killed_in_another_copy_ends_the_job_in_a_sentence_long_before_th
     assert all(process.returncode for process in running)
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)
-    assert "(connection closed); the same command" in (run_dir / "status").read_text()
+    assert "(connection closed); run the same command" in (run_dir / "status").read_text()
     check_resumption(cell, run_dir, lines(run_dir), more=copies, num_ranks=2)
 
 

@@ -1,6 +1,5 @@
 """The command on the shipped pair in 4 bits: packed by a quantizing tool, or rounded while loading."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -58,15 +57,3 @@ def test_a_packed_checkpoint_without_its_format_is_one_sentence(
     done = run([*GREEDY, "model=local", f"model.path={made('compressed-tensors')[0]}", f"run_dir={tmp_path}/run"])
     assert done.returncode == 2
     assert "holds weights of 4 bits, and model.quantization=none was given" in done.stderr.splitlines()[0]
-
-
-@pytest.mark.slow
-def test_the_shipped_pair_runs_in_4_bits(tmp_path: Path) -> None:
-    """Rounded while it is loaded, target and draft."""
-    done = run(
-        ["model.quantization=int4_weight_only", "draft.model.quantization=int4_weight_only", "max_new_tokens=12",
-         PROMPT, f"run_dir={tmp_path}/run"]
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["speculative"]["tokens_per_round"] > 1

@@ -18,30 +18,26 @@ def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "candidates"),
+    ("line", "candidates"),
     [
-        ("sampling=gr", "sampling=greedy"),
-        ("task=generate task.for", "task.format="),
-        ("model=7B draft=tiny-", "draft=tiny-draft"),
-        ("speculation=${run_id:} sampling=gr", "sampling=greedy"),
-        ("a[ sampling=gr", ""),
-        ('"prompt=a b" sam', ""),
-        ("--no-such-option sam", ""),
-        ("seed.x", ""),
-        ("run_dir=/no/such", ""),
+        ("", ""),
+        ("((", ""),
+        (".venv/bin/python launch/run.py sam", ""),
+        ("python launch/run.py sampling=gr", "sampling=greedy"),
+        ("python launch/run.py task=generate task.for", "task.format="),
+        ("python launch/run.py model=7B draft=tiny-", "draft=tiny-draft"),
+        ("python launch/run.py speculation=${run_id:} sampling=gr", "sampling=greedy"),
+        ("python launch/run.py a[ sampling=gr", ""),
+        ('python launch/run.py "prompt=a b" sam', ""),
+        ("python launch/run.py --no-such-option sam", ""),
+        ("python launch/run.py seed.x", ""),
+        ("python launch/run.py run_dir=/no/such", ""),
     ],
 )
-def test_a_shell_asks_for_candidates(words: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMP_LINE", f"python launch/run.py {words}")
-    ended = launch("-sc", "query=bash")
-    assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
-
-
-@pytest.mark.parametrize("line", ["", "((", ".venv/bin/python launch/run.py sam"])
-def test_a_line_that_is_not_understood_has_no_candidates(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     ended = launch("-sc", "query=bash")
-    assert (ended.code, ended.err, ended.out.strip()) == (0, "", "")
+    assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +45,8 @@ def test_a_line_that_is_not_understood_has_no_candidates(line: str, monkeypatch:
     [
         ([], INSTALL),
         (["install=tcsh"], INSTALL),
-        (["install="], INSTALL),
         (["install=[bash]"], INSTALL),
-        (["install={"], INSTALL),
-        (["bash"], INSTALL),
         (["install=bash", "query=bash"], INSTALL),
-        (["install=bash", "seed=1"], INSTALL),
         (["query=bash"], "-sc query=bash is called by the shell itself, which sets COMP_LINE; "),
     ],
 )

@@ -40,14 +40,6 @@ def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatc
         assert "\\x1b[2J" in ended.out
 
 
-@pytest.mark.heavy
-def test_compare_prints_none(tmp_path: Path) -> None:
-    ended = launch("max_new_tokens=2", "device=cpu", f"prompt={HOSTILE}", f"run_dir={tmp_path}/run")
-    assert ended.code == 0, ended.err
-    assert "\\x1b[2J\\x1b]0;title\\x07\\x9b31m" in ended.out
-    assert_harmless(ended.out + ended.err)
-
-
 def test_json_lines_hold_none_and_are_exact_and_so_are_records(tmp_path: Path) -> None:
     ended = launch(*SMALL, "task=generate", "task.format=jsonl", f"run_dir={tmp_path}")
     assert ended.code == 0, ended.err

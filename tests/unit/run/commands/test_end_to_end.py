@@ -197,7 +197,7 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda pair: os.truncate(pair / TARGET, 1000), "is truncated or corrupt"),
     (lambda pair: save_tokenizer(pair / "draft", VOCAB_SIZE - 1), "the draft must have the target's vocabulary"),
     (
-        lambda pair: ((pair / TARGET).unlink(), (pair / INDEX).write_text(SHARDS)),
+        lambda pair: [(pair / TARGET).rename(pair / "elsewhere"), (pair / INDEX).write_text(SHARDS)],
         "names model-00002-of-00002.safetensors",
     ),
     (lambda pair: (pair / TARGET).rename(pair / "target" / "pytorch_model.bin"), "holds pickle weights"),

@@ -38,16 +38,6 @@ def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tm
     assert content["time"]["acceptance"] == 0.61
 
 
-@pytest.mark.heavy
-def test_outside_the_repository_a_run_knows_the_users_experiment(tmp_path: Path) -> None:
-    write_all(writer(tmp_path / "home" / "llama-ssp"))
-    ended = called(tmp_path, "run.py", "experiment=paper", "hardware=mybox", "dry_run=true", "device=cpu")
-    assert ended.returncode == 0, ended.stderr
-    assert "mine" in ended.stdout
-    assert "+ 7 tokens" in " ".join(ended.stdout.split())
-    assert [*tmp_path.iterdir()] == [tmp_path / "home"]
-
-
 def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf, capsys: pytest.CaptureFixture[str]) -> None:
     del own_conf  # this user has no folder of their own
     write_all(writer(tmp_path / "conf"))
@@ -68,11 +58,6 @@ def test_a_job_of_a_sweep_searches_the_given_folder_too(tmp_path: Path, own_conf
     ended = launch("-m", "--config-dir", str(tmp_path / "conf"), "hydra/launcher=slurm", "dry_run=true", *words)
     assert ended.code == 0, ended.err
     assert f" -- --config-dir {tmp_path / 'conf'} " in ended.out
-
-
-def test_help_lists_the_users_names(own_conf: OwnConf) -> None:
-    write_all(own_conf)
-    assert {"mine", "mybox"} <= set(launch("--help", "all").out.split())
 
 
 def test_a_users_option_replaces_the_packages_for_hydra_too(own_conf: OwnConf) -> None:

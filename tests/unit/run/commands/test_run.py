@@ -129,11 +129,6 @@ def test_torchrun_lists_rank_0_alone_with_its_sentence() -> None:
     assert "traceback : unknown model 'nosuch'" in lines[-2]
 
 
-def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) -> None:
-    ended = launch("placement.draft.ranks=[2]", RANK="0", WORLD_SIZE="2")
-    assert "must name different ranks between 0 and 1" in ended.err
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [(CheckpointError("no file"), 2), heavy(CapacityError("no file"), 3), heavy(InterruptedRun("no file"), 4)],
@@ -141,11 +136,6 @@ def test_the_number_of_ranks_is_checked_against_the_placement(launch: Launch) ->
 def test_errors_of_a_task_keep_their_exit_code(error: Exception, code: int, launch: Launch) -> None:
     ended = launch(fails=error)
     assert (ended.code, ended.err) == (code, "no file\n")
-
-
-def test_ctrl_c_ends_with_code_4_and_no_traceback(launch: Launch) -> None:
-    ended = launch(fails=KeyboardInterrupt())
-    assert (ended.code, ended.err) == (4, "interrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, heavy(signal.SIGUSR1), heavy(signal.SIGHUP)])
