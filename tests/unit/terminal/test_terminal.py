@@ -98,7 +98,6 @@ def test_a_line_for_programs_is_not_touched(plain: tuple[Terminal, Output, Outpu
 def test_tables_go_to_standard_output_and_sentences_to_standard_error(plain: tuple[Terminal, Output, Output]) -> None:
     terminal, out, err = plain
     terminal.stream([("half a li", False)])
-    terminal.end_of_text()
     judged = replace(SUMMARY, cells=[CELL], evaluation=Evaluation(suite="s", passed=True, reason="[red]", measures=[]))
     terminal.results(judged, run_dir=Path("runs/[red]"))
     terminal.say("note [red] \x1b[2J")
