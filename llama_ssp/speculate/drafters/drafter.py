@@ -78,7 +78,7 @@ class Drafter(Protocol):
         Args:
             rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
             num_tokens: K.
-            uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
+            uniforms_BKP: see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
             num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
                 2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
