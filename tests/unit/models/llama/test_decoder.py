@@ -181,9 +181,7 @@ def test_a_whole_round_reads_no_value() -> None:
     round_.allocate(batch_size=2, num_slots=64)
     state = BatchState.empty(2, num_slots=64, num_rounds=10, table=round_.uniforms)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
-    prompts = BatchState.of(
-        requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0
-    )
+    prompts = BatchState.of(requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0)
     assert round_.prefill(prompts, range(2), lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
     assert advance(decoder, state, bucket=64).is_meta
 
