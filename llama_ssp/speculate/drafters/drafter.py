@@ -78,7 +78,7 @@ class Drafter(Protocol):
         Args:
             rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
             num_tokens: K.
-            uniforms_BKP: in [0, 1), two for each drafted token; see `processors.draw`.
+            uniforms_BKP: see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
             num_unread: how many tokens at the end of the rows the drafter may not have read yet: 2 after its own round;
                 2 and whole chunks of `sizes.CATCH_UP_CHUNK` after rounds that it did not draft.
@@ -135,8 +135,13 @@ class StepwiseDrafter:
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 
-    def _draw(self, rows: Rows, uniforms_BKP: Tensor, logits_of: Callable[[int, Tensor | None], Tensor]) -> Draft:
-        """Draw and write K tokens; `logits_of` makes the logits (B, V) of a step from the token before."""
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+        """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""
+        raise NotImplementedError
+
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
+        """Draw and write K tokens; see `Drafter.propose`."""
+        logits_of = self._reading(rows, bucket=bucket, num_unread=num_unread)
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         ids_B1: Tensor | None = None
         drafted: list[Tensor] = []

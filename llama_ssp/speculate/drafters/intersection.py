@@ -39,7 +39,7 @@ from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.rules import Rule
 
 
 class VocabularyMap(NamedTuple):
@@ -170,8 +170,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths))
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
-        """Draw K tokens one after another; see `Drafter.propose`."""
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         assert self._text, "allocate comes first"
         own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
         width, bucket = static_shape(self._first_W)[0], self.own_bucket(bucket)
@@ -190,4 +189,4 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
             logits_BTD = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)
             return self.vocabularies.to_target(logits_BTD[:, 0])
 
-        return self._draw(rows, uniforms_BKP, logits_of)
+        return logits_of

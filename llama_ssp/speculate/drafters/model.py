@@ -3,7 +3,7 @@
 Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, Stepwise
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.rules import Rule
 
 _NUM_READ = 2
 """Tokens that the first step of a round reads."""
@@ -49,8 +49,7 @@ class ModelDrafter(StepwiseDrafter):
         known = prompts._replace(tokens_RS=self._known(prompts.tokens_RS))
         read_prompts(self.runner, known, rows=rows, buckets=buckets)
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
-        """Draw K tokens one after another; see `Drafter.propose`."""
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         if num_unread > _NUM_READ:
             known_BS = self._known(tokens_BS)
@@ -68,7 +67,7 @@ class ModelDrafter(StepwiseDrafter):
             missing = self.vocab_size - static_shape(logits_BV)[-1]
             return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
 
-        return self._draw(rows, uniforms_BKP, logits_of)
+        return logits_of
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""

@@ -5,22 +5,14 @@
     BatchSplitDrafter   every rank with a copy of the draft drafts and verifies some of the rows
 
 Ranks that share a draft send nothing between its steps but what the model itself sends: from the same gathered logits
-and the same keys all draw the same ids. Machines of two kinds could round a probability differently, so the ids of one
-rank are broadcast before the target reads them: ids and probabilities come from that rank, and the others continue from
-its ids. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's probabilities are sent
-to the rank that verifies.
-
-Exchanges of overlapped rounds:
-
-    draft's ranks     | propose ........ |          | exchange |
-    target's ranks    | forward ............. |     | exchange | rule |
-
+and the same keys all draw the same ids. Machines of two kinds could round a probability differently, so ids and
+probabilities of one rank count. The rule runs on a rank that holds both models, if there is one. Otherwise the draft's
+probabilities are sent to the rank that verifies.
 Where top-k, top-p or min-p leave few tokens, only these are sent, which is exact, since all others have probability 0.
 Between GPUs messages have one size, which a CUDA graph has captured: as many tokens as top-k leaves, or all.
 
 A split batch: a rank has the draft's probabilities of its own rows and the target's logits of all rows, so it also
-verifies its own rows (`engine.verifier`), and no probabilities are sent. Drafted ids are gathered before the target's
-forward, decisions after it. Each rank has a contiguous range of rows, which is empty on some ranks of a small batch.
+verifies its own rows (`engine.verifier`). Drafted ids are gathered before the target's forward, decisions after it.
 
     7 rows on 3 ranks   | 0 1 | 2 3 | 4 5 6 |
 
@@ -92,12 +84,9 @@ class _SharedDrafter(HostTimed):
 
 
 class BroadcastDrafter(_SharedDrafter):
-    """Broadcasts the ids of one rank as soon as they are drafted.
+    """Broadcasts the ids of `src`, a rank of `comm`, as soon as they are drafted.
 
-    Args:
-        comm: the ranks that receive the ids.
-        src: the rank in `comm` whose drafted ids count.
-        receiver: None if the rule runs on a rank with the draft, or needs no probabilities.
+    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities.
     """
 
     def __init__(
@@ -197,12 +186,7 @@ class AheadDrafter(BroadcastDrafter):
 
 
 class BatchSplit:
-    """Assigns rows to ranks and gathers the rows of all ranks.
-
-    Args:
-        comm: the ranks that receive all rows.
-        ranks: the ranks in `comm` that have rows, increasing.
-    """
+    """Assigns rows to some ranks of `comm`, given in order, and gathers the rows on all."""
 
     def __init__(self, comm: Comm, ranks: Sequence[int]) -> None:
         self._comm = comm

@@ -143,7 +143,7 @@ class Decoder:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
-        work of this rank in all of them. For `refills` see `Round.step`.
+        work of this rank in all of them.
         """
         state, bucket = self._empty_state(), self._buckets.covering(num_slots)
         if self._is_cuda and self.round.reads_by_length:
@@ -167,8 +167,7 @@ class Decoder:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, after `make_room`, so that none is traced or captured while rounds are timed.
 
-        An executor that captures rounds gets every width of the cache that these requests will read, if the run has one
-        K; any other gets one width.
+        A run of one K captures every width of the cache that these requests will read; any other gets one width.
         """
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         widths = {self._buckets.covering(longest)}

@@ -79,7 +79,8 @@ class BatchState(NamedTuple):
         """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
         uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=table.device)
-        state = cls(tokens_BS, *(tokens_BS.new_zeros(batch_size) for _ in range(5)), uniforms_BMN)
+        lengths_B, limits_B, first_round_B, keys_B, ahead_B = tokens_BS.new_zeros(5, batch_size).unbind()
+        state = cls(tokens_BS, lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN)
         state.vacate(slice(None))
         return state
 
@@ -88,20 +89,18 @@ class BatchState(NamedTuple):
         cls, requests: Sequence[Request], *, num_slots: int, num_rounds: int, table: UniformTable, seed: int
     ) -> "BatchState":
         """A batch of these requests' prompts, one row each; `num_rounds` is above the new tokens of each."""
-        device = table.device
+        device, width = table.device, (len(requests), num_rounds, table.num_uniforms)
         tokens_BS = torch.zeros(len(requests), num_slots, dtype=torch.int64)
+        numbers = []
         for row, request in enumerate(requests):
-            tokens_BS[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
-        lengths = [len(request.prompt_ids) for request in requests]
-        limits = [length + request.max_new_tokens for length, request in zip(lengths, requests, strict=True)]
-        keys = [request.key(seed) for request in requests]
-        first_rounds = [row * num_rounds - length for row, length in enumerate(lengths)]
-        lengths_B, limits_B, keys_B, first_round_B = to_device([lengths, limits, keys, first_rounds], device).unbind()
-        uniforms_BMN = torch.empty(len(requests), num_rounds, table.num_uniforms, dtype=torch.float64, device=device)
-        for row, length in enumerate(lengths):  # one at a time, to save memory
-            starts_M = torch.arange(length, length + num_rounds, device=device)
-            uniforms_BMN[row] = table.uniforms(keys_B[row], starts_M)
-        ahead_B = torch.zeros_like(lengths_B)
+            length = len(request.prompt_ids)
+            tokens_BS[row, :length] = torch.tensor(request.prompt_ids)
+            numbers.append((length, length + request.max_new_tokens, row * num_rounds - length, request.key(seed), 0))
+        columns = to_device([*zip(*numbers, strict=True)], device).unbind()
+        lengths_B, limits_B, first_round_B, keys_B, ahead_B = columns
+        uniforms_BMN = torch.empty(width, dtype=torch.float64, device=device)
+        for row, (length, *_) in enumerate(numbers):  # one at a time, to save memory
+            uniforms_BMN[row] = table.uniforms(keys_B[row], torch.arange(length, length + num_rounds, device=device))
         return cls(to_device(tokens_BS, device), lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN)
 
     @property

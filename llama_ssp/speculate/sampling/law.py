@@ -35,14 +35,10 @@ class LawSums:
         self._sums_BXF = torch.zeros(batch_size, 3 + len(FAULTS), len(SCORES), device=device, dtype=torch.float64)
 
     def add(self, next_B1: Tensor, target_BV: Tensor, draft_BV: Tensor, *, newest_BN: Tensor, roles_B: Tensor) -> None:
-        """Add a token of each row.
+        """Add a token of each row, from both models' probabilities of all that could stand there.
 
-        Args:
-            next_B1: the tokens.
-            target_BV: the target's probabilities of all tokens that could stand there.
-            draft_BV: the draft's; of a draft without probabilities 1 at the token that it proposes.
-            newest_BN: the tokens before.
-            roles_B: how each token came about, a `Role`; an unused one adds nothing.
+        A draft without probabilities has 1 at the token that it proposes. `newest_BN` are the tokens before, and
+        `roles_B` says how each token came about, a `Role`; an unused one adds nothing.
         """
         ids_BA, target_BA, draft_BA = _symbols(target_BV, draft_BV)
         # The last symbol where no id is that of the token.

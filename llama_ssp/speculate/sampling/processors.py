@@ -2,7 +2,7 @@
 
 The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
 transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps those that its sort
-puts last). Uniforms come from `uniforms`; drafted tokens are verified in `rules`.
+puts last).
 
 Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
 `...` stands for any leading dimensions.
@@ -79,10 +79,10 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
     of all weights before it; a draw between the old and the new boundary changes. Sums over about a hundred blocks, and
     then over the tokens of one, shift far less than one sum over the whole vocabulary.
 
-    A token of weight 0 is never drawn: with c the cumulative sum in integers, the first i with c[i] > x has
-    c[i - 1] <= x < c[i], so its weight is positive. Such an i exists, because x = floor(u c[-1]) is below c[-1] for
-    u <= 1 - 2^-53. Integers make this hold for parallel sums too, where fp64 would round c[i] and c[i - 1] differently.
-    Indices are clamped only because of NaN, which must not become an invalid id before its flag is reported.
+    A token of weight 0 is never drawn: with c the cumulative sum in integers and x = floor(u c[-1]), the first i with
+    c[i] > x has c[i - 1] <= x < c[i]. Integers make this hold for parallel sums too, where fp64 would round c[i] and
+    c[i - 1] differently. Indices are clamped only because of NaN, which must not become an invalid id before its flag
+    is reported.
 
     Args:
         weights_BV: at least 0, with a sum above 0 and below 2: probabilities, or a residual of them. A row with a

@@ -1,8 +1,7 @@
 """The rules that decide how many drafted tokens are accepted, and which token follows them.
 
 The rules are pure functions on tensors, vectorised over rows; the host reads no value. A `Rule` combines a function
-with the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects. The decoding loop
-applies the verdict: end of sequence, length limit.
+with the way its drafts are drawn, because a rule is lossless only for drafts drawn as it expects.
 
 Where drafting overlaps verification (`verify_ahead`), the target scores K positions. A row with a block in flight has
 K - 1 drafted tokens at the first of them, and the first token of the next block follows. Other rows have that alone.
@@ -135,9 +134,8 @@ class Rule:
     """Draws tokens from logits, and verifies drafts that were drawn that way.
 
     Args:
-        process: makes probabilities of logits; None at temperature 0.
+        process: makes probabilities of logits, after `penalize`; None at temperature 0.
         verify: verifies by these probabilities; None for a rule that takes the token with the largest score.
-        penalize: comes before `process`.
         races: every token runs a race with its probability as speed, by random numbers of its position alone. The
             winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
             if it wins the target's race too, so the text is the same for every draft, and without one.

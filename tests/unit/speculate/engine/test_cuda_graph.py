@@ -63,7 +63,7 @@ def test_the_first_round_of_a_width_is_not_recorded(shipped: tuple[Runner, Runne
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the target's", "the draft's"])
-def test_a_cache_that_was_made_anew_by_another_decoder_is_noticed(number: int, shipped: tuple[Runner, Runner]) -> None:
+def test_a_cache_that_another_decoder_has_replaced_is_noticed(number: int, shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
     captured = make_decoder(*shipped, replay=recorder)
     wanted = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=40)]

@@ -101,21 +101,13 @@ def test_chunks_of_any_length_give_the_same_scores(monkeypatch: pytest.MonkeyPat
         assert one.are_best == other.are_best
 
 
-def test_every_rank_gets_the_scores_of_a_target_that_they_share(saved: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("is_shared", [True, False], ids=["a target of both", "a rank without it"])
+def test_every_rank_gets_the_scores(saved: tuple[Path, PreTrainedModel], is_shared: bool) -> None:
     folder, model = saved
     comms = thread_comms(2)
-    runners = [load(folder, comm) for comm in comms]
-    for scores in on_ranks(comms, lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm)):
-        check(model, TEXTS, scores)
-
-
-def test_a_rank_without_the_target_gets_the_scores_of_the_one_that_has_it(saved: tuple[Path, PreTrainedModel]) -> None:
-    folder, model = saved
     nothing = NullRunner(device=CPU, vocab_size=VOCAB_SIZE, max_position_embeddings=128)
-    runners: list[Runner] = [nothing, load(folder, Comm.single())]
-    for scores in on_ranks(
-        thread_comms(2), lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm, src=1)
-    ):
+    runners = [load(folder, comm) for comm in comms] if is_shared else [nothing, load(folder, Comm.single())]
+    for scores in on_ranks(comms, lambda comm: scores_of(runners[comm.rank], TEXTS, batch_size=3, comm=comm, src=1)):
         check(model, TEXTS, scores)
 
 

@@ -1,6 +1,7 @@
 """The loop writes the target's own text, whatever the draft, the batch, the lengths and the ends of its rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count, groupby
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,16 @@ import pytest
 import torch
 
 from llama_ssp.errors import NumericError
+from llama_ssp.reports.summary import acceptance_rate
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
-from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.runs import FAST
 
 
 @pytest.mark.parametrize(("max_new_tokens", "eos_ids"), [(1, ()), (9, range(11))])
@@ -272,3 +275,21 @@ def test_rounds_are_timed_over_rows_as_long_as_they_are_said_to_be(
     decoder._is_cuda = True
     decoder.time_rounds([DraftChoice(3)] * 3, num_slots=num_slots)
     assert positions == [num_slots - 2] * 3
+
+
+def test_rounds_near_the_length_limit_do_not_bias_the_acceptance_rate() -> None:
+    """With 9 in 10 drafted tokens accepted (a fixed cycle of outcomes), short texts report the same 9 in 10."""
+    outcomes = [4, 4, 1, 4, 4, 0, 4, 4, 3, 4, 4, 2]
+    lines, request = [], Request(index=0, prompt_ids=(1,), max_new_tokens=13)
+    for first in range(len(outcomes)):
+        done, room, step = RowCompletion(request=request), 12, first
+        while room > 0:
+            drawn = outcomes[step % len(outcomes)]
+            done.accepted_lengths.append(min(drawn, room))
+            done.draft_lengths.append(4)
+            room -= drawn + 1
+            step += 1
+        accepted, examined = done.accepted_lengths, done.examined_lengths
+        lines.append(replace(FAST, num_rounds=len(accepted), accepted_lengths=accepted, examined_lengths=examined))
+    expected = sum(outcomes) / sum(min(outcome + 1, 4) for outcome in outcomes)
+    assert acceptance_rate(lines) == pytest.approx(expected, abs=0.03)

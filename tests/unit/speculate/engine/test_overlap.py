@@ -1,28 +1,39 @@
 """Drafting that overlaps verification writes the target's own text, whatever the draft, the batch and the ranks."""
 
+import logging
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import BatchState, Request
-from tests.helpers.decoders import complete, make_decoder, requests
+from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import near_pair
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.recorded import FakeRecorder
+
+PIECES, PIECES_OF_A_REFILL = 4, 3
+"""Of a round: draft, score, exchange, verify; and before it a draft, its exchange, and the rows that it fills."""
 
 
-@grid(draft_seed=[0, 1], num_draft_tokens=[1, 2, 5], batch_size=[1, 5], replay=[False, True], waits=[False, True])
+@grid(draft_seed=[0, 1], num_draft_tokens=[1, 2, 5], batch_size=[1, 5], replay=[False, True, None], waits=[False, True])
 def test_greedy_text_is_the_targets_own(
-    draft_seed: int, num_draft_tokens: int, batch_size: int, replay: bool, waits: bool
+    draft_seed: int, num_draft_tokens: int, batch_size: int, replay: bool | None, waits: bool
 ) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
     made = overlapped_decoder(
-        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size, replay=replay, waits=waits
-    )
+        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size, waits=waits,
+        replay=FakeRecorder() if replay is None else replay,
+    )  # fmt: skip
     for done in complete(made, requests()):
         assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
 
@@ -130,3 +141,80 @@ def test_no_two_rounds_of_a_row_have_the_same_uniforms(monkeypatch: pytest.Monke
     # The first call draws the token after the prompt, from the uniforms of plain decoding.
     assert len({*starts[1:]}) == len(starts) - 1 == num_rounds
     assert starts[0] not in starts[1:]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_target_ranks", "waits"), [(2, 1, False), (2, 1, True), heavy(3, 1, False), heavy(3, 2, True)]
+)
+@pytest.mark.parametrize("rule_name", ["speculative", "coupled"])
+def test_ranks_that_replay_give_the_text_of_one_that_does_not(
+    num_ranks: int, num_target_ranks: int, waits: bool, rule_name: str
+) -> None:
+    options: dict[str, Any] = {
+        "temperature": 0.9,
+        "rule_name": rule_name,
+        "batch_size": 3,
+        "waits": waits,
+        "num_draft_tokens": 4,
+    }
+    alone = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests(24)))
+    recorders = [FakeRecorder() for _ in range(num_ranks)]
+
+    def one_rank(comm: ThreadComm) -> list[object]:
+        made = overlapped_decoder(
+            *near_pair(1.0), comm=comm, num_target_ranks=num_target_ranks, replay=recorders[comm.rank], **options
+        )
+        return outcome(complete(made, requests(24)))
+
+    assert on_ranks(thread_comms(num_ranks), one_rank) == [alone] * num_ranks
+    recorded = PIECES + waits * PIECES_OF_A_REFILL
+    assert [recorder.num_recorded for recorder in recorders] == [recorded] * num_ranks
+
+
+@pytest.mark.parametrize("unrecordable", ["aten::gather", "aten::cumprod"], ids=["in the draft", "in the rule"])
+def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(
+    unrecordable: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "num_draft_tokens": 4, "batch_size": 2}
+    made = overlapped_decoder(*near_pair(1.0), replay=FakeRecorder(unrecordable), **options)
+    expected = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests()))
+    with caplog.at_level(logging.WARNING):
+        assert outcome(complete(made, requests())) == expected
+    assert isinstance(made.executor, GraphExecutor)
+    assert made.executor.failed
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits(waits: bool) -> None:
+    """The draft draws from just so many tokens, of equal logits some; only these have probabilities."""
+
+    def pair() -> tuple[PrefixRunner, PrefixRunner]:
+        target, draft = near_pair(1.0)
+        for each in (target, draft):
+            each.head[:, 1::2] = each.head[:, :-1:2]
+        return target, draft
+
+    sampling, comms = SamplingConfig(temperature=1.0, top_k=3), thread_comms(2)
+    options: dict[str, Any] = {"sampling": sampling, "num_draft_tokens": 4, "batch_size": 2, "waits": waits}
+    alone = outcome(complete(overlapped_decoder(*pair(), num_left=3, **options), requests()))
+
+    def one_rank(comm: ThreadComm) -> list[object]:
+        made = overlapped_decoder(*pair(), comm=comm, replay=FakeRecorder(), num_left=3, **options)
+        return outcome(complete(made, requests()))
+
+    assert on_ranks(comms, one_rank) == [alone] * 2
+    assert {shape[-1] for shape in comms[1].delivered} == {2 * 3}
+
+
+@torch.inference_mode()
+def test_rounds_that_are_only_timed_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU their rows are as long as those of a run, and have as many tokens in flight."""
+    monkeypatch.setattr(Comm, "finish", lambda _: None)
+    pair = (PrefixRunner(), PrefixRunner())
+    for runner in pair:
+        runner.reads_by_length = True
+    made = overlapped_decoder(*pair, num_draft_tokens=8, replay=False)
+    made.make_room(requests())
+    made._is_cuda = True
+    assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots, refills=True)) == 2

@@ -114,14 +114,6 @@ def counted_round(
     return counting
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("num_draft_tokens", [0, 4])
-def test_a_round_of_the_lean_decoder_reads_no_value(num_draft_tokens: int, temperature: float) -> None:
-    operators = counted_round(num_draft_tokens=num_draft_tokens, temperature=temperature).operators
-    assert operators.total() > 50
-    assert operators.keys() & READS == set()
-
-
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_the_loop_reads_values_only_out_of_the_results_copy(
     num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -1,9 +1,7 @@
 """Streamed pieces are whole characters, know their origin, and add up to the text."""
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast, TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.speculate.engine.text import IncrementalText, Piece, StreamerAdapter
 from tests.helpers.tokenizers import byte_level, sentencepiece_like
@@ -24,16 +22,6 @@ def bytes_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def joined(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
-
-
-@pytest.mark.parametrize("group", [1, 2, 5, 1000])
-def test_the_pieces_add_up_to_the_decoded_text(group: int) -> None:
-    tokenizer = byte_level()
-    ids = tokenizer.encode(TEXT)
-    stream = IncrementalText(tokenizer, tokenizer.encode("🙂 prompt"))
-    pieces = [piece for at in range(0, len(ids), group) for piece in stream.push(ids[at : at + group])]
-    assert joined(pieces) == tokenizer.decode(ids, skip_special_tokens=True) == TEXT
-    assert stream.flush() == []
 
 
 def test_no_piece_holds_half_a_character() -> None:
@@ -92,20 +80,3 @@ def test_a_transformers_streamer_prints_the_completion(capsys: pytest.CaptureFix
         adapter.put(ids[at : at + 3])
     adapter.end()
     assert capsys.readouterr().out == TEXT + "\n"
-
-
-def test_a_streamer_sees_the_shapes_that_generate_gives() -> None:
-    seen: list[torch.Tensor | str] = []
-
-    class Recorder(BaseStreamer):  # type: ignore[misc, unused-ignore]
-        def put(self, value: torch.Tensor) -> None:
-            seen.append(value)
-
-        def end(self) -> None:
-            seen.append("end")
-
-    adapter = StreamerAdapter(Recorder(), [5, 6])
-    adapter.put([])
-    adapter.put([7])
-    adapter.end()
-    assert [item.tolist() if isinstance(item, torch.Tensor) else item for item in seen] == [[[5, 6]], [7], "end"]

@@ -44,7 +44,7 @@ def test_on_a_quiet_machine_all_cores_compute_after_one_trial_of_fewer() -> None
     assert machine.numbers.count(1) < 50
 
 
-def test_beside_a_busy_core_rounds_take_at_most_a_third_more_than_on_one_thread() -> None:
+def test_next_to_a_busy_core_rounds_take_at_most_a_third_more_than_on_one_thread() -> None:
     machine = Machine()
     machine.is_busy = True
     machine.rounds(100)  # as a run warms up

@@ -41,8 +41,14 @@ KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
 }
 
 
-def runner(family: str = "llama", kernel: Kernel = PlainLinear, **changes: Any) -> LeanRunner:  # noqa: ANN401
-    return LeanRunner(tiny_model(family, **changes), comm=Comm.single(), kernel=kernel)
+def runner(
+    family: str = "llama",
+    kernel: Kernel = PlainLinear,
+    *,
+    dtype: Any = torch.float32,  # noqa: ANN401 - torch types `to` in part
+    **changes: Any,  # noqa: ANN401
+) -> LeanRunner:
+    return LeanRunner(tiny_model(family, **changes).to(dtype), comm=Comm.single(), kernel=kernel)
 
 
 class Replayed:
@@ -110,15 +116,15 @@ def test_a_recording_gives_the_same_bits_in_every_form_of_the_weights(name: str)
     assert_same_bits(replayed_texts(runner(kernel=kernel, **sizes)), texts(runner(kernel=kernel, **sizes)))
 
 
-@pytest.mark.parametrize(("family", "changes"), [("qwen3, windows", {}), ("qwen2", {}), ("llama", {"head_dim": 16})])
-def test_a_recording_gives_the_same_bits_in_every_family(family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3, windows", {}), ("qwen2", {}), ("llama", {"head_dim": 16}),
+        ("llama", {"dtype": torch.bfloat16}), ("llama", {"dtype": torch.float16}),
+    ],
+)  # fmt: skip
+def test_a_recording_gives_the_same_bits_in_every_family_and_format(family: str, changes: dict[str, Any]) -> None:
     assert_same_bits(replayed_texts(runner(family, **changes)), texts(runner(family, **changes)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_recording_gives_the_same_bits_in_narrow_formats(dtype: torch.dtype) -> None:
-    lean, plain = (LeanRunner(tiny_model("llama").to(dtype), comm=Comm.single(), kernel=PlainLinear) for _ in range(2))  # type: ignore[arg-type]
-    assert_same_bits(replayed_texts(lean), texts(plain))
 
 
 def cut(folder: Path, comms: list[ThreadComm]) -> list[LeanRunner]:
