@@ -58,17 +58,6 @@ def test_where_nothing_fits_the_plan_says_so() -> None:
     assert "none fits" in choose_placement(make_job("65B", "7B", num_ranks=4), A10G, num_ranks=4)[1]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_no_rank_is_used_that_was_not_started(batch_size: int) -> None:
-    chosen, _ = choose_placement(make_job("13B", "7B", num_ranks=2, batch_size=batch_size), A100, num_ranks=2)
-    assert chosen.layout.ranks == (0, 1)
-
-
-def test_copies_share_the_ranks() -> None:
-    job = replace(make_job("7B", num_ranks=1), num_replicas=4)
-    assert choose_placement(job, A100, num_ranks=8)[0].target_ranks == (0, 1)
-
-
 def test_replicas_on_fewer_ranks_are_chosen_where_they_are_faster_and_where_that_is_allowed() -> None:
     two_nodes = replace(hardware.load("8xh100"), num_nodes=2)
     job = make_job("llama3_70B", num_ranks=16)

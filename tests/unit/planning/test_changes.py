@@ -115,27 +115,11 @@ def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ran
         assert make_plan(one.way.job, one.way.hardware).warnings == (), one.way.settings
 
 
-def test_a_smaller_target_is_the_last_resort() -> None:
-    tiny_gpu = replace(A10G, memory_bytes=12 * 2**30, num_gpus=1, network=None, name="mine")
-    targets = list(changes._smaller_targets(make_job("65B", "7B"), tiny_gpu))
-    assert {way.kind for way in targets} == {"target"}
-    assert all(way.job.draft is None or way.job.draft.name != "7B" for way in targets), "a draft is smaller"
-    assert not any(change.loss == "model" for change in changes_that_fit(make_job("65B", "7B"), tiny_gpu))
-
-
 def test_a_job_without_any_way_out_says_so() -> None:
     tiny = replace(LAPTOP, memory_bytes=2**28)
     plan = make_plan(make_job(small_model(), device="cpu", cuda_graphs=False), tiny)
     assert plan.changes == ()
     assert "hardware=NAME" in shortage(plan)
-
-
-def test_the_sentence_names_the_rank_what_fills_it_and_the_change() -> None:
-    sentence = shortage(make_plan(make_job("65B", "7B", num_ranks=4), A10G))
-    assert sentence.startswith("rank 0 needs 44.")
-    assert "(target 30.4, draft 12.6" in sentence
-    assert "of 22.2 GiB" in sentence
-    assert "model.quantization=int8_weight_only placement.draft.kind=sharded" in sentence
 
 
 def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys_modules() -> None:

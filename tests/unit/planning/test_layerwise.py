@@ -47,11 +47,6 @@ def test_every_layer_is_in_one_place_and_no_device_is_overfull(num_devices: int,
     assert max_bytes is not None or not row.waiting
 
 
-def test_layers_are_even_where_that_fits() -> None:
-    row = split_row(8, SIZES, num_devices=4, max_bytes=30)
-    assert [len(part) for part in row.held] == [2, 2, 2, 2]
-
-
 def test_a_limit_below_what_is_never_offloaded_names_the_least_that_works() -> None:
     with pytest.raises(PlacementError, match=r"max_memory_gb=0\.1 .* give at least 0\.3277"):
         layer_placement_of(job(2, 0.1))
@@ -96,10 +91,3 @@ def test_every_forward_takes_the_time_of_reading_what_waits(offload: Offload) ->
     limited = job(1, 5, offload=offload)
     slower_s = timing(limited, A100).plain_s - timing(job(1), A100).plain_s
     assert slower_s == pytest.approx(waiting_bytes(limited) / READ_BYTES_PER_S[offload])
-
-
-def test_a_layer_wise_target_has_the_gpus_without_a_rank_and_sends_nothing_between_ranks() -> None:
-    row = job(8)
-    assert row.target_devices == tuple(range(8))
-    assert row.layout.ranks == (0,)
-    assert len(memory(row, A100)) == 8

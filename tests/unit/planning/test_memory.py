@@ -82,12 +82,6 @@ def test_every_rank_of_a_sharded_draft_holds_what_is_whole(whole: WholeParts) ->
     assert sum(rank.draft_cache_bytes for rank in ranks) == num_copies * slots * kv_bytes_per_token(job.draft)
 
 
-def test_layer_wise_targets_are_shared_out_whole_and_nothing_is_repeated() -> None:
-    ranks = memory(make_job("7B", num_ranks=3, target_kind=TargetKind.accelerate), A100)
-    assert sum(rank.target_weights_bytes for rank in ranks) == 13_476_831_232
-    assert len({rank.target_weights_bytes for rank in ranks}) > 1
-
-
 def test_deepspeed_refuses_heads_that_do_not_divide_and_says_what_does_not() -> None:
     with pytest.raises(PlacementError, match=r"placement\.target\.kind=tensor"):
         memory(make_job("30B", num_ranks=8, target_kind=TargetKind.deepspeed), A100)
@@ -159,12 +153,6 @@ def test_a_draft_with_masks_makes_a_graph_for_each_width_of_the_cache() -> None:
     assert masked == 2 * paged
 
 
-def test_ranks_of_a_cpu_share_its_memory() -> None:
-    cpu = replace(hardware.load("laptop_cpu"), num_gpus=2)
-    left = cpu.memory_bytes - cpu.system_bytes
-    assert {rank.capacity_bytes for rank in memory(make_job("tiny", num_ranks=2), cpu)} == {left // 2}
-
-
 def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
     job = make_job("13B", "7B", num_ranks=2)
     batch = largest_batch(job, A100)
@@ -179,10 +167,6 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
 def test_a_job_that_cannot_fit_at_all_has_no_largest_batch() -> None:
     assert largest_batch(make_job("65B"), A100) == 0
     assert largest_context(make_job("65B"), A100) == 0
-
-
-def test_the_largest_context_ends_where_the_models_context_ends() -> None:
-    assert largest_context(make_job("7B", num_ranks=8), A100) == 2048
 
 
 def test_the_largest_context_is_that_of_the_model_with_the_smaller_one() -> None:

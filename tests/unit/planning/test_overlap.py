@@ -36,13 +36,6 @@ def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, nu
     assert overlapped_corrections(acceptance, num_drafted) == pytest.approx(rejections, rel=0.02)
 
 
-def test_a_draft_that_is_never_and_always_accepted() -> None:
-    assert overlapped_tokens(0.0, 4) == 1
-    assert overlapped_tokens(1.0, 4) == 4
-    assert overlapped_corrections(1.0, 4) == 0
-    assert overlapped_tokens(0.9, 1) == pytest.approx(1), "one token a round, whoever chose it"
-
-
 def round_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlapForecast:
     return OverlapForecast(time=time, acceptance=acceptance, num_draft_tokens=4, batch_size=batch_size)
 
@@ -130,17 +123,6 @@ def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
     assert all("speculation.overlap=true" in choice["settings"] for choice in found)
 
 
-def test_a_search_on_gpus_has_them_too() -> None:
-    machine, job = replace(load("g5_12xlarge"), num_gpus=2), make_job("13B_8bit", "7B", num_ranks=2)
-    found = {
-        choice["overlaps"]: choice["ms_per_token"]
-        for choice in reversed(search(job, machine))
-        if (choice["draft_kind"], choice["target"], choice["quantization"]) == ("own_gpu", "13B", "int8")
-        and choice["ms_per_token"]
-    }
-    assert found[True] != found[False]
-
-
 def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     """The probabilities in flight on the rank that verifies, and the graphs of the blocks that rows wait for."""
     machine = replace(load("g5_12xlarge"), num_gpus=2)
@@ -155,7 +137,3 @@ def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     timed = timing(replace(job, overlap=True), machine)
     assert timed.overlap
     assert timed.round_s
-
-
-def test_a_layout_without_ranks_of_its_own_for_the_draft_does_not_overlap() -> None:
-    assert not replace(apart(overlap=True), draft_kind=DraftLayout.sharded).overlaps

@@ -8,10 +8,23 @@ import pytest
 
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.search import _drafts_of, choose_placement, same_kind, search
+from llama_ssp.planning.search import (
+    _drafts_of,
+    block_sizes,
+    by_length,
+    choose_placement,
+    layouts,
+    length_setting,
+    on_block,
+    placement_settings,
+    same_kind,
+    search,
+)
+from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout
+from llama_ssp.settings.layout import lay_out_replica
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
 from tests.helpers.lanes import heavy
 from tests.helpers.planning import make_job, small_model
 
@@ -138,21 +151,6 @@ def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
     assert found["is_tight"]
 
 
-def test_what_does_not_fit_says_how_much_is_missing() -> None:
-    plain = choice(choices(), "65B", None, None, num_ranks=4)
-    assert plain["reason"] == "rank 0 needs 31.8 of 22.2 GiB"
-
-
-def test_replicated_drafts_are_tried_where_there_are_rows_to_share() -> None:
-    choices = search(make_job("13B", "7B", num_ranks=4, batch_size=4), A10G)
-    assert "replicated" in {choice["draft_kind"] for choice in choices}
-
-
-def test_one_gpu_knows_one_placement() -> None:
-    choices = search(make_job("13B", "7B"), replace(A10G, num_gpus=1))
-    assert {choice["draft_kind"] for choice in choices} == {None, "one_rank"}
-
-
 def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
     job = make_job(small_model(), "7B")
     found = search(job, replace(A10G, num_gpus=1))
@@ -172,3 +170,107 @@ def test_a_default_draft_is_tried_if_its_sizes_are_known(default: str | None) ->
     names = [draft.name for draft in _drafts_of(replace(catalogue.load("gpt_neox_20B"), default_draft=default), known)]
     assert ("tinyllama_1B" in names) is (default == "tinyllama_1B")
     assert "somebody/hub-draft" not in names
+
+
+A100 = hardware.load("8xa100_80gb")
+
+
+def test_a_known_pair_is_tried_with_every_k_the_fastest_first() -> None:
+    job = make_job("30B", "7B", num_ranks=8, acceptance=None)
+    timed = timing(job, A100)
+    ways = list(by_length(job, timed))
+    assert sorted(each.num_draft_tokens for _, each in ways) == [*range(1, 17)]
+    assert [token_s for token_s, _ in ways] == sorted(timed.by_num_draft_tokens)
+    assert length_setting(ways[0][1]) == f"speculation.num_draft_tokens={timed.best_num_draft_tokens}"
+
+
+def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
+    job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
+    timed = timing(job, A100)
+    ((token_s, adaptive),) = by_length(job, timed)
+    assert length_setting(adaptive) == "speculation.num_draft_tokens=auto"
+    assert token_s == pytest.approx(timing(adaptive, A100).speculative_s, rel=1e-3)
+    assert not any(by_length(replace(job, draft=None), timing(replace(job, draft=None), A100)))
+
+
+@pytest.mark.heavy
+def test_a_search_ranks_drafts_by_the_median_of_what_is_expected_of_them() -> None:
+    machine = replace(A100, num_gpus=2)
+    found = search(make_job("30B", "7B", num_ranks=2, acceptance=None), machine)
+    drafted = [each for each in found if each["draft"] and each["reason"] is None and each["target"] == "30B"]
+    assert not any(each["adapts"] for each in drafted if each["draft"] == "7B")
+    guessed = next(each for each in drafted if each["draft"] == "tinyllama_1B" and each["quantization"] == "fp16")
+    assert guessed["adapts"]
+    assert "speculation.num_draft_tokens=auto" in guessed["settings"]
+    assert guessed["speedup"]
+    assert guessed["speedup"] < 3
+
+
+PAIR, ALONE = make_job("13B", "7B"), make_job("13B")
+
+
+def test_ranks_are_divided_into_equal_blocks() -> None:
+    assert block_sizes(16) == [16, 8, 4, 2, 1]
+    assert block_sizes(6) == [6, 3, 2, 1]
+
+
+def test_all_ranks_are_used_by_replicas_of_every_size() -> None:
+    found = [(one.num_replicas, one.target_ranks) for one in layouts(ALONE, num_ranks=4, divides=True, thorough=False)]
+    assert found == [(1, (0, 1, 2, 3)), (2, (0, 1)), (4, (0,))]
+
+
+def test_replicas_that_were_asked_for_are_kept() -> None:
+    job = replace(ALONE, num_replicas=2)
+    assert [one.target_ranks for one in layouts(job, num_ranks=4, divides=False, thorough=False)] == [(0, 1)]
+    assert [one.num_replicas for one in layouts(job, num_ranks=4, divides=True, thorough=False)] == [2, 4]
+
+
+def test_a_draft_has_every_place_of_a_block() -> None:
+    kinds = [(one.draft_kind, one.target_ranks, one.draft_ranks) for one in on_block(PAIR, 2)]
+    assert kinds == [
+        (DraftLayout.one_rank, (0, 1), (0,)),
+        (DraftLayout.sharded, (0, 1), (0, 1)),
+        (DraftLayout.own_gpu, (0,), (1,)),
+    ]
+    rows = replace(PAIR, batch_size=2)
+    assert DraftLayout.replicated in {one.draft_kind for one in on_block(rows, 2)}
+    assert {one.draft_kind for one in on_block(rows, 1)} == {DraftLayout.one_rank}
+
+
+def test_a_thorough_enumeration_also_has_the_numbers_between() -> None:
+    sizes = {(one.draft_kind, len(one.draft_ranks)) for one in on_block(PAIR, 4, thorough=True)}
+    assert {(DraftLayout.sharded, size) for size in (2, 3, 4)} < sizes
+    assert {(DraftLayout.own_gpu, size) for size in (1, 2, 3)} < sizes
+
+
+def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSpec:
+    given = dict(setting.split("=", 1) for setting in settings)
+    kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
+    size = given.get("placement.draft.tp_size")
+    whole = WholeParts[given.get("placement.draft.whole", DraftPlacement().whole.name)]
+    placement = PlacementConfig(
+        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None, whole=whole),
+        num_replicas=int(given.get("placement.num_replicas", 1)),
+    )
+    laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
+    job = PAIR if has_draft else ALONE
+    return replace(
+        job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind, draft_whole=whole,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("job", [PAIR, ALONE])
+def test_the_settings_of_a_layout_lead_back_to_it(job: PlanSpec) -> None:
+    for one in layouts(replace(job, batch_size=2), num_ranks=8, divides=True, thorough=True):
+        assert _resolved(placement_settings(one), num_ranks=8, has_draft=job.draft is not None) == one
+
+
+def test_a_block_of_another_size_keeps_the_kind_of_the_draft() -> None:
+    sharded = replace(make_job("13B", "7B", num_ranks=4), draft_kind=DraftLayout.sharded)
+    smaller = same_kind(sharded, 2)
+    assert smaller
+    assert (smaller.draft_kind, smaller.target_ranks, smaller.draft_ranks) == (DraftLayout.sharded, (0, 1), (0, 1))
+    alone = same_kind(sharded, 1)
+    assert alone
+    assert (alone.draft_kind, alone.target_ranks) == (DraftLayout.one_rank, (0,))

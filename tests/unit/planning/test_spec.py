@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, LlamaConfig
@@ -12,8 +13,8 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import model_bytes
-from llama_ssp.planning.spec import PlanSpec, job_of_plan, planned_model, read_config
+from llama_ssp.planning.memory import model_bytes, step_bytes
+from llama_ssp.planning.spec import PlanSpec, job_of_plan, notes_on_families, planned_model, read_config
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
@@ -22,6 +23,7 @@ from llama_ssp.settings.schema import (
     DraftPlacement,
     Dtype,
     ModelConfig,
+    ModelShape,
     PlacementConfig,
     PlanConfig,
     TargetKind,
@@ -181,3 +183,103 @@ def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs()
         assert job.target.is_lean == job.cuda_graphs == (kind is TargetKind.tensor)
         assert job.draft
         assert job.draft.is_lean
+
+
+SIZES = {
+    "model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "hidden_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def _folder(folder: Path, **changes: Any) -> Path:  # noqa: ANN401 - JSON
+    content = {key: value for key, value in (SIZES | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_family_that_the_engine_does_not_run_is_read_for_plans_alone(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    shape, stored = read_config(folder, any_family=True)
+    assert (shape.model_type, shape.head_dim, stored) == ("exaone", 32, Dtype.bf16)
+    with pytest.raises(PlacementError, match="exaone models are not supported"):
+        read_config(folder)
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
+    assert sum(matrix.num_elements for matrix in inventory(shape).layer) == layer
+    (note,) = notes_on_families(ModelConfig(name="acme/exaone", shape=shape), ModelConfig(name="unknown"))
+    assert note.startswith("the engine does not run exaone models: acme/exaone is planned as a Llama of its sizes")
+
+
+def test_a_family_that_the_engine_runs_gets_no_note(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, model_type="llama", max_position_embeddings=64)
+    shape, _ = read_config(folder, any_family=True)
+    assert (shape, Dtype.bf16) == read_config(folder)
+    assert list(notes_on_families(ModelConfig(name="mine", shape=shape))) == []
+
+
+def test_the_sizes_of_the_text_part_are_read(tmp_path: Path) -> None:
+    text = {key: SIZES[key] for key in SIZES if key not in {"model_type", "architectures", "torch_dtype"}}
+    names = ["PictureForConditionalGeneration"]
+    picture = {"model_type": "picture", "architectures": names, "text_config": text, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(picture))
+    shape, stored = read_config(tmp_path, any_family=True)
+    assert (shape.model_type, shape.hidden_size, stored) == ("picture", 128, Dtype.bf16)
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
+def test_every_size_of_such_a_family_must_be_known(key: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"lacks {key}: "):
+        read_config(_folder(tmp_path, **{key: None}), any_family=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_local_experts": 8}, "exaone models have experts"),
+        ({"n_routed_experts": 64}, "exaone models have experts"),
+        ({"is_encoder_decoder": True}, "do not continue a text"),
+        ({"architectures": ["ExaoneForMaskedLM"]}, r"exaone models \(ExaoneForMaskedLM\) do not continue a text"),
+    ],
+)
+def test_what_no_dense_decoder_is_stays_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(PlacementError, match=complaint):
+        read_config(_folder(tmp_path, **changes), any_family=True)
+
+
+@pytest.mark.parametrize("value", [True, "128", 1.5, [128], -1])
+def test_a_size_of_the_text_part_that_is_no_size_is_missing(value: object, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, hidden_size=None, text_config={"hidden_size": value})
+    with pytest.raises(CheckpointError, match="lacks hidden_size"):
+        read_config(folder, any_family=True)
+
+
+SHAPE = ModelShape(
+    model_type="llama", num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+    intermediate_size=1024, vocab_size=1000, max_position_embeddings=64,
+)  # fmt: skip
+MATRICES = 3 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
+HEAD = 1000 * 512
+NORMS = 3 * 2 * 512 + 512
+
+
+def of(shape: ModelShape, **fields: Dtype) -> int:
+    entry = replace(catalogue.load("tiny"), shape=shape, **fields)  # type: ignore[arg-type]
+    model = planned_model(entry, device="cpu")
+    return step_bytes(inventory(shape), model, device="cpu")
+
+
+def test_a_forward_reads_all_matrices_and_no_embedding() -> None:
+    assert of(SHAPE, dtype=Dtype.fp32, stored_dtype=Dtype.fp32) == 4 * (MATRICES + HEAD + NORMS)
+    assert of(SHAPE, dtype=Dtype.bf16) == 2 * (MATRICES + HEAD + NORMS)
+
+
+def test_a_head_that_is_the_embedding_is_read() -> None:
+    tied = replace(SHAPE, tie_word_embeddings=True)
+    assert of(tied, dtype=Dtype.fp32, stored_dtype=Dtype.fp32) == 4 * (MATRICES + HEAD + NORMS)
+
+
+def test_weights_of_a_16_bit_file_are_read_in_16_bits() -> None:
+    for shape in (SHAPE, replace(SHAPE, tie_word_embeddings=True)):
+        assert of(shape, dtype=Dtype.fp32, stored_dtype=Dtype.bf16) == 2 * (MATRICES + HEAD) + 4 * NORMS
