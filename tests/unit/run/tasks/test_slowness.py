@@ -36,7 +36,7 @@ def said(
     )
     timing = SimpleNamespace(
         num_draft_tokens=4,
-        overlap=SimpleNamespace(draft_s=1e-3) if activities else None,
+        overlap={"draft_ms": 1.0} if activities else None,
     )  # fmt: skip
     plan: Any = SimpleNamespace(timing=timing, hardware=SimpleNamespace(profiles=["one"] if calibrated else []))
     return unusual_times(summary, plan, around)
