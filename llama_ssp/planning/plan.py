@@ -100,7 +100,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
-    """Refuse a plan that does not fit with a CapacityError that is its `shortage`."""
+    """Raise CapacityError with its `shortage` for a plan that does not fit."""
     if not plan.fits:
         raise CapacityError(shortage(plan, words=words))
 

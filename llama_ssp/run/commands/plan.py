@@ -14,7 +14,7 @@ message names changes that would fit, the smallest first), 2 a setting is wrong.
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
@@ -34,7 +34,9 @@ _KEY = "hardware"
 
 def read_settings(settings: list[str]) -> PlanConfig:
     """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
-    (composed,) = compose(for_one(settings, compared(settings)), root="plan")
+    if names := compared(settings):  # all are planned with the settings of the first
+        settings = [*(each for each in settings if not each.startswith(f"{_KEY}=")), f"{_KEY}={names[0]}"]
+    (composed,) = compose(settings, root="plan")
     return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
 
 
@@ -54,7 +56,9 @@ def _show(given: argparse.Namespace) -> None:
     resolve(config)
     machine, names = hardware.build(config.hardware), compared(given.settings)
     if names or config.compares:
-        check_placement(given.settings)
+        for setting in given.settings:
+            if setting.startswith("placement"):
+                raise ConfigError(f"{setting} has no effect on a comparison of machines, which chooses the placement")
         show_comparison(config, machines_of(names, given.settings) if names else [machine])
     elif config.search:
         show_search(job_of_plan(config, machine), machine, config.format, figure=config.figure)
@@ -77,21 +81,6 @@ def compared(settings: Sequence[str]) -> list[str] | None:
     return names
 
 
-def for_one(settings: Sequence[str], names: Sequence[str] | None) -> list[str]:
-    """Return the settings of a plan for the first machine alone; those of one machine are returned as they are."""
-    if names is None:
-        return [*settings]
-    others = [setting for setting in settings if not setting.startswith(f"{_KEY}=")]
-    return [*others, f"{_KEY}={names[0]}"]
-
-
-def check_placement(settings: Sequence[str]) -> None:
-    """Refuse settings of the placement, which a comparison chooses."""
-    for setting in settings:
-        if setting.startswith("placement"):
-            raise ConfigError(f"{setting} has no effect on a comparison of machines, which chooses the placement")
-
-
 def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareConfig]:
     """Read the machines, with the figures that the settings change in all of them; ConfigError with all problems."""
     changes = [setting.lstrip("+") for setting in settings if setting.lstrip("+").startswith(f"{_KEY}.")]
@@ -101,22 +90,16 @@ def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareC
         file = folders.find(_KEY, name)
         figures = folders.read(file) if file else {}
         for override in overrides:
-            _set(figures, override.key_or_group.split(".")[1:], override.value())
+            *path, last = override.key_or_group.split(".")[1:]
+            inner = figures
+            for key in path:
+                if not isinstance(inner.get(key), dict):
+                    inner[key] = {}
+                inner = inner[key]
+            inner[last] = override.value()
         found = [f"{name}: {problem}" for problem in hardware.problems_of(figures)]
         problems += found
         machines += [] if found else [hardware.build(figures)]
     if problems:
         raise ConfigError(one_message(problems))
     return machines
-
-
-def _set(figures: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Set a figure by the keys on the way to it."""
-    first, *others = path
-    if not others:
-        figures[first] = value
-        return
-    inner = figures.get(first)
-    if not isinstance(inner, dict):
-        inner = figures[first] = {}
-    _set(inner, others, value)

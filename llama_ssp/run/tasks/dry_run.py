@@ -95,8 +95,10 @@ def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, mach
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
     else:
-        from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
-
+        try:
+            from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
+        except ImportError as error:
+            raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
         plan_tables.print_document(content, machine=machine, unit=unit)
     if figure:
         from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib

@@ -29,7 +29,10 @@ def said(
     summary: Any = SimpleNamespace(
         plain=plain, speculative=fast, forecast=forecast, num_new_tokens=num_new_tokens, overlap=overlap
     )
-    timing = SimpleNamespace(num_draft_tokens=4, overlap=SimpleNamespace(draft_s=1e-3) if activities else None)
+    timing = SimpleNamespace(
+        num_draft_tokens=4,
+        overlap={"draft_ms": 1.0} if activities else None,
+    )  # fmt: skip
     plan: Any = SimpleNamespace(timing=timing, hardware=SimpleNamespace(profiles=["one"] if calibrated else []))
     return unusual_times(summary, plan, around) or ""
 
