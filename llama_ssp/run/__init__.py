@@ -1,1 +1,1 @@
-"""A run from its command line to its records: commands, tasks, sessions, suites, calibration."""
+"""A run from its command line to its records: commands, prompts, models, tasks, results, calibration."""

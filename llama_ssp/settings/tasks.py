@@ -98,7 +98,7 @@ class Suite:
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
-SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.run.evaluation", kind=Suite)
+SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.evaluation", kind=Suite)
 register_suite, suites = SUITES.register, SUITES.all
 
 

@@ -15,7 +15,7 @@ R = 2 roles.
 import torch
 from torch import Tensor
 
-from llama_ssp.run.evaluation.martingales import BIASES, FAULTS, SCORES, Role, TextSums
+from llama_ssp.evaluation.martingales import BIASES, FAULTS, SCORES, Role, TextSums
 from llama_ssp.shapes import static_shape
 
 NUM_NEWEST = 8

@@ -158,7 +158,7 @@ def test_times_that_cannot_be_leave_a_forward_some_time() -> None:
 @pytest.mark.parametrize("stack", [SMALL, LARGE])
 def test_a_stack_is_what_the_planner_takes_it_for(stack: RandomLlama) -> None:
     for layer in stack.load(Comm.single())._layers:  # type: ignore[attr-defined]
-        is_half = isinstance(layer.qkv, HalfLinear) or layer.qkv._packed.dtype is torch.float16
+        is_half = isinstance(layer.qkv.linear, HalfLinear) or layer.qkv.linear._packed.dtype is torch.float16
         assert is_half == (stack.from_16_bits and can_halve())
     assert stack.planned.shape == stack.shape
     assert stack.planned.matrix_dtype("cpu") is (Dtype.fp16 if stack.from_16_bits else Dtype.fp32)

@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from llama_ssp.run.evaluation.martingales import SCORES, Sum, roles_of, sums_of
+from llama_ssp.evaluation.martingales import SCORES, Sum, roles_of, sums_of
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer, log_probs_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter

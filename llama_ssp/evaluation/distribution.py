@@ -9,10 +9,9 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
-from llama_ssp.run.evaluation.evidence import CompletionPair, Evidence
-from llama_ssp.run.evaluation.martingales import powers, sums_of
-from llama_ssp.run.evaluation.statistics import (
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.martingales import powers, sums_of
+from llama_ssp.evaluation.statistics import (
     PairedGroup,
     count_statistic,
     mean_interval,
@@ -21,6 +20,7 @@ from llama_ssp.run.evaluation.statistics import (
     swaps,
     total_variation,
 )
+from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import Suite

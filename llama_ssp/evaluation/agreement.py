@@ -8,9 +8,9 @@ narrow.
 
 from collections.abc import Iterable, Iterator
 
+from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.statistics import wilson
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
-from llama_ssp.run.evaluation.evidence import CompletionPair, Evidence
-from llama_ssp.run.evaluation.statistics import wilson
 from llama_ssp.settings.schema import Dtype, RunConfig
 from llama_ssp.settings.tasks import EvaluateConfig, Suite
 

@@ -7,9 +7,9 @@ one-sided tests show that the rates differ by less than `task.margin`.
 import random
 import re
 
+from llama_ssp.evaluation.evidence import Evidence
+from llama_ssp.evaluation.statistics import rate_difference, wilson
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
-from llama_ssp.run.evaluation.evidence import Evidence
-from llama_ssp.run.evaluation.statistics import rate_difference, wilson
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import EvaluateConfig, Suite
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llama_ssp.evaluation.martingales import TextSums
 from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey
-from llama_ssp.run.evaluation.martingales import TextSums
 from llama_ssp.settings.schema import RunConfig
 
 
