@@ -48,8 +48,9 @@ class StorageFormat:
     # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
     # does not suggest it.
     change_weight: int | None = None
-    draft_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
-    target_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
+    # warning of a plan for GPUs about a draft in this format, with `{dtype}` in place of the number format.
+    draft_advice: str | None = None
+    target_advice: str | None = None  # the same about a target.
 
     @property
     def is_quantized(self) -> bool:
