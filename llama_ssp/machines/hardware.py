@@ -39,13 +39,13 @@ class Price:
 class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes."""
 
-    name: str  # names of the entry and of its GPUs.
+    name: str  # name of the entry.
     device: str  # `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
     # compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
     capability: float = 8.0
-    gpu: str  # names of the entry and of its GPUs.
-    num_gpus: int  # ranks per node, and nodes.
-    num_nodes: int = 1  # ranks per node, and nodes.
+    gpu: str  # name of its GPUs, or of the processor.
+    num_gpus: int  # GPUs of a node, or ranks of a CPU.
+    num_nodes: int = 1  # nodes; several need network.
     memory_bytes: int  # usable memory of one GPU; on a CPU, of the node.
     system_bytes: int = 0  # of a CPU's memory, the share of the operating system and of other programs.
     context_bytes: int  # memory of a process before its first tensor.
@@ -55,10 +55,10 @@ class HardwareConfig:
     flops_per_s: dict[str, float]  # dense matrix rate by number format.
     # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
     slowdown: dict[str, float] = field(default_factory=dict)
-    kernel_s: float  # fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
-    launch_s: float  # fixed time of a kernel inside a CUDA graph, and of an operator launched from Python.
-    link: Link  # links inside a node, and between nodes.
-    network: Link | None = None  # links inside a node, and between nodes.
+    kernel_s: float  # fixed time of a kernel inside a CUDA graph.
+    launch_s: float  # fixed time of an operator launched from Python.
+    link: Link  # links inside a node.
+    network: Link | None = None  # links between nodes.
     price: Price | None = None  # on-demand list price; None where none is known.
     sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
     profiles: list[Profile] = field(default_factory=list)  # measurements, which replace the figures above.
@@ -130,9 +130,9 @@ def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: AN
     machine = _part(HardwareConfig, figures, "hardware", problems)
     if isinstance(figures, Mapping):
         device, price, nodes = (figures.get(name) for name in ("device", "price", "num_nodes"))
-        if "device" in figures and device not in {"cuda", "cpu"}:
+        if "device" in figures and device not in ("cuda", "cpu"):
             problems.append(f"hardware.device={device} must be one of cuda, cpu")
-        if isinstance(price, Mapping) and price.get("per", PER_NODE) not in {PER_NODE, PER_GPU}:
+        if isinstance(price, Mapping) and price.get("per", PER_NODE) not in (PER_NODE, PER_GPU):
             problems.append(f"hardware.price.per={price['per']} must be {PER_NODE} or {PER_GPU}")
         if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
             problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")

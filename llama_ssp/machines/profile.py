@@ -59,13 +59,11 @@ class Profile:
     num_ranks: int
     linear: list[LinearPoint]  # linear layers as the models call them.
     tied_head: list[LinearPoint]  # linear layers whose matrix is also an embedding.
-    # a decoder layer without its matrices and with few slots filled; a forward without layers and head.
-    layer: list[RowsPoint]
-    # a decoder layer without its matrices and with few slots filled; a forward without layers and head.
-    frame: list[RowsPoint]
+    layer: list[RowsPoint]  # a decoder layer without its matrices and with few slots filled.
+    frame: list[RowsPoint]  # a forward without layers and head.
     attention: list[SizePoint]  # seconds per further byte of keys and values, by the rows that read it.
-    draw: list[SizePoint]  # a draw and the rule, by numbers processed (rows x vocabulary).
-    verify: list[SizePoint]  # a draw and the rule, by numbers processed (rows x vocabulary).
+    draw: list[SizePoint]  # a draw, by numbers processed (rows x vocabulary).
+    verify: list[SizePoint]  # the rule, by numbers processed (rows x vocabulary).
     all_reduce: list[SizePoint] = field(default_factory=list)  # by bytes; empty for one rank.
     round_s: float = 0.0  # host time of the loop per round.
     forward_ratio: float = 1.0  # time of whole forwards over the sum of their parts.

@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        warnings, notes: see `advice` and `fewer`.
+        warnings, notes: see `advice`.
         changes: up to three changes that would make it fit, the best first; empty if it fits.
     """
 

@@ -235,10 +235,10 @@ def _price(
 ) -> _Priced | None:
     """Price a job, with the best K that fits if it is to be chosen; None if a token takes `below_s` or more."""
     try:
-        full = fullest_rank(job, machine)
+        full = asked = fullest_rank(job, machine)
     except PlacementError as error:
         return _Priced(job=job, reason=str(error))
-    if full.fits:
+    if full.fits or (chooses_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
         timed = timing(job, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
         for token_s, way in [*(by_length(job, timed) if chooses_k else ())] or [(asked_s, job)]:
@@ -246,6 +246,7 @@ def _price(
                 return None
             if (full := fullest_rank(way, machine)).fits:
                 return _Priced(job=way, fullest=full, timed=timed, token_s=token_s)
+    full = full if asked.fits else asked
     reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
     return _Priced(job=job, fullest=full, reason=reason)
 
@@ -271,9 +272,9 @@ def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
 
 def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
     job, storage, found = one.job, format_of(one.job.target.quantization), one.figures()
-    settings = [f"model={job.target.name}", f"draft={job.draft.name if job.draft else 'none'}"]
+    settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
     settings += [f"model.quantization={storage.name}"] if storage.is_quantized else []
-    settings += [*placement_settings(job), *([length_setting(job)] if job.draft else [])]
+    settings += [*placement_settings(job), *([length_setting(job)] if job.drafts else [])]
     return {
         "target": job.target.name,
         **{name: found[name] for name in ("quantization", "draft", "draft_kind", "num_draft_tokens")},

@@ -346,7 +346,7 @@ def _shown_length(choice: Mapping[str, Any]) -> str:
 def _row(choice: Mapping[str, Any]) -> list[str]:
     target = f"{_literal(choice['target'])} {short_name(choice['quantization'])}"
     kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = f"{_literal(choice['draft'])} {kind}" if choice["draft"] else "none"
+    draft = f"{_literal(choice['draft'])} {kind or ''}".strip() if choice["draft"] else "none"
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]

@@ -44,9 +44,10 @@ def _entry(name: str, file: Path) -> ModelConfig:
         for key in ("dtype", "stored_dtype", "gpu_dtype"):
             fields[key] = Dtype[fields.get(key, "auto")]
         model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
+        problem = problem_of(model.quantization)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folders.shown(file)} does not describe a model: {error}") from error
-    if problem := problem_of(model.quantization):
+    if problem:
         raise ConfigError(f"{folders.shown(file)} does not describe a model: {problem}")
     return model
 

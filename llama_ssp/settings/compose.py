@@ -145,7 +145,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         ways = "separate values by commas" if multirun else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        names = [each.text.partition("=")[2].strip("'\"") for each in _values(word)]
+        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word)]
         yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""

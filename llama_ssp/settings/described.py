@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
-from inspect import getsourcefile
+from inspect import getsource
 from itertools import takewhile
 from pathlib import Path
 from types import UnionType
@@ -62,16 +63,20 @@ def meanings(schema: type[Any]) -> dict[str, str]:
     """The comments above the fields of a dataclass and of its bases, or behind them on the line."""
     found: dict[str, str] = {}
     for each in filter(is_schema, reversed(schema.__mro__)):
-        found |= _comments(getsourcefile(each) or "").get(each.__name__, {})
+        found |= _comments(each.__module__).get(each.__name__, {})
     return found
 
 
 @cache
-def _comments(file: str) -> dict[str, dict[str, str]]:
-    """The comments on fields, by class and field."""
+def _comments(module: str) -> dict[str, dict[str, str]]:
+    """The comments on fields, by class and field; none of a module without its source, as a plugin may be."""
+    try:
+        source = getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return {}
     found: dict[str, dict[str, str]] = {}
     above: list[str] = []
-    for line in Path(file).read_text(encoding="utf-8").splitlines():
+    for line in source.splitlines():
         if begin := re.match(r"(?:class|def) (\w+)", line):
             found[begin[1]] = fields = {}
         elif comment := re.match(r"    # (.*)", line):

@@ -23,7 +23,7 @@ class StorageFormat:
     name: str  # value of `model.quantization`.
     order: int = 100  # position in lists of formats.
     short_name: str | None = None  # in narrow tables, where it is another one.
-    # `module:Class` of a `kernels.linear.Kernel`, which holds a weight and multiplies by it; None for unquantized
+    # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
     # the kernel's keyword arguments, by the field of the model entry that sets them.
@@ -48,16 +48,17 @@ class StorageFormat:
     # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
     # does not suggest it.
     change_weight: int | None = None
-    draft_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
-    target_advice: str | None = None  # warnings of a plan for GPUs; `{dtype}` stands for the number format.
+    # warning of a plan for GPUs about a draft in this format, with `{dtype}` in place of the number format.
+    draft_advice: str | None = None
+    target_advice: str | None = None  # the same about a target.
 
     @property
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""
         return self.kernel is not None
 
-    def load_kernel(self) -> Any:  # noqa: ANN401 - a class of a module that may import torch
-        """Import the kernel's class, if there is one."""
+    def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
+        """Import the kernel, if there is one."""
         return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
 
 

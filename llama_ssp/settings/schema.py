@@ -110,8 +110,8 @@ class ModelConfig:
     """
 
     name: str  # the entry's name, the same as that of its file.
-    hub_id: str | None = None  # repository on the Hugging Face hub, and its revision; null takes the newest.
-    revision: str | None = None  # repository on the Hugging Face hub, and its revision; null takes the newest.
+    hub_id: str | None = None  # repository on the Hugging Face hub.
+    revision: str | None = None  # its branch, tag or commit; null takes the newest.
     path: str | None = None  # a folder to read instead of the hub.
     shipped: bool = False  # whether the weights come with the package.
     # fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files stay
@@ -199,8 +199,8 @@ class DraftPlacement:
 class PlacementConfig:
     """Placement of target and draft, and the number of replicas of both."""
 
-    target: TargetPlacement = field(default_factory=TargetPlacement)  # of the target.
-    draft: DraftPlacement = field(default_factory=DraftPlacement)  # of the draft.
+    target: TargetPlacement = field(default_factory=TargetPlacement)
+    draft: DraftPlacement = field(default_factory=DraftPlacement)
     # copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count from 0 in each
     # copy.
     num_replicas: int = 1
@@ -302,19 +302,18 @@ class TaskConfig:
 class RunConfig:
     """All settings of one run."""
 
-    task: TaskConfig  # options, each with settings of its own.
-    model: ModelConfig  # options, each with settings of its own.
-    draft: DrafterConfig  # options, each with settings of its own.
-    placement: PlacementConfig = field(default_factory=PlacementConfig)  # options, each with settings of its own.
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # options, each with settings of its own.
-    # options, each with settings of its own.
+    task: TaskConfig
+    model: ModelConfig
+    draft: DrafterConfig
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     verification: VerificationConfig = field(default_factory=VerificationConfig)
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)  # further groups of settings.
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # synthetic makes any Llama shape on the device, as target and as draft, at its true size and cost, without a
     # download. Each computes the shipped small model; the context has 2048 tokens.
     weights: WeightsKind = WeightsKind.checkpoint
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)  # further groups of settings.
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)  # further groups of settings.
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     max_new_tokens: int = 64  # new tokens per completion.
     batch_size: int = 1  # sequences decoded together; the draws do not depend on it.
     num_samples: int = 1  # completions per prompt.
@@ -389,14 +388,14 @@ class SlurmConfig:
 
     nodes: int = 1  # nodes of one job.
     ranks_per_node: int | None = None  # processes per node; null takes the GPUs of a node of hardware=.
-    partition: str | None = None  # as sbatch takes them; null takes the cluster's default.
-    account: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    partition: str | None = None  # as sbatch takes it; null takes the cluster's default.
+    account: str | None = None  # as sbatch takes it; null takes the cluster's default.
     # time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
     time: str | None = None
     memory: str | None = None  # memory per node, such as 64G.
     # generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
     gres: str | None = None
-    constraint: str | None = None  # as sbatch takes them; null takes the cluster's default.
+    constraint: str | None = None  # features of the nodes, as sbatch takes them; null takes any.
     cpus_per_rank: int | None = None  # cores per rank.
     max_running: int | None = None  # jobs that may run at the same time; null sets no limit.
     # words in front of python, such as [apptainer,exec,--nv,image.sif].

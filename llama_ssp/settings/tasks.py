@@ -35,7 +35,7 @@ class TaskSpec:
     # its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has the
     # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
-    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `tasks.run`.
+    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `pipeline`.
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
@@ -82,7 +82,7 @@ class Suite:
     """One suite."""
 
     name: str  # value of `task.suite`.
-    judge: Callable[[Any], Any]  # returns the `reports.evaluation.Evaluation` of an `evaluation.evidence.Evidence`.
+    judge: Callable[[Any], Any]  # returns the `reports.records.Evaluation` of an `evaluation.evidence.Evidence`.
     # which completions of such pairs the target scores, token by token, before the judge is called.
     scored: Callable[[Any], Iterable[Any]] = lambda pairs: ()  # noqa: ARG005
     # the draft scores the speculative ones too, and the judge has their sums (`evaluation.martingales`).

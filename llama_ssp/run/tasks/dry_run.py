@@ -62,12 +62,14 @@ def show_plan(
 
     Raises ConfigError if the figure cannot be drawn.
     """
+    _check_figure(figure)
     _show(document(plan), form, figure)
     require_room(plan, words=words)
 
 
 def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
     """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
+    _check_figure(figure)
     choices = search(job, machine)
     notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
     content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
@@ -79,6 +81,7 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
 
     Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
     """
+    _check_figure(config.figure)
     choices = compare(config, machines)
     left = {choice.machine for choice in choices if choice.reason is None}
     used = [machine for machine in machines if machine.name in left] or machines
@@ -88,17 +91,24 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
         raise CapacityError(problem)
 
 
-def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, machine: str = "", unit: str = "") -> None:
-    """Print a document as JSON or as a table, and draw its figure."""
+def _check_figure(figure: str | None) -> None:
+    """Refuse a figure in a folder that does not exist; a search takes long, and this is asked before."""
     if figure and not Path(figure).parent.is_dir():
         raise ConfigError(f"figure={figure}: create the folder {Path(figure).parent} first, or name another file")
+
+
+def _show(content: Mapping[str, Any], form: PlanFormat, figure: str | None, machine: str = "", unit: str = "") -> None:
+    """Print a document as JSON or as a table, and draw its figure."""
     if form is PlanFormat.json:
         print(json.dumps(content, indent=2))  # noqa: T201 - the requested output
-    else:
-        try:
-            from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
-        except ImportError as error:
-            raise ConfigError("format=table needs rich: pip install rich, or use format=json") from error
+    needs_rich = "format=table" if form is PlanFormat.table else f"figure={figure}" if figure else None
+    if needs_rich is None:
+        return
+    try:
+        from llama_ssp.reports import plan_tables  # noqa: PLC0415 - JSON needs no rich
+    except ImportError as error:
+        raise ConfigError(f"{needs_rich} needs rich: pip install rich, or use format=json alone") from error
+    if form is PlanFormat.table:
         plan_tables.print_document(content, machine=machine, unit=unit)
     if figure:
         from llama_ssp.reports import plan_figures  # noqa: PLC0415 - only figures need matplotlib

@@ -69,6 +69,8 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         ("price", {"usd_per_hour": 0}, "hardware.price.usd_per_hour=0 must be above 0"),
         ("price", {"per": "gpu"}, "hardware.price.usd_per_hour is missing"),
         ("price", {"usd_per_hour": 2, "per": "hour"}, "hardware.price.per=hour must be node or gpu"),
+        ("price", {"usd_per_hour": 2, "per": ["gpu"]}, "hardware.price.per=['gpu'] must be node or gpu"),
+        ("device", ["cuda"], "hardware.device=['cuda'] must be one of cuda, cpu"),
         ("price", {"usd_per_hour": 2, "date": 2025}, "hardware.price.date=2025 must be text"),
     ],
 )

@@ -153,6 +153,22 @@ def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
     assert found["is_tight"]
 
 
+def test_a_k_that_was_asked_for_and_has_no_room_hides_no_other() -> None:
+    job, machine = make_job("7B", "tinyllama_1B", num_draft_tokens=1000), replace(A10G, num_gpus=1)
+    few, many = make_job("7B", "tinyllama_1B"), replace(job, batch_size=16)
+    assert not fits(many, machine)
+    assert fits(replace(few, batch_size=16), machine)
+    found = choice(search(many, machine), "7B", "tinyllama_1B", "one_rank", num_ranks=1)
+    assert found["reason"] is None
+    assert 0 < found["num_draft_tokens"] <= 16
+
+
+def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
+    job = replace(make_job("7B"), free_draft="ngram")
+    found = choice(search(job, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
+    assert found["settings"] == ("model=7B", "draft=ngram", f"speculation.num_draft_tokens={found['num_draft_tokens']}")
+
+
 def test_a_model_beyond_the_catalogue_is_searched_alone_with_the_draft_of_the_job() -> None:
     job = make_job(small_model(), "7B")
     found = search(job, replace(A10G, num_gpus=1))

@@ -78,7 +78,7 @@ def test_an_unknown_name_lists_what_exists_and_guesses_what_was_meant() -> None:
     [
         *(
             (f"name: mine\n{line}\n", "does not describe a model")
-            for line in ("num_layer: 3", "dtype: fp8", "shape: {a: 3}")
+            for line in ("num_layer: 3", "dtype: fp8", "shape: {a: 3}", "quantization: int9", "quantization: [int8]")
         ),
         ("hub_id: a/b\n", "must have the line name: mine, the name of the file"),
         ("name: 7B\n", "must have the line name: mine, the name of the file"),

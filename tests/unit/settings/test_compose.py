@@ -34,6 +34,11 @@ PATHS = [
 NOT_PLAIN = r"items that are not plain words, as in stop_strings='\[\"2\.\",\"true\"\]'"
 
 
+def test_blanks_around_the_name_of_an_option_are_no_part_of_it() -> None:
+    run, _ = compose_run("model= 7B ")
+    assert run.model.name == "7B"
+
+
 # Models are composed below too, as targets and as drafts.
 @pytest.mark.parametrize("option", [heavy(each) if each.startswith("model=") else each for each in OPTIONS])
 def test_every_option_composes(option: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.run.commands import plan as entry
+from llama_ssp.run.tasks import dry_run
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -82,17 +83,28 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_transformers_or_nu
 
 
 @pytest.mark.parametrize(
-    ("package", "setting"), [("rich", "format=table"), heavy("rich", "search=true"), ("matplotlib", "figure=plan.png")]
+    ("package", "setting"),
+    [
+        ("rich", "format=table"),
+        heavy("rich", "search=true"),
+        ("rich", "figure=plan.png"),
+        ("matplotlib", "figure=plan.png"),
+    ],
 )
 def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
-    other = ["format=json"] if package == "matplotlib" else []
+    other = ["format=json"] if setting.startswith("figure") else []
     finished = start("model=7B", setting, *other, before=f"sys.modules[{package!r}] = None", cwd=tmp_path)
     assert finished.returncode == 2
     assert f"needs {package}: pip install {package}" in finished.stderr
 
 
-def test_a_figure_without_a_folder_is_refused_before_anything_is_printed(call: Call) -> None:
-    ended = call("model=7B", "figure=/missing/plan.png")
+@pytest.mark.parametrize("asked", ["search=false", "search=true", "hardware=all"])
+def test_a_figure_without_a_folder_is_refused_before_anything_is_searched_or_printed(
+    asked: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "search", None)
+    monkeypatch.setattr(dry_run, "compare", None)
+    ended = call("model=7B", "hardware=1xl4", asked, "figure=/missing/plan.png")
     assert (ended.code, ended.out) == (2, "")
     assert "figure=/missing/plan.png: create the folder /missing first, or name another file" in ended.err
 
