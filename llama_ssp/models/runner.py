@@ -11,13 +11,6 @@ from torch import Tensor
 
 from llama_ssp.shapes import static_shape
 
-_FEW_ROWS = 8
-
-
-def row_class(num_rows: int) -> int:
-    """Which kernels linear layers choose for so many rows: one, a few, or many."""
-    return (num_rows > 1) + (num_rows > _FEW_ROWS)
-
 
 class Pieces(NamedTuple):
     """What the tokens of a packed forward belong to: pieces of several prompts that stand in one row, unpadded.
@@ -46,8 +39,7 @@ class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
     Attributes:
-        repeats_operators: a forward calls the same operators on tensors that this object holds, for all T with one
-            `row_class` of B * T.
+        repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
         is_thread_invariant: a forward computes the same bits with any number of threads.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.

@@ -57,7 +57,7 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers; the head keeps its dtype.
-        fuses: on a GPU, products take in the norm, the gate and the residual; see `layer`.
+        fuses: on a GPU, products of few rows take in the norm and the gate; see `layer`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
