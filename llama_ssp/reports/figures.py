@@ -19,6 +19,7 @@ from llama_ssp.settings.schema import ADAPTIVE
 MOST_PAIRS = 60
 """Prompts that the chart of one run shows."""
 _GIB, _MIB = 2**30, 2**20
+_MOST_WINDOWS = 40  # points of a line along the text.
 _WIDEST_BAR = 0.3
 _FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
@@ -159,6 +160,32 @@ def round_timeline(run: Run) -> Chart | None:
         drafts = steps("draft step", draft, 1 if run.drafting == ADAPTIVE else k)
         rest = [(verification, verify, COLOURS[0], verification), ("other", other, GREY, "other")]
         bars([*drafts, *rest], bottom=0.0, top=0.75)
+    return chart
+
+
+def draft_lengths(run: Run) -> Chart | None:
+    """Drafted and accepted tokens per round along the text, for a run that chooses K for each round."""
+    lines = [line for line in run.lines if line.draft_lengths]
+    if not lines:
+        return None
+    longest = max(line.num_new_tokens for line in lines)
+    width = max(longest / _MOST_WINDOWS, 1.0)
+    windows: dict[int, list[tuple[int, int]]] = {}
+    for line in lines:
+        position = 1
+        for drafted, accepted in zip(line.draft_lengths or (), line.accepted_lengths, strict=True):
+            windows.setdefault(int(position / width), []).append((drafted, accepted))
+            position += accepted + 1
+    chart = Chart(
+        title="Drafted tokens per round, chosen along the text",
+        x_label="new tokens before the round", y_label="tokens, mean of all texts",
+        highest_x=longest, highest_y=max(max(line.draft_lengths or ()) for line in lines),
+    )  # fmt: skip
+    middles = {(window + 0.5) * width: rounds for window, rounds in sorted(windows.items())}
+    for place, name in enumerate(("drafted", "accepted")):
+        points = [(middle, fmean(each[place] for each in rounds)) for middle, rounds in middles.items()]
+        says = [f"about token {middle:.0f}: {mean:.1f} {name}" for middle, mean in points]
+        chart.curve(points, look(place), says=says, name=name)
     return chart
 
 

@@ -96,7 +96,8 @@ def charts(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Ch
         found: dict[str, Chart | None] = dict(figures.sweep_charts(runs, measures, varying_settings(runs)))
     else:
         found = {
-            "round": figures.round_timeline(runs[0]), "prompts": figures.prompts_of_run(measures[0]),
+            "round": figures.round_timeline(runs[0]), "draft_lengths": figures.draft_lengths(runs[0]),
+            "prompts": figures.prompts_of_run(measures[0]),
         }  # fmt: skip
     found["acceptance_by_position"] = figures.acceptance_by_position(runs, names)
     found["forecast"] = figures.forecast_against_measured(runs, names)

@@ -6,12 +6,9 @@ Errors become sentences and exit codes only here. torch is imported after the ch
 
 import argparse
 import gc
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +16,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.environment import Ranks, read_ranks
 from llama_ssp.ranks.signals import find_agent, handle_signals, ignore_signals
 from llama_ssp.run import startup
-from llama_ssp.run.commands import completion, topics
+from llama_ssp.run.commands import completion, topics, torchrun
 from llama_ssp.run.commands.options import read_options, until_unread
 from llama_ssp.run.commands.points import check_here, for_all, points_of
 from llama_ssp.run.tasks import dry_run
@@ -34,10 +31,6 @@ EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable of torchrun: what its report quotes of a failed rank."""
-SILENCE_S = 5.0
-"""How long ranks above 0 wait after an error of all ranks, which rank 0 reports."""
 
 _failures: list[SspError] = []  # hold the frames of a failed run: freeing its graphs could wait for a stuck GPU
 
@@ -110,24 +103,18 @@ def _report(error: BaseException, ranks: Ranks) -> int:
 
 
 def fail(error: SspError, ranks: Ranks) -> int:
-    """Report an error once: rank 0 does, unless the error says which rank. Returns the code that this rank ends with.
+    """Report an error once: rank 0 does, unless the error says which rank; the other ranks wait to be ended.
 
-    torchrun ends all ranks when one has ended, and lists those that fail, with the text of their error files. So the
-    others wait for that end, which is then none of theirs, or for `SILENCE_S`.
+    Returns the code that this rank ends with, which under torchrun is 0 where rank 0 has reported the same.
     """
     if error.speaks or (error.speaks is None and ranks.rank == 0):
         complain(str(error))
     if error.speaks is not None:
         return error.exit_code
-    if ranks.rank == 0 and (file := os.environ.get(ERROR_FILE)):
-        said = {"message": str(error), "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
-    elif ranks.rank > 0 and not isinstance(error, InterruptedRun):
-        try:
-            time.sleep(SILENCE_S)
-        except KeyboardInterrupt:
-            return 0 if ERROR_FILE in os.environ else error.exit_code
+    if ranks.rank == 0:
+        torchrun.report(str(error), ranks)
+    elif not isinstance(error, InterruptedRun) and torchrun.await_report(ranks):
+        return 0
     return error.exit_code
 
 

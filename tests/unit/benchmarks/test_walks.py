@@ -23,4 +23,4 @@ def test_walks_are_no_longer_than_they_may_be() -> None:
     frames = printed.partition("draw: ")[2].splitlines()[1:]
     assert "llama_ssp/run/commands/run.py:" in frames[0]
     assert re.search(r"llama_ssp/speculate/sampling/processors.py:\d+ draw$", frames[-1])
-    assert any("llama_ssp/speculate/drafters/model.py" in frame for frame in frames)
+    assert any("llama_ssp/speculate/drafters/" in frame for frame in frames)

@@ -102,7 +102,7 @@ def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
 def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     as_step_of_srun(monkeypatch, rank=rank)
     monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda _config, _clock: False)
-    monkeypatch.setattr("llama_ssp.run.commands.run.SILENCE_S", 0.1)
+    monkeypatch.setattr("llama_ssp.run.commands.torchrun.SILENCE_S", 0.1)
     ended = launch(*TOO_LARGE)
     assert ended.code == 3
     assert ended.err.startswith("job 1 (") == (rank == 0)

@@ -14,7 +14,7 @@ import pytest
 import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
 from llama_ssp.ranks.signals import STOP_SIGNALS
-from llama_ssp.run.commands import run
+from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
@@ -51,7 +51,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(run, "SILENCE_S", 0.0)
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
     for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -111,7 +111,7 @@ def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, lau
 def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "SILENCE_S", 0.3)
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.3)
     for argument in ("model=nosuch", "sampling.top_p=2", "seed=abc"):
         start = time.monotonic()
         ended = launch(argument, RANK="1", WORLD_SIZE="2")
