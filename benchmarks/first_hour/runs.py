@@ -3,7 +3,7 @@
 speed-...    synthetic models of true sizes on one GPU, plain and speculative; what does not fit says so
 text-of-N    in fp32 N GPUs give the text of one: sharded, from Python, on an own GPU, overlapped
 NAME of PLACED, on all GPUs: a large pair in a placement
-exit-codes   those that docs/guides/troubleshooting.md promises
+exit-codes   those that docs/reference/runs.md promises
 rank-...     one of two ranks is killed or stopped: the other one ends in time, with a sentence
 """
 

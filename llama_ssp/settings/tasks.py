@@ -35,7 +35,7 @@ class TaskSpec:
     # its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has the
     # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
-    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `tasks.run`.
+    # `module:function` that runs the task on every rank: a `Task` of `run.pipeline`, or a `MachineTask` without models.
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.

@@ -65,7 +65,7 @@ class PrefixRunner:
         consecutive: bool = True,  # noqa: ARG002
         pieces: Pieces | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """See `models.interface.Runner.forward`."""
+        """See `models.runner.Runner.forward`."""
         self.num_forwards += 1
         slots_S, shown_BSD = self.slots.shown[bucket]
         cache = self.slots.cache if cache_rows_B is None else self.slots.cache[cache_rows_B]
