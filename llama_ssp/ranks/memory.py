@@ -51,7 +51,7 @@ def available_bytes() -> int | None:
 
 
 def _read(file: Path, entry: str) -> int | None:
-    lines = (line.split() for line in file.read_text().splitlines())
+    lines = (line.split() for line in (file.read_text().splitlines() if file.exists() else []))
     return next((int(line[1]) * 1024 for line in lines if line[:1] == [entry]), None)
 
 

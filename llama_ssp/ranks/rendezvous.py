@@ -211,6 +211,8 @@ def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
         backend, own_gpu = "cpu:gloo,cuda:nccl", device
     here = [f"llama_ssp/here/{rank}" for rank in range(ranks.size)]
     store.set(here[ranks.rank], "")
+    # A GPU may have ended a rank since: torch would wait for it, deaf to signals.
+    wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
     try:
         dist.init_process_group(
             backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),

@@ -85,7 +85,8 @@ class CompletionLine(_Line):
             raise ValueError(f"finish_reason holds {reprlib.repr(read.finish_reason)}")
         if len(read.token_ids) != read.num_new_tokens:
             raise ValueError(f"token_ids has {len(read.token_ids)} of {read.num_new_tokens} new tokens")
-        by_round = [read.accepted_lengths, read.examined_lengths, read.draft_lengths or [0] * read.num_rounds]
+        by_round = [read.accepted_lengths, read.examined_lengths]
+        by_round += [] if read.draft_lengths is None else [read.draft_lengths]
         if any(len(lengths) != read.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")
         rounds = zip(*by_round, strict=True)

@@ -134,7 +134,7 @@ def _open_logs(run_dir: Path, *, rank: int) -> None:
     logging.raiseExceptions = False  # on a full disk, the run fails when it writes records, not logs
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    (run_dir / "ranks").mkdir(exist_ok=True)
+    (run_dir / "ranks").mkdir(parents=True, exist_ok=True)  # rank 0 may be on a node with another disk
     for path in [f"ranks/{rank:03d}.log", *(["run.log"] if rank == 0 else [])]:
         handler = logging.FileHandler(run_dir / path)
         handler.setFormatter(_VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

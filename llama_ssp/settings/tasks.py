@@ -36,6 +36,7 @@ class TaskSpec:
     # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
     # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `pipeline`.
+    # `module:function` that runs the task on every rank: a `Task` of `run.pipeline`, or a `MachineTask` without models.
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.

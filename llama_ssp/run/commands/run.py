@@ -113,7 +113,7 @@ def fail(error: SspError, ranks: Ranks) -> int:
         return error.exit_code
     if ranks.rank == 0:
         torchrun.report(str(error), ranks)
-    elif not isinstance(error, InterruptedRun) and torchrun.await_report(ranks):
+    elif torchrun.await_report(ranks):
         return 0
     return error.exit_code
 

@@ -136,6 +136,7 @@ def test_gpus_that_are_left_unused_are_a_note_and_those_that_are_missing_an_erro
 def formed(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> Iterator[dict[str, Any]]:
     """What the process group was made with."""
     found: dict[str, Any] = {"store": store}
+    store.set("llama_ssp/here/0", "")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: found.update(given, backend=backend))
     set_here = (*rendezvous._OWN_WATCHDOG, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in set_here:
@@ -156,6 +157,15 @@ def test_ranks_on_cpus_meet_through_gloo_and_gpus_have_nccl_for_tensors(
     assert (formed["backend"], formed["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+
+
+def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(
+    formed: dict[str, Any],
+) -> None:
+    formed["store"].delete_key("llama_ssp/here/0")
+    with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1"):
+        form_group(SECOND, device=CPU, timeout_s=0.1)
+    assert "backend" not in formed
 
 
 def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is_said(

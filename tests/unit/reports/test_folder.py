@@ -95,6 +95,8 @@ def test_text_that_is_not_unicode_does_not_stop_the_run(tmp_path: Path) -> None:
         (b'"speculative"', b'"spekulative"'),
         (b'"token_ids": [1, 2]', b'"token_ids": [1, 2.5]'),
         (b'"accepted_lengths": [0]', b'"accepted_lengths": []'),
+        (b'"num_rounds": 1', b'"num_rounds": 1000000000000'),
+        (b'"draft_lengths": null', b'"draft_lengths": []'),
         (b'{"index"', b'["index"'),
         (b'"x"', b'"\xff"'),
         (b'"x"', b"[" * 5000 + b"]" * 5000),
