@@ -23,7 +23,7 @@ from benchmarks.measured import markdown, show
 from llama_ssp import Pair, load
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.state import Request
@@ -58,7 +58,7 @@ class Text(NamedTuple):
 def kinds_of_text() -> dict[str, list[str]]:
     """Prompts by kind: code and arithmetic are defaults of tasks; the third is to be written a second time."""
     defaults = {
-        name: yaml.safe_load((folders.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
+        name: yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text())["default_prompts"]
         for name, task in (("code", "compare"), ("mixed", "latency"))
     }
     return defaults | {"repeated code": [text + text[: len(text) // 3] for text in EDITS]}

@@ -10,7 +10,6 @@ transformers. Everything else is of data sheets. All other rows are forecasts.
 from dataclasses import dataclass, replace
 
 from benchmarks.measured import markdown, show
-from llama_ssp.architectures.sizes import Kernels
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import KnownPoint, expected, implied_acceptance, points, tokens_per_round
@@ -18,6 +17,7 @@ from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import LIBRARY_SHARE, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
+from llama_ssp.settings.layout import Kernels
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 
 COST_RATIOS = (

@@ -18,7 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from tests.helpers import slurm
 from tests.helpers.own_conf import OwnConf, writer
 
@@ -71,7 +71,7 @@ def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnCon
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     yield writer(tmp_path / "home" / "llama-ssp")
     monkeypatch.undo()
-    folders.use(None)
+    catalogue.use(None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from llama_ssp import load
 from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.model_files import AGREEMENT_FILE
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.weights.checkpoint import inspect
@@ -42,7 +42,7 @@ class Text:
 
 def prompts_of(task: str) -> list[str]:
     """Returns the default prompts of a task."""
-    settings = yaml.safe_load((folders.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
+    settings = yaml.safe_load((catalogue.conf_dir() / "task" / f"{task}.yaml").read_text(encoding="utf-8"))
     prompts: list[str] = settings["default_prompts"]
     return prompts
 

@@ -22,9 +22,9 @@ from benchmarks.decoding import config_of, decode_once, load_pair, make_decoder,
 from benchmarks.first_hour.runner import FOLDER
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
-from llama_ssp.architectures.sizes import FIRST_PAGED_CAPABILITY
 from llama_ssp.kernels.attention_by_length import capability_of, torch_attention
 from llama_ssp.models.runner import Runner
+from llama_ssp.settings.layout import FIRST_PAGED_CAPABILITY
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder

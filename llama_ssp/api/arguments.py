@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.catalogue import is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
-from llama_ssp.settings.folders import is_hub_id, read_path
 from llama_ssp.settings.formats import problem_of
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 
@@ -153,13 +153,13 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
             "the hub, or a causal language model of transformers"
         )
     name = str(given)
-    is_named = isinstance(given, str) and name in catalogue.names() and name != LOCAL
+    is_named = isinstance(given, str) and name in catalogue.names("model") and name != LOCAL
     if name and not is_named and (folder := read_path(name)).is_dir():
         entry = ModelConfig(name=LOCAL, path=str(folder))
     elif is_named or (isinstance(given, str) and is_hub_id(name)):
         entry = catalogue.load(name)
     else:
-        unknown = unknown_name(what, name, catalogue.names())
+        unknown = unknown_name(what, name, catalogue.names("model"))
         raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
     return in_format(entry, dtype=dtype, quantization=quantization)
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from llama_ssp import architectures
-from llama_ssp.architectures.inventory import Inventory, gated
+from llama_ssp.architectures.matrices import Inventory, gated
 from llama_ssp.errors import PlacementError
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import ModelShape

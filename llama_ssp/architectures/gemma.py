@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from llama_ssp.architectures.family import Family, windows_by_layer_type
-from llama_ssp.architectures.inventory import gated
+from llama_ssp.architectures.matrices import gated
 
 GEMMA = Family(
     model_type="gemma", parameters=gated, ties_unless_said=True, cuts_vocabulary=True, cuts_own_embedding=True

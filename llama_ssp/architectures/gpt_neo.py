@@ -6,7 +6,7 @@ The library has no tensor-parallel plan for it, so the record has one.
 from typing import Any
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.inventory import Inventory, Matrix, inventory_of
+from llama_ssp.architectures.matrices import Inventory, Matrix, inventory_of
 from llama_ssp.settings.schema import ModelShape
 
 _TP_PLAN = {

@@ -1,7 +1,7 @@
 """GPT-NeoX: fused query-key-value matrix, plain MLP, layer norms; every rank holds the whole embedding."""
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.inventory import Inventory, Matrix, inventory_of
+from llama_ssp.architectures.matrices import Inventory, Matrix, inventory_of
 from llama_ssp.settings.schema import ModelShape
 
 

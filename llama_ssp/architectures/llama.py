@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.family import Family, windows_by_layer_type
-from llama_ssp.architectures.inventory import gated
+from llama_ssp.architectures.matrices import gated
 
 
 def _in_all_layers(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config

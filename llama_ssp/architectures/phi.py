@@ -1,7 +1,7 @@
 """Phi 1, 1.5 and 2: attention and MLP share one layer norm, biases everywhere."""
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.inventory import Inventory, inventory_of
+from llama_ssp.architectures.matrices import Inventory, inventory_of
 from llama_ssp.settings.schema import ModelShape
 
 

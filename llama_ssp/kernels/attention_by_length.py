@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import PAGE_SLOTS, reads_by_length
 from llama_ssp.kernels.between import Heads
 from llama_ssp.ranks.gpu import ends_run
+from llama_ssp.settings.layout import PAGE_SLOTS, reads_by_length
 
 _log = logging.getLogger(__name__)
 

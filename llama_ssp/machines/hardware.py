@@ -1,4 +1,4 @@
-"""Describes machines: the files `hardware/*.yaml` of `options.folders` as typed dataclasses, read with PyYAML alone.
+"""Describes machines: the files `hardware/*.yaml` of `settings.catalogue` as typed dataclasses, read with PyYAML alone.
 
 A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
@@ -12,7 +12,7 @@ from typing import Any, cast, get_args, get_origin
 
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines.profile import RETIRED, Profile, points_of
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype
 
 PER_NODE, PER_GPU = "node", "gpu"  # What is rented at a price.
@@ -99,17 +99,17 @@ _MAY_BE_ZERO = {
 
 def names() -> list[str]:
     """Return the sorted names of all machines, one per file of the group `hardware`."""
-    return folders.names("hardware")
+    return catalogue.names("hardware")
 
 
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
-    file = folders.find("hardware", name) if name in names() else None
+    file = catalogue.find("hardware", name) if name in names() else None
     if file is None:
         raise ConfigError(unknown_name("hardware", name, names()))
-    machine, problems = _read_machine(folders.read(file))
+    machine, problems = _read_machine(catalogue.read(file))
     if problems:
-        where = f"{folders.shown(file)}: " if folders.is_own(file) else ""
+        where = f"{catalogue.shown(file)}: " if catalogue.is_own(file) else ""
         raise ConfigError(where + one_message(problems))
     return machine
 

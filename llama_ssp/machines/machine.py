@@ -10,7 +10,7 @@ from dataclasses import replace
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 
 THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
@@ -33,7 +33,7 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         return replace(
             hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
         )
-    own_first = sorted(hardware.names(), key=lambda name: not folders.has_own("hardware", name))
+    own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
             return replace(entry, num_gpus=len(gpus))

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.sizes import PAGE_SLOTS, whole_pages
+from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
 _T = TypeVar("_T")

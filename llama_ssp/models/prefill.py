@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import PREFILL_CHUNK
 from llama_ssp.models.runner import Pieces, Runner
 from llama_ssp.models.upload import to_device
+from llama_ssp.settings.layout import PREFILL_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)

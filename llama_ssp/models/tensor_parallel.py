@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import family_of
-from llama_ssp.architectures.sharding import (
+from llama_ssp.architectures.matrices import (
     HEAD_CUTS,
     HeadShard,
     RankShard,

@@ -19,7 +19,7 @@ import yaml
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import draft_name, matching_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
@@ -201,7 +201,7 @@ def _distance_of_draws(one: DraftedPair, other: DraftedPair) -> float:
 def points() -> tuple[KnownPoint, ...]:
     """All points of conf/acceptance.yaml, by pair."""
     found = []
-    for entry in folders.read(folders.conf_dir() / POINTS)["pairs"]:
+    for entry in catalogue.read(catalogue.conf_dir() / POINTS)["pairs"]:
         target_size, draft_size = entry["parameters"]
         for point in entry["points"]:
             pair = DraftedPair(
@@ -239,7 +239,7 @@ def known(pair: DraftedPair) -> Acceptance | None:
     Of figures at several temperatures, the nearest is taken. None if no file has one; a file without the form of the
     package's raises ConfigError.
     """
-    files = _files(tuple(folders.folders()))
+    files = _files(tuple(catalogue.folders()))
     names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
 
     def distance(entry: Mapping[str, Any]) -> float:
@@ -268,7 +268,7 @@ def store(entry: Mapping[str, Any]) -> Path:
     def key(each: Mapping[str, Any]) -> tuple[object, ...]:
         return each["target"], each["draft"], each.get("temperature")
 
-    file = folders.user_dir() / MEASURED
+    file = catalogue.user_dir() / MEASURED
     old = _read(file).get("pairs", []) if file.is_file() else []
     kept = [each for each in old if key(each) != key(entry)]
     text = yaml.safe_dump({"pairs": [*kept, dict(entry)]}, sort_keys=False, allow_unicode=True, width=160)
@@ -289,7 +289,7 @@ def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    content = folders.read(file)
+    content = catalogue.read(file)
     parts = {"pairs": list, "drafts": dict, "default": dict}
     problems = [f"{key} is none of {', '.join(parts)}" for key in content if key not in parts]
     wrong = [key for key, kind in parts.items() if not isinstance(content.get(key, kind()), kind)]
@@ -301,9 +301,9 @@ def _read(file: Path) -> dict[str, Any]:
         entries |= {"default": content["default"]} if "default" in content else {}
     problems += [f"{name} {problem}" for name, entry in entries.items() if (problem := _problem(name, entry))]
     if problems:
-        raise ConfigError(f"{folders.shown(file)}: {one_message(problems)}")
+        raise ConfigError(f"{catalogue.shown(file)}: {one_message(problems)}")
     for entry in entries.values():
-        entry.setdefault("source", folders.shown(file))
+        entry.setdefault("source", catalogue.shown(file))
     return content
 
 

@@ -34,15 +34,12 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.search import (
     MOST_NODES,
-    block_sizes,
     by_length,
     has_its_own_number,
     length_setting,
-    on_block,
     placement_settings,
-    same_kind,
 )
-from llama_ssp.planning.spec import PlanSpec, planned_model
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import format_of, formats
@@ -487,4 +484,4 @@ def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
 
 def _smaller(name: str) -> list[str]:
     """Smaller models of the same family and vocabulary, the smallest first."""
-    return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names() else []
+    return catalogue.smaller_relatives(catalogue.load(name)) if name in catalogue.names("model") else []

@@ -20,14 +20,13 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.inventory import Inventory, Matrix
-from llama_ssp.architectures.sharding import RankShard, check_deepspeed, split_blocks, split_model
-from llama_ssp.architectures.sizes import BUCKET_STEP, PREFILL_CHUNK, whole_pages
+from llama_ssp.architectures.matrices import Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
 

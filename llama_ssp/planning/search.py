@@ -24,7 +24,15 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, job_of_plan, notes_on_families, planned_model
+from llama_ssp.planning.spec import (
+    PlannedModel,
+    PlanSpec,
+    block_sizes,
+    job_of_plan,
+    notes_on_families,
+    on_block,
+    planned_model,
+)
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import format_of, formats
@@ -56,38 +64,6 @@ def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> 
     most = num_ranks // job.num_replicas
     for size in block_sizes(most) if divides else [most]:
         yield from on_block(replace(job, num_replicas=num_ranks // size), size, thorough=thorough)
-
-
-def block_sizes(most: int) -> list[int]:
-    """The sizes of equal blocks that `most` ranks can be divided into, the largest first."""
-    return [size for size in range(most, 0, -1) if most % size == 0]
-
-
-def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
-    """The job with all layouts of a replica of `size` ranks."""
-    ranks = tuple(range(size))
-    if job.draft is None:
-        yield replace(job, target_ranks=ranks, draft_ranks=())
-        return
-    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
-    if size == 1:
-        return
-    for num_ranks in range(2, size + 1) if thorough else [size]:
-        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
-        yield sharded
-        if thorough:
-            yield from (replace(sharded, draft_whole=each) for each in WholeParts if each is not job.draft_whole)
-    if job.batch_size > 1:
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
-    for num_ranks in range(1, size) if thorough else [1]:
-        apart = ranks[-num_ranks:]
-        yield replace(job, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
-
-
-def same_kind(job: PlanSpec, size: int) -> PlanSpec | None:
-    """The job on a block of another size, its draft placed as before; None if such a block has no such place."""
-    kinds = {DraftLayout.one_rank} if size == 1 else {job.draft_kind}
-    return next((found for found in on_block(job, size) if not job.draft or found.draft_kind in kinds), None)
 
 
 def placement_settings(job: PlanSpec) -> list[str]:
@@ -297,7 +273,7 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
     known = catalogue.entries()
-    is_beyond = not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names())
+    is_beyond = not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names("model"))
     for model in _series(job.target, known):
         drafts = [planned_model(draft, device=hardware.device) for draft in _drafts_of(model, known)]
         is_asked = model.name == _unquantized(job.target.name)

@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.family import families, family_of, record_of
-from llama_ssp.architectures.sizes import (
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.catalogue import read_path
+from llama_ssp.settings.drafters import Matching, draft_name, matching_of
+from llama_ssp.settings.formats import format_of
+from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     MOST_PIECES,
     Kernels,
+    Layout,
+    lay_out_replica,
+    max_device_bytes,
+    may_capture,
     own_slots,
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.drafters import Matching, draft_name, matching_of
-from llama_ssp.settings.folders import read_path
-from llama_ssp.settings.formats import format_of
-from llama_ssp.settings.layout import Layout, lay_out_replica, max_device_bytes, may_capture
 from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
@@ -399,3 +402,35 @@ def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:
     return CheckpointError(f"{file} lacks {missing}: a config.json as save_pretrained writes it is required")
+
+
+def block_sizes(most: int) -> list[int]:
+    """The sizes of equal blocks that `most` ranks can be divided into, the largest first."""
+    return [size for size in range(most, 0, -1) if most % size == 0]
+
+
+def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
+    """The job with all layouts of a replica of `size` ranks."""
+    ranks = tuple(range(size))
+    if job.draft is None:
+        yield replace(job, target_ranks=ranks, draft_ranks=())
+        return
+    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
+    if size == 1:
+        return
+    for num_ranks in range(2, size + 1) if thorough else [size]:
+        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        yield sharded
+        if thorough:
+            yield from (replace(sharded, draft_whole=each) for each in WholeParts if each is not job.draft_whole)
+    if job.batch_size > 1:
+        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
+    for num_ranks in range(1, size) if thorough else [1]:
+        apart = ranks[-num_ranks:]
+        yield replace(job, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
+
+
+def same_kind(job: PlanSpec, size: int) -> PlanSpec | None:
+    """The job on a block of another size, its draft placed as before; None if such a block has no such place."""
+    kinds = {DraftLayout.one_rank} if size == 1 else {job.draft_kind}
+    return next((found for found in on_block(job, size) if not job.draft or found.draft_kind in kinds), None)

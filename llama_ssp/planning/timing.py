@@ -43,14 +43,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.inventory import Inventory
-from llama_ssp.architectures.sizes import (
-    ENGINE_KERNELS,
-    OWN_SLOTS_PER_SLOT,
-    PREFILL_CHUNK,
-    WHOLE_LAYER_TOKENS,
-    Kernels,
-)
+from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.acceptance import (
@@ -66,6 +59,13 @@ from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, 
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
+from llama_ssp.settings.layout import (
+    ENGINE_KERNELS,
+    OWN_SLOTS_PER_SLOT,
+    PREFILL_CHUNK,
+    WHOLE_LAYER_TOKENS,
+    Kernels,
+)
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
 

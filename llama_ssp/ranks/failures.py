@@ -44,10 +44,9 @@ from torch.distributed.distributed_c10d import Store
 from llama_ssp import errors
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import listen, meeting_host
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.memory import exhaustion
-from llama_ssp.ranks.signals import Agent, ignore_signals
+from llama_ssp.ranks.process import Agent, ignore_signals, listen, meeting_host
 
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)

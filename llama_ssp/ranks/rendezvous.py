@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's t
 from torch.distributed.distributed_c10d import Store, _get_default_store  # has no public name
 
 from llama_ssp.errors import LostRankError, PlacementError
-from llama_ssp.ranks.environment import Ranks, listen, meeting_host, stay_on_loopback
+from llama_ssp.ranks.process import Ranks, listen, meeting_host, stay_on_loopback
 from llama_ssp.settings.schema import DeviceKind
 
 # torch's watchdog would abort the process without a sentence; `gpu.DeviceWait` and `failures.guard` end runs.

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from llama_ssp.ranks.comms import Comm, leave_groups
-from llama_ssp.ranks.environment import Ranks, read_ranks
 from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
+from llama_ssp.ranks.process import Ranks, find_agent, read_ranks
 from llama_ssp.ranks.rendezvous import choose_device, form_group, seen_by_all
-from llama_ssp.ranks.signals import find_agent
 from llama_ssp.settings.schema import DeviceKind
 
 _END_S = 10.0  # how long NCCL may take to end

@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
 CHANGEABLE = (

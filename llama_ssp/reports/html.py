@@ -15,7 +15,7 @@ from llama_ssp.reports.folder import Run, find_runs
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.records import MEASURE_COLUMNS
 from llama_ssp.reports.settings import labels, varying_settings
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

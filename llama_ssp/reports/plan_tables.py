@@ -16,8 +16,7 @@ from rich.table import Table
 
 from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, DraftPlacement
-from llama_ssp.visible import visible
-from llama_ssp.words import rounded
+from llama_ssp.words import rounded, visible
 
 GIB, MIB = 2**30, 2**20
 SMALL_BYTES = 4 * GIB

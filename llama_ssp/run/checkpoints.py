@@ -13,8 +13,8 @@ from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, matching_of
-from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
 from llama_ssp.settings.model_files import (
     CONFIG_FILE,

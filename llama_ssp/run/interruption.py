@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from llama_ssp.ranks.signals import heeded_signals
+from llama_ssp.ranks.process import heeded_signals
 from llama_ssp.speculate.engine.completion import StopRequest
 
 

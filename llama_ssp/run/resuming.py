@@ -12,8 +12,8 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.jobs import EXCERPT
 from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of

@@ -1,23 +1,184 @@
-"""The model catalogue: reads the files `model/*.yaml` of `settings.folders` into dataclasses with PyYAML alone.
+"""The catalogue: the files of options in all folders, and the models among them, read with PyYAML alone.
 
-A run composes the same files with Hydra. Both give the same result because the only Hydra feature that an entry may use
-is the defaults list `[BASE, _self_]`, which inherits all fields of another entry.
+Options are searched in the folder of `--config-dir`, in the user's own one, and in the package's `conf`. All are laid
+out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first folder that has a
+file wins. Hydra searches the same folders (`compose`), and gives a model the same fields because the only Hydra feature
+that its file may use is the defaults list `[BASE, _self_]`, which inherits all fields of another entry.
 """
 
+import os
+import re
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.settings import folders
-from llama_ssp.settings.folders import is_hub_id
 from llama_ssp.settings.formats import format_of, problem_of
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
 
+_given: list[Path] = []
+_SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 
-def names() -> list[str]:
-    """Return the sorted names of all models, one per file of the group `model`."""
-    return folders.names("model")
+
+class _Loader(_SAFE_LOADER):  # type: ignore[misc]
+    """Reads numbers as Hydra does: YAML 1.1 takes 1e12 for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+@cache
+def conf_dir() -> Path:
+    """Return the package's folder `conf`: next to the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parents[1]
+    in_checkout = package.parent / "conf"
+    return in_checkout if in_checkout.is_dir() else package / "conf"
+
+
+def user_dir() -> Path:
+    """Return the user's own folder, which need not exist: `llama-ssp` in $XDG_CONFIG_HOME, else in `~/.config`.
+
+    Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
+    """
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error for users without a home
+    return (base if base.is_absolute() else Path(home) / ".config") / "llama-ssp"
+
+
+def use(folder: str | None) -> None:
+    """Search the folder of `--config-dir` first, from now on; None for a command line without one.
+
+    Raises ConfigError if it does not exist, or if a user's folder has a file that would replace all settings.
+    """
+    _given.clear()
+    if folder is not None:
+        if not _is_dir(Path(folder)):
+            raise ConfigError(f"--config-dir {folder} is no folder: name one that has files such as model/NAME.yaml")
+        _given.append(Path(folder).absolute())
+    for own, name in product(own_folders(), ("config.yaml", "plan.yaml")):
+        if _is_file(own / name):
+            raise ConfigError(
+                f"{own / name} would replace all settings of the package: rename it; settings for several runs are an "
+                f"option, such as experiment=mine in {own / 'experiment' / 'mine.yaml'}"
+            )
+
+
+def given_folder() -> Path | None:
+    """Return the folder of `--config-dir`, absolute."""
+    return _given[0] if _given else None
+
+
+def own_folders() -> list[Path]:
+    """Return the user's folders that exist, the first to be searched first."""
+    return [folder for folder in (*_given, user_dir()) if _is_dir(folder)]
+
+
+def folders() -> list[Path]:
+    """Return all folders that exist, the first to be searched first; the package's is the last."""
+    return [*own_folders(), conf_dir()]
+
+
+def names(group: str) -> list[str]:
+    """Return the sorted names of a group's options that are files directly in a folder of the group."""
+    return sorted({file.stem for folder in folders() for file in (folder / group).glob("*.yaml")})
+
+
+def find(group: str, name: str) -> Path | None:
+    """Return the file of an option; None if no folder has it."""
+    files = (folder / group / f"{name}.yaml" for folder in folders())
+    return next(filter(_is_file, files), None)
+
+
+def new_file(group: str, name: str) -> Path:
+    """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
+    is_checkout = conf_dir().parent != Path(__file__).resolve().parents[1]
+    return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
+
+
+def has_own(group: str, name: str) -> bool:
+    """Whether the user has a file for an option."""
+    return any(_is_file(folder / group / f"{name}.yaml") for folder in own_folders())
+
+
+def is_own(file: Path) -> bool:
+    """Whether a file is the user's."""
+    return not file.is_relative_to(conf_dir())
+
+
+def shown(file: Path) -> str:
+    """Name a file in a message: those of the package as `conf/...`."""
+    return str(file) if is_own(file) else str(file.relative_to(conf_dir().parent))
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read a file of options; raises ConfigError if it is unreadable or has no settings."""
+    try:
+        content = deepcopy(_parsed(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown(file)} cannot be read ({error}): it must be a text file in UTF-8") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{shown(file)} is not YAML ({reason}): settings are written name: value") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{shown(file)} holds no settings: they are written name: value")
+    defaults = content.get("defaults", [])
+    is_list = isinstance(defaults, list)
+    if not is_list or not all(
+        isinstance(each, str) or (isinstance(each, dict) and len(each) == 1) for each in defaults
+    ):
+        raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
+    return content
+
+
+@cache
+def _parsed(text: str) -> Any:  # noqa: ANN401 - any YAML
+    """Parse a file once: a search for the best placement reads the catalogue some hundred times."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def _is_dir(folder: Path) -> bool:
+    return os.path.isdir(folder)  # noqa: PTH112 - Path raises an error where a user may not look
+
+
+def _is_file(file: Path) -> bool:
+    return os.path.isfile(file)  # noqa: PTH113 - as above
+
+
+def read_path(text: str) -> Path:
+    """Return the path with `~` expanded, which need not exist; raise ConfigError if it cannot be looked up."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ConfigError(f"{text} cannot be read ({reason}): name another path") from None
+    return path
+
+
+ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+"""Endings of files of prompts whose entries have fields."""
+GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub.
+_PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
+
+
+def ending_of(path: str) -> str:
+    """Return the ending of a file's name, in lower case and with its dot; empty without one."""
+    return os.path.splitext(path)[1].lower()  # noqa: PTH122 - Path raises an error for names that no file can have
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form `owner/name`; whether the hub has it shows when its files are read."""
+    return _ID.fullmatch(name) is not None
 
 
 def load(name: str) -> ModelConfig:
@@ -31,14 +192,14 @@ def load(name: str) -> ModelConfig:
 
 def entries() -> list[ModelConfig]:
     """Read all entries, in the order of `names`; raises as `load`."""
-    files = {name: folders.find("model", name) for name in names()}
+    files = {name: find("model", name) for name in names("model")}
     return [_entry(name, file) for name, file in files.items() if file]
 
 
 def _entry(name: str, file: Path) -> ModelConfig:
     fields = _fields(file, names_below=())
     if fields.get("name") != name:
-        raise ConfigError(f"{folders.shown(file)} must have the line name: {name}, the name of the file")
+        raise ConfigError(f"{shown(file)} must have the line name: {name}, the name of the file")
     shape = fields.pop("shape", None)
     try:
         for key in ("dtype", "stored_dtype", "gpu_dtype"):
@@ -46,9 +207,9 @@ def _entry(name: str, file: Path) -> ModelConfig:
         model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
         problem = problem_of(model.quantization)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folders.shown(file)} does not describe a model: {error}") from error
+        raise ConfigError(f"{shown(file)} does not describe a model: {error}") from error
     if problem:
-        raise ConfigError(f"{folders.shown(file)} does not describe a model: {problem}")
+        raise ConfigError(f"{shown(file)} does not describe a model: {problem}")
     return model
 
 
@@ -80,20 +241,20 @@ def _relative_size(model: ModelConfig) -> int:
 
 def _file(name: str) -> Path | None:
     """The file of an entry; None for an id of the hub without one. ConfigError for any other name."""
-    if is_hub_id(name) or name in names():
-        return folders.find("model", name)
-    raise ConfigError(unknown_name("model", name, names()))
+    if is_hub_id(name) or name in names("model"):
+        return find("model", name)
+    raise ConfigError(unknown_name("model", name, names("model")))
 
 
 def _fields(file: Path, *, names_below: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a file, merged over those of its base; `names_below` are the entries that inherit them."""
-    fields = folders.read(file)
+    fields = read(file)
     for base in fields.pop("defaults", []):
         if base == "_self_":
             continue
         base_file = _file(base) if isinstance(base, str) else None
         if base_file is None or base in (*names_below, file.stem):
-            raise ConfigError(f"{folders.shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
+            raise ConfigError(f"{shown(file)}: defaults must name another entry, as in defaults: [7B, _self_]")
         inherited = _fields(base_file, names_below=(*names_below, file.stem))
         shape = (inherited.get("shape") or {}) | (fields.get("shape") or {})
         fields = inherited | fields | ({"shape": shape} if shape else {})

@@ -14,7 +14,7 @@ from typing import Any
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, drafters, layout, schema
-from llama_ssp.settings.folders import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
+from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
 from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.rules import RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
@@ -269,7 +269,7 @@ def _models(config: RunConfig) -> Iterator[str]:
     if config.chat and is_synthetic(config):
         yield "chat=true needs a chat template, and synthetic weights use the shipped model's tokenizer, which has none"
     elif config.chat and not config.model.chat and config.model.path is None and config.model.shape:
-        chat_models = ", ".join(name for name in catalogue.names() if catalogue.load(name).chat)
+        chat_models = ", ".join(name for name in catalogue.names("model") if catalogue.load(name).chat)
         yield f"chat=true needs a model with a chat template, and model={config.model.name} has none: use {chat_models}"
 
 

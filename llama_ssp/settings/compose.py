@@ -33,9 +33,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import catalogue, folders, schema
+from llama_ssp.settings import catalogue, schema
+from llama_ssp.settings.catalogue import GROUPS, is_hub_id
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
-from llama_ssp.settings.folders import GROUPS, is_hub_id
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_of, task_specs
 
@@ -69,7 +69,7 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
     `conf` to start from. One ConfigError lists every word, name and value that is wrong.
     """
     register(root)
-    with _sentences(), initialize_config_dir(str(folders.conf_dir()), version_base="1.3"):
+    with _sentences(), initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
         groups = groups_of(root)
         read = [(text, _read(text, multirun=multirun)) for text in words]
         problems = _unread([text for text, word in read if word is None])
@@ -218,10 +218,10 @@ def _escaped(text: str) -> str:
 
 def groups_of(root: str = "config") -> dict[str, list[str]]:
     """Return the options of every group that can be chosen: those of the defaults list of a file of `conf`."""
-    defaults = folders.read(folders.conf_dir() / f"{root}.yaml")["defaults"]
+    defaults = catalogue.read(catalogue.conf_dir() / f"{root}.yaml")["defaults"]
     names = [name for part in defaults if isinstance(part, dict) for name in part if " " not in name]
-    groups = {name: folders.names(name) for name in names}
-    groups["draft"] += catalogue.names()
+    groups = {name: catalogue.names(name) for name in names}
+    groups["draft"] += catalogue.names("model")
     groups["task"] = [*task_specs()]  # those of plugins too
     return groups
 
@@ -328,7 +328,7 @@ class _OptionFolders(SearchPathPlugin):
     """Puts the user's folders before the package's, and `_ModelOptions` behind both."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in folders.own_folders():
+        for folder in catalogue.own_folders():
             search_path.prepend("user", f"file://{folder}", anchor="main")
         search_path.append("models", "models://")
 
@@ -353,13 +353,13 @@ class _ModelOptions(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return (group == "draft" and name in catalogue.names()) or (group in GROUPS and is_hub_id(name))
+        return (group == "draft" and name in catalogue.names("model")) or (group in GROUPS and is_hub_id(name))
 
     def available(self) -> bool:
         return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:  # noqa: ARG002
-        return catalogue.names() if self.is_group(config_path) else []
+        return catalogue.names("model") if self.is_group(config_path) else []
 
 
 _RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp plan takes hardware.num_gpus=N"
@@ -430,7 +430,7 @@ def _as_settings(words: Sequence[str]) -> str | None:
     for word in words:
         if word in tasks:
             settings.append(tasks[word])
-        elif roles and (word in catalogue.names() or word == "none"):
+        elif roles and (word in catalogue.names("model") or word == "none"):
             settings.append(f"{roles.pop(0)}={word}")
         else:
             return None
@@ -454,10 +454,10 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
             yield from _unknown_option(group, name, known)
         elif group == "hardware":
             hardware.load(name)
-        elif group in GROUPS and name in catalogue.names():
+        elif group in GROUPS and name in catalogue.names("model"):
             catalogue.load(name)
-        elif file := folders.find(group, name):
-            folders.read(file)
+        elif file := catalogue.find(group, name):
+            catalogue.read(file)
     except ConfigError as error:
         yield str(error)
 

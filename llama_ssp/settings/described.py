@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
 
@@ -46,10 +46,10 @@ def settings_of_plan() -> list[DescribedSetting]:
 
 def task_settings(name: str) -> list[DescribedSetting]:
     """Describe the settings that a task has of its own, with the values of its option."""
-    file = folders.find("task", name)
+    file = catalogue.find("task", name)
     shown = {
         f"task.{key}": "[...]" if isinstance(value, list) and isinstance(value[0], str) else str(value)
-        for key, value in (folders.read(file) if file else {}).items()
+        for key, value in (catalogue.read(file) if file else {}).items()
     }
     found = settings_of(task_specs()[name].config, "task.")
     return [
@@ -117,7 +117,7 @@ def _default(each: dataclasses.Field[Any]) -> str:
 
 def options_of(group: str) -> dict[str, str]:
     """The options of a group that are files, with the comment at the head of each file."""
-    files = {name: folders.find(group, name) for name in folders.names(group)}
+    files = {name: catalogue.find(group, name) for name in catalogue.names(group)}
     return {name: head_of(file) for name, file in files.items() if file}
 
 

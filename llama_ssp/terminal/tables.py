@@ -18,7 +18,7 @@ from llama_ssp.reports.records import (
     SpeculativeSummary,
     Summary,
 )
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"

@@ -32,7 +32,7 @@ from llama_ssp.terminal.tables import (
 )
 from llama_ssp.terminal.typed import typed_prompts
 from llama_ssp.terminal.unread import has_hung_up, silence
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 _PICTURE_COLUMNS = 80
 # A viewer would have to download the fonts; a picture must be complete offline.

@@ -10,7 +10,7 @@ import termios
 from contextlib import suppress
 from typing import IO
 
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 
 def is_unread(stream: IO[str], error: OSError) -> bool:

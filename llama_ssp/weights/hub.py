@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.folders import read_path
+from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.model_files import CONFIG_FILE
 from llama_ssp.settings.schema import ModelConfig
 

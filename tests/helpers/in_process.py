@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS
 from llama_ssp.run.commands import run
 from tests.helpers.disturbed import lines
 

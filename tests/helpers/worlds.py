@@ -3,7 +3,7 @@
 import torch
 
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.process import Ranks
 from llama_ssp.ranks.world import World
 
 ONE_CORE = World(

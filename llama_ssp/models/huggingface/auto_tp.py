@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from llama_ssp.architectures.sharding import check_deepspeed
+from llama_ssp.architectures.matrices import check_deepspeed
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import Loading, load_modules

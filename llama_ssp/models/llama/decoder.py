@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.sizes import PAGE_SLOTS
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
@@ -37,6 +36,7 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.layout import PAGE_SLOTS
 from llama_ssp.shapes import static_shape
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, check, gated
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.layer import whole_layer
@@ -27,6 +26,7 @@ from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear, n
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (M, E), and what nobody has added to it yet."""

@@ -16,9 +16,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from llama_ssp.errors import InterruptedRun, LostRankError
-from llama_ssp.ranks.environment import LOOPBACK
+from llama_ssp.ranks.process import AGENT, LOOPBACK
 from llama_ssp.ranks.rendezvous import hold_store
-from llama_ssp.ranks.signals import AGENT
 from llama_ssp.run.commands.own_ranks import SignalRelay
 from llama_ssp.terminal.unread import complain
 

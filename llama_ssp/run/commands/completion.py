@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import hydra
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import register
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 _COMMANDS, _SHELLS = ("install", "uninstall", "query"), ("bash", "zsh", "fish")
 LINE = "COMP_LINE"
@@ -53,7 +53,9 @@ def answer(words: Sequence[str]) -> None:
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(io.StringIO()):
         try:
             sys.argv[1:] = ["--shell-completion", *words]
-            hydra.main(config_path=str(folders.conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
+            hydra.main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(
+                lambda _: None
+            )()
         except (Exception, SystemExit):  # noqa: BLE001 - see the module
             written.truncate(0)
     print(visible(written.getvalue()), end="")

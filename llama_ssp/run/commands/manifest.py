@@ -10,16 +10,16 @@ Run it while the files are known to be good. It hashes every file below DIR exce
 import argparse
 from pathlib import Path
 
-from llama_ssp.run.commands import options
+from llama_ssp.run.commands import program
 from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
 
 
 def main(arguments: list[str]) -> int:
     """Write the manifest; returns the exit code."""
-    parser = options.Options("llama-ssp manifest DIR [--output=FILE]", __doc__)
+    parser = program.Options("llama-ssp manifest DIR [--output=FILE]", __doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder of one checkpoint")
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"the manifest (default: DIR/{MANIFEST_FILE})")
-    return options.run(parser, arguments, _write)
+    return program.act_on(parser, arguments, _write)
 
 
 def _write(given: argparse.Namespace) -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 from threading import Thread
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.ranks.environment import Ranks, launcher_of, read_ranks
-from llama_ssp.ranks.signals import STOP_SIGNALS, heeded_signals
+from llama_ssp.ranks.process import STOP_SIGNALS, Ranks, heeded_signals, launcher_of, read_ranks
 from llama_ssp.run.commands import run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models

@@ -20,9 +20,9 @@ from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import job_of_plan
-from llama_ssp.run.commands import options, topics
+from llama_ssp.run.commands import program, topics
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
 from llama_ssp.settings.described import settings_of_plan
 from llama_ssp.settings.registry import load_plugins
@@ -43,15 +43,15 @@ def read_settings(settings: list[str]) -> PlanConfig:
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
     own = topics.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
-    parser = options.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
+    parser = program.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
-    return options.run(parser, arguments, _show)
+    return program.act_on(parser, arguments, _show)
 
 
 def _show(given: argparse.Namespace) -> None:
     load_plugins()
-    folders.use(given.config_dir)
+    catalogue.use(given.config_dir)
     config = read_settings(given.settings)
     resolve(config)
     machine, names = hardware.build(config.hardware), compared(given.settings)
@@ -87,8 +87,8 @@ def machines_of(names: Sequence[str], settings: Sequence[str]) -> list[HardwareC
     overrides = parser().parse_overrides(changes)
     machines, problems = [], []
     for name in names:
-        file = folders.find(_KEY, name)
-        figures = folders.read(file) if file else {}
+        file = catalogue.find(_KEY, name)
+        figures = catalogue.read(file) if file else {}
         for override in overrides:
             *path, last = override.key_or_group.split(".")[1:]
             inner = figures

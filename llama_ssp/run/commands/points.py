@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room
-from llama_ssp.ranks.environment import Ranks, launcher_of
+from llama_ssp.ranks.process import Ranks, launcher_of
 from llama_ssp.run.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config

@@ -1,16 +1,20 @@
-"""The program `llama-ssp`: finds the command, and ends the process with its exit code."""
+"""The program `llama-ssp`: finds the command, reads its options, and ends the process with its exit code."""
 
+import argparse
 import atexit
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-from llama_ssp.ranks.environment import read_ranks
-from llama_ssp.ranks.signals import handle_signals, heeded_signals, ignore_signals
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
+from llama_ssp.terminal.unread import complain, is_unread, silence
+from llama_ssp.words import visible
 
 HELP = """\
     llama-ssp run [SETTING=VALUE ...] [ranks=N]   complete prompts; N ranks, by default one for each GPU
@@ -59,7 +63,6 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
     from llama_ssp.settings.compose import unknown_command  # noqa: PLC0415 - see main
-    from llama_ssp.terminal.unread import complain  # noqa: PLC0415 - see main
 
     complain(unknown_command(words, COMMANDS))
     return 2
@@ -89,8 +92,6 @@ def _complete(words: list[str]) -> int:
 
 
 def _show(text: str) -> int:
-    from llama_ssp.run.commands.options import until_unread  # noqa: PLC0415 - see main
-
     with until_unread():
         print(text)
     return 0
@@ -123,3 +124,46 @@ def _leave(exit_code: int) -> NoReturn:
             os._exit(exit_code)
     handle_signals(signal.SIG_IGN)  # the interpreter takes functions away while it ends
     sys.exit(exit_code)
+
+
+class Options(argparse.ArgumentParser):
+    """A parser called as `usage`, whose help is `text`, and whose errors are one sentence that ends with a hint."""
+
+    def __init__(self, usage: str, text: str | None, *, hint: str | None = None) -> None:
+        super().__init__(
+            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False, add_help=hint is None,
+        )  # fmt: skip
+        self._hint = hint or f"; usage: {usage}; --help explains it"
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the message and the hint."""
+        raise ConfigError(message + self._hint)
+
+
+@contextmanager
+def until_unread() -> Iterator[None]:
+    """End the block silently when nobody reads standard output any more: after `| head`, or a terminal that hung up."""
+    try:
+        yield
+        if sys.stdout:  # it may have been closed before
+            sys.stdout.flush()
+    except OSError as error:
+        if not is_unread(sys.stdout, error):
+            raise
+        silence(sys.stdout)
+
+
+def act_on(parser: Options, arguments: Sequence[str], act: Callable[[argparse.Namespace], str | None]) -> int:
+    """Read the arguments, act on them, print the closing message that `act` returns, and return the exit code."""
+    with until_unread():
+        try:
+            message = act(parser.parse_intermixed_args(arguments))
+        except SystemExit:  # help was requested and printed
+            return 0
+        except SspError as error:
+            complain(str(error))
+            return error.exit_code
+        if message:
+            print(visible(message))
+    return 0

@@ -14,19 +14,19 @@ import argparse
 from pathlib import Path
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.commands import options
+from llama_ssp.run.commands import program
 
 FORMATS = ("svg", "pdf", "png")
 
 
 def main(arguments: list[str]) -> int:
     """Write the report; returns the exit code."""
-    parser = options.Options("llama-ssp report FOLDER... [--output=DIR] [--figures=FORMATS]", __doc__)
+    parser = program.Options("llama-ssp report FOLDER... [--output=DIR] [--figures=FORMATS]", __doc__)
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="folder of a run, or of a sweep")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the report (default: the only FOLDER)")
     known = ", ".join(FORMATS)
     parser.add_argument("--figures", metavar="FORMATS", default="", help=f"save the figures as any of {known}")
-    return options.run(parser, arguments, _report)
+    return program.act_on(parser, arguments, _report)
 
 
 def _report(given: argparse.Namespace) -> str:

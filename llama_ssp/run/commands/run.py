@@ -13,19 +13,18 @@ from pathlib import Path
 from types import FrameType
 
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
-from llama_ssp.ranks.environment import Ranks, read_ranks
-from llama_ssp.ranks.signals import find_agent, handle_signals, ignore_signals
+from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.run import startup
 from llama_ssp.run.commands import completion, topics, torchrun
-from llama_ssp.run.commands.options import read_options, until_unread
 from llama_ssp.run.commands.points import check_here, for_all, points_of
+from llama_ssp.run.commands.program import Options, until_unread
 from llama_ssp.run.tasks import dry_run
-from llama_ssp.settings import checks
+from llama_ssp.settings import catalogue, checks
 from llama_ssp.settings.compose import Composed, compose, to_run_config
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 EXIT_CODE_FILE = "EXIT_CODE_FILE"
 """Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
@@ -202,3 +201,25 @@ def _check(
         Path(file).write_text(f"{run.run_dir}\n", encoding="utf-8")
     clock.reach("composed_s")
     return run, clock
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the options of `llama-ssp run`, such as `-m`; all other `words` are settings.
+
+    The folder of `--config-dir` is searched from now on. Raises ConfigError for bad options.
+    """
+    hint = ": settings are written name=value, for example model=7B, and --help all lists them"
+    parser = Options("", None, hint=hint)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--resolve", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("-m", "--multirun", action="store_true")
+    kinds.add_argument("-c", "--cfg", choices=["job"])
+    kinds.add_argument("-sc", "--shell-completion", "--shell_completion", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    catalogue.use(options.config_dir)
+    if options.resolve and not (options.cfg or options.help):
+        raise ConfigError("--resolve needs --cfg: --cfg job --resolve")
+    return options

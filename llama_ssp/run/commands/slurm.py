@@ -24,20 +24,20 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.ranks.signals import AGENT
+from llama_ssp.ranks.process import AGENT
 from llama_ssp.reports.plan_tables import JobRow, print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
-from llama_ssp.settings import checks, folders
+from llama_ssp.settings import catalogue, checks
+from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import is_synthetic
-from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.model_files import CONFIG_FILE
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanFormat, RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
-_SCRIPT = folders.conf_dir().parent / "launch" / "slurm.sbatch"
+_SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own. Users have others such as GROUP_HOME.
 _PREFIXES_OF_THIS_PROCESS = ("SLURM_", "TORCHELASTIC_")
 _OF_THIS_PROCESS = {
@@ -240,7 +240,7 @@ def _settings_of_job(point: Point, copies: Sequence[_Copy]) -> list[str]:
     kept = [setting for setting in point.settings if setting.partition("=")[0] not in left_out]
     if point.run.prompt is not None:
         kept.append(f"prompt={point.run.prompt}")
-    folder = folders.given_folder()
+    folder = catalogue.given_folder()
     options = ["--config-dir", str(folder)] if folder else []
     return [*options, *kept] + [
         f"{key}={QuotedString(text=text, quote=Quote.single).with_quotes()}" for key, text in replaced.items()

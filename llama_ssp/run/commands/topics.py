@@ -6,21 +6,20 @@ one section, `--help SETTING` every section that explains the setting, `--help a
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.described import DescribedSetting, options_of, settings_of, task_settings
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, RunConfig, SlurmConfig
-from llama_ssp.visible import visible
+from llama_ssp.words import visible
 
 _ALL = "all"
 _PLACE = re.compile(r"^ *\{(?P<kind>\w+)(?P<words>[^}\n]*)\}$", re.MULTILINE)
-_NAMES: Mapping[str, Callable[[], list[str]]] = {"model_names": catalogue.names, "hardware_names": hardware.names}
+_NAMES = {"model_names": "model", "hardware_names": "hardware"}
 _WHOLE: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 _HEADING = re.compile(r"^([A-Z]+): ", re.MULTILINE)
 _IN_OVERVIEW = ("start", "examples", "exit")
@@ -45,7 +44,9 @@ def _filled(place: re.Match[str]) -> str:
     """Fill a line such as {settings seed sampling.} or {options task}."""
     kind, words = place["kind"], place["words"].split()
     if kind in _NAMES:
-        return textwrap.fill(" ".join(_NAMES[kind]()), 118, initial_indent="  ", subsequent_indent="  ", **_WHOLE)
+        return textwrap.fill(
+            " ".join(catalogue.names(_NAMES[kind])), 118, initial_indent="  ", subsequent_indent="  ", **_WHOLE
+        )
     if kind == "options":
         return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
     if kind == "tasks":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.process import Ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SILENCE_S = 5.0

@@ -31,7 +31,7 @@ from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
 from llama_ssp.run.calibration.profiles import Show, all_parts, composed, measure, rank_0_alone
 from llama_ssp.run.sharing import from_rank_0
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, RunConfig
 from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
@@ -42,7 +42,7 @@ def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
     """Do `task=calibrate`; returns the closing message of rank 0."""
     task = config.task
     assert isinstance(task, CalibrateConfig)
-    file = Path(task.output or folders.new_file("hardware", THIS_MACHINE))
+    file = Path(task.output or catalogue.new_file("hardware", THIS_MACHINE))
     if not (task.output or task.refresh or world.comm.rank):
         with suppress(OSError):  # a check says why
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _calibrated(file: Path, world: World) -> dict[str, Any]:
         )
     if not file.is_file():
         raise ConfigError(f"there is no calibration {file} to refresh: {calibrate_first}")
-    figures = folders.read(file)
+    figures = catalogue.read(file)
     if problems := problems_of(figures):
         raise ConfigError(f"{file}: {one_message(problems)}")
     has = {profile["num_ranks"] for profile in figures.get("profiles", [])}

@@ -35,8 +35,8 @@ from llama_ssp.planning.spec import (
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
+from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import check_plan
-from llama_ssp.settings.folders import read_path
 from llama_ssp.settings.schema import DeviceKind, ModelConfig, PlanConfig, PlanFormat, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
 

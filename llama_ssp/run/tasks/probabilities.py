@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import BUCKET_STEP, whole_steps
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.evaluation.martingales import TextSums
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.session import Session
+from llama_ssp.settings.layout import BUCKET_STEP, whole_steps
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.architectures.sizes import PREFILL_CHUNK, own_slots
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.layout import PREFILL_CHUNK, own_slots
 from llama_ssp.speculate.drafters.drafter import HostTimed
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows

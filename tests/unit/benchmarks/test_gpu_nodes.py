@@ -1,7 +1,7 @@
 """The budgets of GPU kernels: the page shows all, a count beyond one is found, and plans price what is counted."""
 
 from benchmarks.gpu_nodes import BLOCKS, CASES, DRAW, LAYER, PAGE, document
-from llama_ssp.architectures.sizes import ENGINE_KERNELS
+from llama_ssp.settings.layout import ENGINE_KERNELS
 
 
 def test_the_page_shows_every_case_with_its_budget_and_a_count_within_it() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.sizes import WHOLE_LAYER_TOKENS
 from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.layer import WholeLayer
@@ -16,6 +15,7 @@ from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
 from tests.helpers.lanes import grid
 from tests.helpers.models import tiny_model
 from tests.unit.kernels.test_attention import Case, case

@@ -25,7 +25,7 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import timing
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import TextKind
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_job
@@ -61,7 +61,7 @@ def test_a_draft_without_a_model_has_its_figure_with_any_target_and_the_range_of
 def test_what_is_stored_is_found_and_measuring_again_replaces_it(own_conf: OwnConf) -> None:
     own_conf("pairs.yaml", "pairs: []\n")
     file = store(entry(0.7, low=0.66, high=0.74, temperature=0.8))
-    assert file == folders.user_dir() / "measured_pairs.yaml"
+    assert file == catalogue.user_dir() / "measured_pairs.yaml"
     assert of_pair("7B", "tinyllama_1B") == Acceptance(probability=0.7, low=0.66, high=0.74, source="measured")
     store(entry(0.71, temperature=0.8))
     assert of_pair("7B", "tinyllama_1B").probability == 0.71
@@ -85,7 +85,7 @@ def test_what_a_user_wrote_comes_before_what_was_measured_and_both_before_the_pa
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(own_conf: OwnConf, tmp_path: Path) -> None:
     own_conf("pairs.yaml", "pairs: []\n")
-    folders.user_dir().joinpath("measured_pairs.yaml").mkdir()
+    catalogue.user_dir().joinpath("measured_pairs.yaml").mkdir()
     with pytest.raises(SspError, match=r"measured_pairs.yaml cannot be written \(.*\): make its folder writable"):
         store(entry(0.5))
     assert tmp_path.is_dir()

@@ -8,8 +8,7 @@ from llama_ssp.planning import advice
 from llama_ssp.planning.advice import faster_on_fewer
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import make_plan
-from llama_ssp.planning.search import same_kind
-from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.spec import PlanSpec, same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings.schema import DraftLayout, Offload, TargetKind
 from llama_ssp.words import rounded

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.architectures.sizes import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -20,6 +19,7 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.layout import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from tests.helpers.planning import make_job
 

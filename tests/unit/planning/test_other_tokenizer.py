@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.architectures.sizes import MOST_PIECES
 from llama_ssp.machines import hardware
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import CostModel, round_messages, timing
 from llama_ssp.settings.drafters import Matching
+from llama_ssp.settings.layout import MOST_PIECES
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_job

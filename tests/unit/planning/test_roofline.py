@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
@@ -26,6 +25,7 @@ from llama_ssp.planning.timing import (
     message_s,
 )
 from llama_ssp.settings.formats import format_of
+from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import Dtype, TargetKind
 from tests.helpers.planning import small_model
 

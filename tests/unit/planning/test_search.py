@@ -11,17 +11,14 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.search import (
     _drafts_of,
-    block_sizes,
     by_length,
     choose_placement,
     layouts,
     length_setting,
-    on_block,
     placement_settings,
-    same_kind,
     search,
 )
-from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import lay_out_replica
@@ -143,7 +140,7 @@ def test_a_choice_on_fewer_ranks_has_the_time_of_a_replica_and_the_tokens_of_all
 
 def test_a_choice_has_the_best_k_of_those_that_fit() -> None:
     """Random numbers, logits and graphs grow with K."""
-    job = make_job("7B", "llama2_1B" if "llama2_1B" in catalogue.names() else "tinyllama_1B", num_draft_tokens=1)
+    job = make_job("7B", "llama2_1B" if "llama2_1B" in catalogue.names("model") else "tinyllama_1B", num_draft_tokens=1)
     needed = {k: memory(replace(job, num_draft_tokens=k), A10G)[0].needed_bytes for k in range(1, 17)}
     best = timing(job, A10G).best_num_draft_tokens
     assert best in range(3, 17)

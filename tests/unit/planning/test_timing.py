@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.published import OTHER_ENGINES
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.sizes import ENGINE_KERNELS
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, ForwardTime, bandwidth, round_messages, timing
+from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from tests.helpers.planning import make_job, measured_machine, small_model
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS
 
 
 @pytest.fixture

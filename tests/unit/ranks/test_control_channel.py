@@ -12,7 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.ranks import failures
 from llama_ssp.ranks.failures import ControlChannel
-from llama_ssp.ranks.signals import Agent
+from llama_ssp.ranks.process import Agent
 
 pytestmark = pytest.mark.seconds
 

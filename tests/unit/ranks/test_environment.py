@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from llama_ssp.ranks.environment import are_all_here, listen, stay_on_loopback
+from llama_ssp.ranks.process import are_all_here, listen, stay_on_loopback
 from tests.helpers.sockets import is_loopback
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}

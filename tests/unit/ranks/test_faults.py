@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.failures import ControlChannel, Phase, _from_message, unify_failure
-from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS
 
 pytestmark = pytest.mark.usefixtures("_signal_handlers")
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")

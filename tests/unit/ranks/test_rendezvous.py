@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
-from llama_ssp.ranks.environment import Ranks, listen
+from llama_ssp.ranks.process import Ranks, listen
 from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, open_store, seen_by_all, wait_for_all
 from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners

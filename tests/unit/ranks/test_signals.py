@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.ranks.signals import STOP_SIGNALS, Agent, find_agent, heeded_signals, ignore_signals
+from llama_ssp.ranks.process import STOP_SIGNALS, Agent, find_agent, heeded_signals, ignore_signals
 from tests.helpers.disturbed import wait_for
 from tests.helpers.repository import ROOT
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.seconds
 
 RANK = """
 import pathlib, signal, sys, time
-from llama_ssp.ranks.signals import find_agent
+from llama_ssp.ranks.process import find_agent
 file = pathlib.Path(sys.argv[1])
 def note(*_):
     file.write_text("asked to stop")

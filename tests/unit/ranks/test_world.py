@@ -12,9 +12,8 @@ import torch.distributed as dist
 from llama_ssp.errors import LostRankError
 from llama_ssp.ranks import world
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import Ranks, read_ranks
+from llama_ssp.ranks.process import STOP_SIGNALS, Ranks, read_ranks
 from llama_ssp.ranks.rendezvous import Seen
-from llama_ssp.ranks.signals import STOP_SIGNALS
 from llama_ssp.ranks.world import on_all_cores, share_cores
 from llama_ssp.settings.schema import DeviceKind
 

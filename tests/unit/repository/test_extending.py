@@ -159,7 +159,7 @@ FAMILY = Addition(
 """Helium: the parameters of a Llama, rotated in pairs of neighbours."""
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.inventory import gated
+from llama_ssp.architectures.matrices import gated
 
 FAMILY = Family(model_type="helium", parameters=gated)
 ''',

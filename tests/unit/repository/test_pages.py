@@ -19,8 +19,8 @@ from benchmarks.readme import TEXTS, filled, made_files
 from llama_ssp import plan as load_plan
 from llama_ssp.harness.__main__ import INSTALL as INSTALL_HARNESS
 from llama_ssp.run.commands import plan
-from llama_ssp.run.commands.options import read_options
 from llama_ssp.run.commands.own_ranks import read_start
+from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files

@@ -12,7 +12,7 @@ from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import Span
 from llama_ssp.run.commands import run
 from llama_ssp.run.results import excerpts
-from llama_ssp.settings.folders import conf_dir
+from llama_ssp.settings.catalogue import conf_dir
 from tests.helpers.runs import FAST, PLAIN
 
 pytestmark = pytest.mark.seconds

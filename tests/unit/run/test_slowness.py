@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.process import Ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.records import Forecast, RankActivity
 from llama_ssp.run.slowness import Surroundings, unusual_times

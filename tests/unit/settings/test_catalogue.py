@@ -52,7 +52,7 @@ def test_an_8bit_entry_is_its_base_with_int8_weights_that_need_no_further_packag
     assert (entry.shape, entry.hub_id, entry.default_draft) == (base.shape, base.hub_id, base.default_draft)
 
 
-@pytest.mark.parametrize("name", sorted({*catalogue.names(), "tiny", "tiny-draft", "local"}))
+@pytest.mark.parametrize("name", sorted({*catalogue.names("model"), "tiny", "tiny-draft", "local"}))
 def test_an_entry_has_the_name_of_its_file_a_source_of_weights_and_a_smaller_default_draft(name: str) -> None:
     entry = catalogue.load(name)
     assert entry.name == name
@@ -105,7 +105,7 @@ def test_a_users_entry_inherits_one_of_the_package_and_replaces_its_namesake(own
     assert shipped.shape
     assert catalogue.load("short") == replace(shipped, name="short", shape=replace(shipped.shape, num_hidden_layers=2))
     assert catalogue.load("13B").hub_id == "acme/mirror"
-    assert catalogue.names().count("13B") == 1
+    assert catalogue.names("model").count("13B") == 1
 
 
 def test_an_id_of_the_hub_is_an_entry_that_a_users_file_can_replace(own_conf: OwnConf) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue, folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
 from llama_ssp.settings.tasks import default_of
@@ -19,7 +19,9 @@ from tests.helpers.own_conf import OwnConf
 pytestmark = pytest.mark.seconds
 
 OPTIONS = sorted(
-    f"{file.parent.name}={file.stem}" for file in folders.conf_dir().glob("*/*.yaml") if file.parent.name in groups_of()
+    f"{file.parent.name}={file.stem}"
+    for file in catalogue.conf_dir().glob("*/*.yaml")
+    if file.parent.name in groups_of()
 )
 TEXTS = [
     "def factorial(n):", "Hello, world", "37 * 85 =", 'it\'s "both" {1: [2]}', "${oc.env:HOME} and \\${HOME}", "a\nb\\",
@@ -56,7 +58,7 @@ def test_an_experiment_sets_what_was_published_and_the_user_has_the_last_word() 
     assert (run.cuda_graphs, run.timeouts.load_s) == (False, 9)
 
 
-@pytest.mark.parametrize("name", catalogue.names())
+@pytest.mark.parametrize("name", catalogue.names("model"))
 def test_hydra_and_the_catalogue_read_the_same_model(name: str) -> None:
     run, _ = compose_run(f"model={name}", f"draft={name}")
     assert run.model == catalogue.load(name)

@@ -7,36 +7,36 @@ import pytest
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware, machine
 from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
 
 def test_the_first_folder_that_has_a_file_wins(own_conf: OwnConf, tmp_path: Path) -> None:
     own = [own_conf(f"model/{name}.yaml", f"name: {name}\n") for name in ("a", "7B")]
     given = writer(tmp_path / "given")("model/a.yaml", "name: a\n")
-    assert (folders.find("model", "a"), folders.find("model", "7B")) == (own[0], own[1])
-    folders.use(str(tmp_path / "given"))
-    assert folders.find("model", "a") == given
-    assert folders.find("model", "13B") == folders.conf_dir() / "model" / "13B.yaml"
-    assert folders.names("model").count("a") == 1
-    folders.use(None)
-    assert folders.find("model", "a") == own[0]
+    assert (catalogue.find("model", "a"), catalogue.find("model", "7B")) == (own[0], own[1])
+    catalogue.use(str(tmp_path / "given"))
+    assert catalogue.find("model", "a") == given
+    assert catalogue.find("model", "13B") == catalogue.conf_dir() / "model" / "13B.yaml"
+    assert catalogue.names("model").count("a") == 1
+    catalogue.use(None)
+    assert catalogue.find("model", "a") == own[0]
 
 
 def test_the_users_folder_is_where_the_xdg_specification_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somebody")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/settings")
-    assert folders.user_dir() == Path("/settings/llama-ssp")
+    assert catalogue.user_dir() == Path("/settings/llama-ssp")
     for other in ("", "relative"):
         monkeypatch.setenv("XDG_CONFIG_HOME", other)
-        assert folders.user_dir() == Path("/somebody/.config/llama-ssp")
+        assert catalogue.user_dir() == Path("/somebody/.config/llama-ssp")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "plan.yaml"])
 def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: OwnConf) -> None:
     file = own_conf(name, "seed: 3\n")
     with pytest.raises(ConfigError, match=f"{file} would replace all settings.*experiment=mine"):
-        folders.use(None)
+        catalogue.use(None)
 
 
 def of_pair(target: str, draft: str) -> Acceptance | None:
@@ -90,9 +90,9 @@ def test_a_machine_that_is_wrong_is_named_with_its_file(own_conf: OwnConf) -> No
 def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_installation_to_the_user(
     own_conf: OwnConf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert folders.new_file("hardware", "mybox") == folders.conf_dir() / "hardware" / "mybox.yaml"
+    assert catalogue.new_file("hardware", "mybox") == catalogue.conf_dir() / "hardware" / "mybox.yaml"
     own = own_conf("hardware/mybox.yaml", MACHINE)
-    assert folders.new_file("hardware", "mybox") == own
-    installed = Path(folders.__file__).resolve().parents[1] / "conf"
-    monkeypatch.setattr(folders, "conf_dir", lambda: installed)
-    assert folders.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"
+    assert catalogue.new_file("hardware", "mybox") == own
+    installed = Path(catalogue.__file__).resolve().parents[1] / "conf"
+    monkeypatch.setattr(catalogue, "conf_dir", lambda: installed)
+    assert catalogue.new_file("hardware", "other") == tmp_path / "home" / "llama-ssp" / "hardware" / "other.yaml"

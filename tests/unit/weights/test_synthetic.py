@@ -143,7 +143,7 @@ def test_bf16_loses_nothing_where_the_shape_lets_all_factors_be_powers_of_two() 
 
 
 def llama_entries() -> list[str]:
-    shapes = {name: catalogue.load(name).shape for name in catalogue.names()}
+    shapes = {name: catalogue.load(name).shape for name in catalogue.names("model")}
     return [name for name, shape in shapes.items() if shape and shape.model_type == "llama"]
 
 

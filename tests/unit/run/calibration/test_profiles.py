@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.process import Ranks
 from llama_ssp.run.calibration import profiles
 from llama_ssp.run.calibration.model_pairs import PairTime, RandomLlama
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms

@@ -9,14 +9,14 @@ import pytest
 
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.run.commands import own_ranks
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-TINY = folders.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
+TINY = catalogue.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
 
 

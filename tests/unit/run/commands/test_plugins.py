@@ -59,7 +59,7 @@ FAMILY = '''
 """Seed-OSS: the Llama function with heads of a size of their own."""
 
 from llama_ssp.architectures.family import Family, register
-from llama_ssp.architectures.inventory import gated
+from llama_ssp.architectures.matrices import gated
 
 register(Family(model_type="seed_oss", parameters=gated, is_llama_kind=True, cuts_vocabulary=True))
 '''

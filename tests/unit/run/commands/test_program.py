@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS
 from llama_ssp.run.commands import program
 from tests.helpers.in_process import Ended
 from tests.helpers.repository import ROOT

@@ -13,7 +13,7 @@ import pytest
 
 import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
-from llama_ssp.ranks.signals import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS
 from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose

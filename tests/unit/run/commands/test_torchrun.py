@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.ranks.environment import Ranks
+from llama_ssp.ranks.process import Ranks
 from llama_ssp.run.commands import torchrun
 from llama_ssp.run.commands.run import fail
 from tests.helpers.commands import run

@@ -19,7 +19,7 @@ from llama_ssp.run.calibration import model_pairs, operators, profiles
 from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate, refresh
-from llama_ssp.settings import folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
 from tests.helpers.planning import make_job
@@ -87,7 +87,7 @@ def machine_file(folder: Path, *, num_ranks: int = 1, **others: object) -> Path:
         "layer": [{"rows": 1, "width": 64, "s": 1e-5}], "frame": [{"rows": 1, "width": 64, "s": 1e-5}],
         "attention": [size], "draw": [size], "verify": [size],
     }  # fmt: skip
-    figures = yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text())
+    figures = yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text())
     figures |= {"profiles": [{"num_ranks": num_ranks, "forward_ratio": 2.0, **parts}], **others}
     file = folder / "machine.yaml"
     file.write_text(yaml.safe_dump(figures))
@@ -138,7 +138,7 @@ def test_only_a_calibration_makes_the_folder_of_its_file(
     file, done = tmp_path / "hardware" / "this_machine.yaml", list[Path]()
     for name in ("calibrate", "refresh"):
         monkeypatch.setattr(task, name, lambda _world, file, _show: done.append(file))
-    monkeypatch.setattr(folders, "new_file", lambda *_: file)
+    monkeypatch.setattr(catalogue, "new_file", lambda *_: file)
     config: Any = SimpleNamespace(task=CalibrateConfig(refresh=refreshes))
     task.run(config, ONE_CORE, Terminal.of_rank(0))
     assert done == [file]

@@ -14,7 +14,7 @@ from llama_ssp.machines.machine import machine_of_run
 from llama_ssp.planning.plan import require_room
 from llama_ssp.planning.spec import make_job
 from llama_ssp.run.tasks import dry_run as task
-from llama_ssp.settings import catalogue, folders
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
@@ -35,7 +35,7 @@ def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | No
     if draft:
         drafter = DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft))
     return RunConfig(
-        hardware=yaml.safe_load((folders.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
+        hardware=yaml.safe_load((catalogue.conf_dir() / "hardware" / "laptop_cpu.yaml").read_text()),
         task=CompareConfig(default_prompts=["x" * 30, "y" * 299]),
         model=catalogue.load(model),
         draft=drafter,
@@ -115,7 +115,7 @@ def test_a_batch_has_no_more_rows_than_there_are_completions(
 @pytest.mark.parametrize("auto", [True, False])
 def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
     config = _run("30B", "7B")
-    config.hardware = yaml.safe_load((folders.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
+    config.hardware = yaml.safe_load((catalogue.conf_dir() / "hardware" / "8xa100_80gb.yaml").read_text())
     config.placement.auto = auto
     task.dry_run(config, world_size=4)
     shown = capsys.readouterr().out

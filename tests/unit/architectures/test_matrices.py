@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_ssp.architectures.sharding import BLOCK, Cut, cut_of, split_blocks, split_heads, split_model, widths
+from llama_ssp.architectures.matrices import BLOCK, Cut, cut_of, split_blocks, split_heads, split_model, widths
 from llama_ssp.errors import PlacementError
 from llama_ssp.settings.schema import ModelShape
 
