@@ -235,6 +235,53 @@ class Masks(Workspace):
         }
 
 
+class _TapSlots(Workspace):
+    """The taps of all slots, and the first slot of each row."""
+
+    def __init__(self, num_rows: int, num_slots: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.kept_MX = torch.zeros(num_rows * num_slots, width, dtype=dtype, device=device)
+        self.first_B1 = torch.arange(num_rows, device=device)[:, None] * num_slots
+
+
+class Taps:
+    """The inputs of some layers of a target, kept for every slot of its cache: a draft head reads them.
+
+    A forward writes those of its tokens, wherever it writes their keys and values; a rollback is the same as there.
+
+    Shapes: M tokens, B sequences, T positions, E the target's width, X = E times the number of layers.
+
+    Attributes:
+        layers: the tapped layers, counted from 0.
+    """
+
+    def __init__(self, layers: Sequence[int], *, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self._width, self._dtype, self._device = width, dtype, device
+        self.num_rows = self._num_slots = 0
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Make room for `batch_size` rows of `num_slots` tokens, unless there is."""
+        if batch_size != self.num_rows or num_slots > self._num_slots:
+            self.num_rows, self._num_slots = batch_size, num_slots
+            width = self._width * len(self.layers)
+            self._slots = _TapSlots(batch_size, num_slots, width, dtype=self._dtype, device=self._device)
+
+    def slots(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
+        """The slots (M,) of tokens at positions of rows; None for all rows, in order."""
+        first_B1 = self._slots.first_B1 if rows_B is None else self._slots.first_B1.index_select(0, rows_B)
+        return (first_B1 + positions_BT).flatten()
+
+    def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
+        """Keep the input of a tapped layer."""
+        place = self.layers.index(layer) * self._width
+        self._slots.kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME)
+
+    def read(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
+        """The taps (B, T, X) at positions of rows; None for all rows, in order."""
+        taps_MX = self._slots.kept_MX.index_select(0, self.slots(positions_BT, rows_B))
+        return taps_MX.view(*static_shape(positions_BT), -1)
+
+
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 

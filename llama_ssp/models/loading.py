@@ -39,6 +39,7 @@ from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
+from llama_ssp.models.llama.head import HeadRunner, build_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, LocalModule, RowLinear, Slice, cut_dim, shard
@@ -46,6 +47,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.head import HeadSource
 from llama_ssp.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -212,7 +214,9 @@ def _call_malloc(function: str, *arguments: int) -> None:
         getattr(library, function)(*arguments)
 
 
-def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]) -> Runner:
+def load_model(
+    origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
+) -> Runner | HeadRunner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
     Weights and cache are on `device`, and the ranks of `comm` share the model.
@@ -223,6 +227,10 @@ def load_model(origin: WeightSource, *, device: torch.device, comm: Comm, **load
         PlacementError: the model cannot be split over these ranks.
     """
     model, weights = _prepare(origin, device=device, comm=comm, **loading)
+    if isinstance(origin, HeadSource):
+        with _returning_memory():
+            precision = loading.get("precision", UNQUANTIZED)
+            return HeadRunner(model, origin, comm=comm, fill=weights.fill, precision=precision)
     if is_llama_kind(model.config):
         with _returning_memory():
             return LeanRunner(
@@ -258,9 +266,15 @@ def _prepare(
     """Return this rank's empty model and its weights."""
     model = build_empty(origin)
     sources = find_sources(model, origin)
-    quantization, whole = loading.get("precision", UNQUANTIZED).quantization, loading.get("whole", WholeParts.none)
+    quantization = loading.get("precision", UNQUANTIZED).quantization
+    whole = _whole_parts(origin, loading.get("whole", WholeParts.none))
     shard(model, origin.shape, comm, quantization=quantization, whole=whole)
     return model, Weights(model, origin, sources, device, **loading)
+
+
+def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
+    """What each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
 
 
 def build_empty(origin: WeightSource) -> PreTrainedModel:
@@ -280,7 +294,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
-            model: PreTrainedModel = model_class(config)
+            model: PreTrainedModel = build_modules(origin) if isinstance(origin, HeadSource) else model_class(config)
     except Exception as error:  # values that only the model's code checks, such as names of functions
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
@@ -388,6 +402,7 @@ def check_model(
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
     family_of(origin.shape.model_type)
+    whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     check_packed(model, origin, find_sources(model, origin), quantization)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import PREFILL_CHUNK
@@ -69,7 +70,9 @@ class Prompts(NamedTuple):
         return Prompts(self.tokens_RS[indices], self.lengths_R[indices], lengths, self.longest)
 
 
-def read_prompts(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+def read_prompts(
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None
+) -> Tensor:
     """Fill the cache with each row's prompt.
 
     Args:
@@ -77,6 +80,7 @@ def read_prompts(runner: Runner, prompts: Prompts, *, rows: Sequence[int], bucke
         prompts: at least one, each of at least one token.
         rows: which rows of the cache they become.
         buckets: of the cache.
+        taps: see `Runner.forward`.
 
     Returns:
         The logits (R, V) after each row's last prompt token.
@@ -84,7 +88,7 @@ def read_prompts(runner: Runner, prompts: Prompts, *, rows: Sequence[int], bucke
     if prompts.rows_R is not None:
         return _read_at_once(runner, prompts, prompts.rows_R, bucket=buckets.covering(prompts.longest))
     read = _read_packed if runner.packs_prompts else _read_padded
-    return read(runner, prompts, rows=rows, buckets=buckets)
+    return read(runner, prompts, rows=rows, buckets=buckets, taps=taps)
 
 
 def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]:
@@ -96,7 +100,9 @@ def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]
     return [(end - 1) // chunk - (end - length) // chunk + 1 for end, length in zip(ends, lengths, strict=True)]
 
 
-def _read_padded(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+def _read_padded(
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
+) -> Tensor:
     tokens_RS, lengths_R, _, longest, _ = prompts
     rows_R = to_device(rows, tokens_RS.device)
     last_R1 = lengths_R[:, None] - 1
@@ -107,7 +113,7 @@ def _read_padded(runner: Runner, prompts: Prompts, *, rows: Sequence[int], bucke
         positions_RT = torch.arange(start, stop, device=tokens_RS.device).expand(tokens_RS.shape[0], -1)
         score_R1 = (last_R1 - start).clamp(0, stop - start - 1)
         chunk_R1V = runner.forward(
-            tokens_RT, positions_RT, bucket=bucket, score_positions_BR=score_R1, cache_rows_B=rows_R
+            tokens_RT, positions_RT, bucket=bucket, score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps
         )
         ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
@@ -123,7 +129,9 @@ def _read_at_once(runner: Runner, prompts: Prompts, rows_R: Tensor, *, bucket: i
     )[:, 0]
 
 
-def _read_packed(runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> Tensor:
+def _read_packed(
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
+) -> Tensor:
     device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
     lengths_R, rows_R = torch.tensor(prompts.lengths), torch.tensor(rows)
     all_places = torch.arange(len(rows)).repeat_interleave(lengths_R)
@@ -144,6 +152,7 @@ def _read_packed(runner: Runner, prompts: Prompts, *, rows: Sequence[int], bucke
             on_device_M[None],
             bucket=buckets.covering(prompts.longest),
             score_positions_BR=score_C[None],
+            taps=taps,
             pieces=Pieces(
                 rows_M, rows_C, to_device(used_C.int(), device), to_device(first_C1.int(), device), int(counts_C.max())
             ),

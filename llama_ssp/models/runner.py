@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.models.cache import Taps
 from llama_ssp.shapes import static_shape
 
 
@@ -68,6 +69,7 @@ class Runner(Protocol):
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,
         pieces: Pieces | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Read tokens at given positions into the cache, and return the logits after them.
 
@@ -81,6 +83,7 @@ class Runner(Protocol):
             cache_rows_B: each sequence's row in the cache; None for all rows, in order.
             consecutive: each position of a row is the one before it plus 1, as attention by lengths assumes.
             pieces: the tokens are one packed row (B = 1), and these say which rows of the cache they belong to.
+            taps: where the inputs of its layers are kept; None keeps none.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.architectures.family import families, family_of, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
@@ -339,11 +340,13 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     """
     file = folder / CONFIG_FILE
     content: Mapping[str, Any] = read_json(file)
+    head = read_head_config(content, file)
+    content = content if head is None else head.sizes
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
     family = record_of(model_type) if any_family else family_of(model_type)
-    required = _OF_RUNS
+    required = _OF_RUNS if head is None else _SIZES
     if model_type not in families():
         content, required = _of_text(model_type, content), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
@@ -362,6 +365,7 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     if shape.head_dim < 1:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
+    shape = shape if head is None else head.shape_over(shape)
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
 
@@ -372,8 +376,9 @@ def check_family(folder: Path) -> None:
     Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
     """
     require_folder(folder)
-    model_type = read_json(folder / CONFIG_FILE).get("model_type")
-    if isinstance(model_type, str):
+    content = read_json(folder / CONFIG_FILE)
+    model_type = content.get("model_type")
+    if isinstance(model_type, str) and not read_head_config(content, folder / CONFIG_FILE):
         family_of(model_type)
 
 

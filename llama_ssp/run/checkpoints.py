@@ -26,8 +26,9 @@ from llama_ssp.settings.model_files import (
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
 from llama_ssp.speculate.drafters.tokenizers import align
 from llama_ssp.weights import hub
-from llama_ssp.weights.checkpoint import check_shape, inspect
+from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect
 from llama_ssp.weights.hashes import verify
+from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource
 
@@ -90,6 +91,7 @@ def find_sources(
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
             origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
+            origins = _with_head(*origins)
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 
@@ -105,7 +107,7 @@ def find_sources(
 
             place, quantization = device_map_place(config, world), target.entry.quantization
             check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
-        if draft:
+        if draft and not isinstance(draft.origin, HeadSource):
             _check_vocabularies(target, draft, matching_of(config.draft))
     return target, draft
 
@@ -149,6 +151,15 @@ def _inspect(entry: ModelConfig) -> WeightSource:
     return checkpoint
 
 
+def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:
+    """The sources of a run, where a draft that is a head is joined with its target; ConfigError for a head alone."""
+    if isinstance(target, Checkpoint) and target.head:
+        raise ConfigError(f"{target.folder} is a draft head: give it as the draft of its target")
+    if isinstance(draft, Checkpoint) and draft.head:
+        draft = of_target(draft, draft.head, target)
+    return [each for each in (target, draft) if each]
+
+
 def _check(
     entry: ModelConfig,
     origin: WeightSource,
@@ -163,10 +174,11 @@ def _check(
     compiles = device == "cpu" and not entry.int8_threshold
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     dtype = number_format(entry, device=device)
+    folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
     return Source(
         entry=entry, origin=origin,
-        tokenizer=_read_tokenizer(origin.folder) if loaded.tokenizer is None else loaded.tokenizer,
-        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(origin.folder),
+        tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
+        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(folder),
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
     )  # fmt: skip

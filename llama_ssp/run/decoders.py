@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.models.cache import CachedRunner, Taps
+from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
@@ -149,17 +151,22 @@ def build_decoder(
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    drafters = []
+    drafters, taps = [], None
     if speculative:
+        if isinstance(models.draft, HeadRunner):
+            assert isinstance(models.target, CachedRunner)
+            layers, source = models.draft.tapped_layers, models.sources[0].origin
+            width, dtype = source.shape.hidden_size, models.target.dtype
+            taps = Taps(layers, width=width, dtype=dtype, device=device)
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
-            split=split, tokenizers=models.tokenizers,
+            split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
     else:
-        round_ = Round(models.target, *drafters, verifier=verifier)
+        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps)
     captures = config.cuda_graphs and may_capture(config.placement.target)
     decoder = Decoder(
         round_,

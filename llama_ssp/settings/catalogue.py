@@ -215,7 +215,7 @@ def _entry(name: str, file: Path) -> ModelConfig:
 
 def may_share_vocabulary(target: ModelShape, draft: ModelShape) -> bool:
     """Allow 1 % within a family, whose models pad the vocabulary differently; tokenizers are compared later."""
-    difference = abs(target.vocab_size - draft.vocab_size)
+    difference = abs(target.vocab_size - draft.num_token_ids)
     return difference == 0 or (target.model_type == draft.model_type and difference <= 0.01 * target.vocab_size)
 
 

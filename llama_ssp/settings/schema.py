@@ -100,6 +100,19 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
+    target_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is a draft head, which reads hidden states of its target and is no model of its own."""
+        return self.target_vocab_size is not None
+
+    @property
+    def num_token_ids(self) -> int:
+        """Size of the vocabulary that the model reads."""
+        return self.target_vocab_size or self.vocab_size
 
 
 @dataclass(kw_only=True)

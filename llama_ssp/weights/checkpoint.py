@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
+from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder, shown
 from llama_ssp.settings.schema import ModelConfig, ModelShape
@@ -35,6 +36,7 @@ class Checkpoint:
     config: PretrainedConfig
     shape: ModelShape
     tensors: Mapping[str, StoredTensor | PackedTensor]
+    head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property
     def context(self) -> int:
@@ -70,24 +72,30 @@ class Checkpoint:
 def inspect(folder: Path) -> Checkpoint:
     """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
     require_folder(folder)
-    config, layout = _read_config(folder)
+    content = read_json(folder / CONFIG_FILE)
+    head = read_head_config(content, folder / CONFIG_FILE)
+    config, layout = _read_config(folder, content if head is None else head.sizes)
     try:
-        shape = shape_of(config)
+        shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         raise CheckpointError(message)
-    tensors = _list_tensors(folder)
+    if head:
+        config.vocab_size = shape.vocab_size
+    tensors = _list_tensors(folder, is_head=head is not None)
     packed = combine(tensors, layout, folder) if layout else dict(tensors)
-    return Checkpoint(folder=folder, config=config, shape=shape, tensors=packed)
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=packed, head=head)
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
-    derived = ("num_key_value_heads", "head_dim", "intermediate_size")
+    derived = (
+        "num_key_value_heads", "head_dim", "intermediate_size", "target_vocab_size", "target_hidden_size",
+    )  # fmt: skip
     return ModelShape(
         **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
@@ -109,10 +117,9 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _read_config(folder: Path) -> tuple[PretrainedConfig, PackedLayout | None]:
+def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedConfig, PackedLayout | None]:
     """The configuration, and the layout of packed weights if there are any."""
     file = folder / CONFIG_FILE
-    content = read_json(file)
     model_type = content.get("model_type")
     problem = None
     if "auto_map" in content or "trust_remote_code" in content:
@@ -134,7 +141,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, PackedLayout | None]:
     if problem:
         raise CheckpointError(f"{file} {problem}")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = CONFIG_MAPPING[str(model_type)].from_dict(dict(content))
     except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
@@ -142,12 +149,12 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, PackedLayout | None]:
     return config, layout
 
 
-def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _list_tensors(folder: Path, *, is_head: bool) -> dict[str, StoredTensor]:
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise _no_weights(folder)
+        raise _no_weights(folder, is_head=is_head)
     file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(_is_file_name(name) for name in file_of.values()):
         message = f"{index} has no weight_map from tensors to files in the folder: copy or download it again"
@@ -171,8 +178,14 @@ def _is_file_name(name: object) -> bool:
     return len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
 
 
-def _no_weights(folder: Path) -> CheckpointError:
+def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if pickles and is_head:
+        return CheckpointError(
+            f"{folder} holds pickle weights ({summary(pickles)}), which can run code when read: convert them with "
+            f'python -c "import torch, safetensors.torch as s; '
+            f"s.save_file(torch.load('{folder / pickles[0]}', weights_only=True), '{folder / SINGLE_FILE}')\""
+        )
     if pickles:
         return CheckpointError(
             f"{folder} holds pickle weights ({summary(pickles)}), which can run code when read: convert them with "

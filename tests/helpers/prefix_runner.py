@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import PerBucket, Workspace
+from llama_ssp.models.cache import PerBucket, Taps, Workspace
 from llama_ssp.models.runner import Pieces
 
 NUM_CLOCK_PHASES = 5
@@ -64,6 +64,7 @@ class PrefixRunner:
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,  # noqa: ARG002
         pieces: Pieces | None = None,  # noqa: ARG002
+        taps: Taps | None = None,  # noqa: ARG002
     ) -> Tensor:
         """See `models.runner.Runner.forward`."""
         self.num_forwards += 1

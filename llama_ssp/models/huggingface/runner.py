@@ -3,12 +3,15 @@
 Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary, E embedding width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.models.cache import CachedRunner, LibraryCache
+from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.runner import Pieces
 from llama_ssp.ranks.comms import Comm
@@ -47,6 +50,7 @@ class ModuleRunner(CachedRunner):
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,  # noqa: ARG002 - masks show any positions
         pieces: Pieces | None = None,  # noqa: ARG002 - only for runners that pack prompts
+        taps: Taps | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
@@ -55,10 +59,29 @@ class ModuleRunner(CachedRunner):
         cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
         mask = mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket))
-        logits_BRV: Tensor = self._model(
-            input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
-        ).logits
+        with self._tapped(taps, positions_BT, cache_rows_B):
+            logits_BRV: Tensor = self._model(
+                input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
+            ).logits
         return logits_BRV.float()
+
+    @contextmanager
+    def _tapped(self, taps: Taps | None, positions_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
+        """Keep the inputs of the tapped layers in a forward."""
+        if taps is None:
+            yield
+            return
+        slots_M, layers = taps.slots(positions_BT, cache_rows_B), self._model.get_decoder().layers
+
+        def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+            taps.write(layer, args[0].flatten(0, 1), slots_M)
+
+        hooks = [layers[layer].register_forward_pre_hook(partial(keep, layer)) for layer in taps.layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _keep_wanted_rows(self, _head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output head: keep only the hidden states (B, R, E) of the requested rows."""

@@ -21,7 +21,7 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, 
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
-from llama_ssp.models.cache import CachedRunner
+from llama_ssp.models.cache import CachedRunner, Taps
 from llama_ssp.models.llama.attention import (
     Attend,
     CompiledAttention,
@@ -61,6 +61,8 @@ class LeanRunner(CachedRunner):
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
+    layer_class = Layer
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -81,7 +83,7 @@ class LeanRunner(CachedRunner):
         layers = []
         for number, layer in enumerate(body.layers):
             fill(f"model.layers.{number}.")
-            layers.append(Layer(layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own))
+            layers.append(self.layer_class(layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own))
         fill("")
         super().__init__(config, head.weight)
         self._width: int = config.hidden_size
@@ -155,25 +157,52 @@ class LeanRunner(CachedRunner):
         cache_rows_B: Tensor | None = None,
         consecutive: bool = True,
         pieces: Pieces | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
-        batch_size, _ = static_shape(ids_BT)
-        if self._compiled:
-            assert pieces is None
-            attention = self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
-        else:
-            attention = self._in_parts(
-                positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+        attention = self._attention(
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+        )
+        tapped = taps.layers if taps else ()
+        if taps:
+            slots_M = (
+                taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
+                if pieces
+                else taps.slots(positions_BT, cache_rows_B)
             )
         stream: Stream = self._embed(ids_BT.flatten()), None
         for layer, window in zip(self._layers, self._windows, strict=True):
+            if taps and layer.number in tapped:
+                taps.write(layer.number, added(stream), slots_M)
             stream = layer.forward(stream, attention[window])
+        return self._scored(stream, static_shape(ids_BT)[0], score_positions_BR)[1]
+
+    def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V)."""
         if score_positions_BR is not None:
             x_BTE = added(stream).view(batch_size, -1, self._width)
             x_BRE = x_BTE.gather(1, score_positions_BR[..., None].expand(-1, -1, self._width))
             stream = x_BRE.flatten(0, 1), None
-        logits_MV: Tensor = self._comm.all_gather_last(self._head(stream)[1], self._head_sizes)
-        return logits_MV.view(batch_size, -1, self.vocab_size).float()
+        x_ME, logits_MV = self._head(stream)
+        logits_MV = self._comm.all_gather_last(logits_MV, self._head_sizes)
+        return x_ME.view(batch_size, -1, self._width), logits_MV.view(batch_size, -1, self.vocab_size).float()
+
+    def _attention(
+        self,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        cache_rows_B: Tensor | None,
+        consecutive: bool = True,
+        pieces: Pieces | None = None,
+    ) -> dict[int | None, LayerAttention]:
+        """How one forward attends, by window."""
+        if self._compiled:
+            assert pieces is None
+            return self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
+        return self._in_parts(
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+        )
 
     def _in_parts(
         self,

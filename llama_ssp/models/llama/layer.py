@@ -134,13 +134,19 @@ class Layer:
             _interleave(module, head_dim)
         self.head_norms = [RmsNorm(norm) for norm in head_norms]
         qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
-        self.qkv = NormedProduct(RmsNorm(layer.input_layernorm), qkv, own)
+        self.qkv = self._first_product(layer, qkv, own)
         self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
         gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
         self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
-        can_be_one = not (self.head_norms or self.output.is_shared or self.down.is_shared)
+        can_be_one = isinstance(self.qkv, NormedProduct) and not (
+            self.head_norms or self.output.is_shared or self.down.is_shared
+        )
         self._whole = whole_layer([native_of(linear) for linear in self.linears], head_dim) if can_be_one else None
+
+    def _first_product(self, layer: Any, linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
+        """Queries, keys and values behind the first norm."""
+        return NormedProduct(RmsNorm(layer.input_layernorm), linear, own)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

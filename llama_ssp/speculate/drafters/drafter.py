@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import Workspace
+from llama_ssp.models.cache import Taps, Workspace
+from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
@@ -34,6 +35,8 @@ class DrafterParts:
         vocab_size: V of the target.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
+        taps: of the target, for a draft head.
+        first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
     """
 
@@ -42,9 +45,11 @@ class DrafterParts:
     num_draft_tokens: int
     vocab_size: int
     device: torch.device
-    runner: Runner | None = None
+    runner: Runner | HeadRunner | None = None
     comm: Comm | None = None
     tokenizers: TokenizerPair | None = None
+    taps: Taps | None = None
+    first_row: Callable[[int], int] = lambda _num_rows: 0
 
 
 class Drafter(Protocol):
@@ -111,6 +116,8 @@ class HostTimed:
 class _Tables(Workspace):
     """Constants of a batch size: the index of the second token of a row, and zero probabilities."""
 
+    rows_B: Tensor  # of a head: its rows among those of the target.
+
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.nothing_BV = torch.zeros(batch_size, vocab_size, device=device)
@@ -124,7 +131,7 @@ class StepwiseDrafter:
 
     on_host = False
 
-    def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
+    def __init__(self, runner: Runner | HeadRunner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
         self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
         self._rule = rule

@@ -2,6 +2,8 @@
 
 import torch
 
+from llama_ssp.models.cache import Taps
+from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.settings.drafters import Matching, drafter_of, drafters, matching_of
@@ -25,16 +27,18 @@ def make_drafters(
     *,
     rule: Rule,
     mesh: Mesh,
-    runner: Runner | None,
+    runner: Runner | HeadRunner | None,
     vocab_size: int,
     device: torch.device,
     split: BatchSplit | None = None,
     tokenizers: TokenizerPair | None = None,
+    taps: Taps | None = None,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if there is one.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own. Raises
+    ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own; `taps`
+    those of the target, if it is a head. Raises
     ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
@@ -43,12 +47,13 @@ def make_drafters(
     if receiver and receiver.num_left:
         rule = make_rule(config.sampling, config.verification, breaks_ties=True)
 
-    def make(draft: DrafterConfig, runner: Runner | None) -> Drafter:
+    def make(draft: DrafterConfig, runner: Runner | HeadRunner | None) -> Drafter:
         record = drafter_of(draft)
         assert record.make, "a run without a draft needs no drafter"
         parts = DrafterParts(
             config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-            runner=runner, comm=mesh.draft, tokenizers=tokenizers,
+            runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps,
+            first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
         )  # fmt: skip
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
         return drafter

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
+from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
 from llama_ssp.speculate.sampling.context import Rows
@@ -78,6 +80,11 @@ class ModelDrafter(StepwiseDrafter):
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
     runner, tokenizers = parts.runner, parts.tokenizers
+    if isinstance(runner, HeadRunner):
+        assert parts.taps
+        return HeadDrafter(
+            runner, parts.taps, rule=parts.rule, num_draft_tokens=parts.num_draft_tokens, first_row=parts.first_row
+        )
     assert runner
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:

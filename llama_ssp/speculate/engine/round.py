@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter
@@ -85,6 +86,7 @@ class Round:
     """The target, the drafters (none for plain decoding) and the verifier, applied to a batch.
 
     Attributes:
+        taps: what a draft head reads of the target; None without one.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         waits, drafts_here: see `OverlappedRound`.
@@ -95,8 +97,8 @@ class Round:
     drafts_here = False
     num_ahead = 0
 
-    def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier) -> None:
-        self.target = target
+    def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None) -> None:
+        self.target, self.taps = target, taps
         self.drafters = drafters
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
@@ -117,6 +119,8 @@ class Round:
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self.target.allocate(batch_size=batch_size, capacity=num_slots)
+        if self.taps:
+            self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
@@ -127,7 +131,7 @@ class Round:
         `BatchState.commit`.
         """
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
-        logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets)
+        logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         for drafter in self.drafters:
             drafter.prefill(to_read, rows=rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
@@ -173,7 +177,8 @@ class Round:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
         return Stage(
             "verify", partial(self._verify, choice, bucket), choice, bucket,
-            reads=(self.target, self.verifier, self.last_and_drafted_W), repeats=self.target.repeats_operators,
+            reads=(self.target, self.verifier, self.last_and_drafted_W, self.taps),
+            repeats=self.target.repeats_operators,
         )  # fmt: skip
 
     def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
@@ -203,7 +208,7 @@ class Round:
         """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
         ids_BW = state.tokens_BS.gather(1, positions_BW)
-        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket)
+        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
 
 

@@ -1,0 +1,103 @@
+"""A draft head as the drafter: it reads hidden states of the target, and its own output in place of those to come.
+
+    a round, K = 3, all pairs in slots of the head's cache      L-2-K ....... L-2   L-1    L
+      the first step reads the pairs that may be new, of taps        g ....... g
+      later steps read pairs of the head's own output                               h1    h2
+      their tokens                                                  t ....... t     d1    d2
+
+The pair of slot i joins the hidden state of token i with token i + 1. After a round at most K + 1 pairs are new; the
+first step reads as many whatever was accepted, so that shapes stay the same, and rewrites what drafted pairs have left.
+
+Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from llama_ssp.models.cache import Taps
+from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.upload import to_device
+from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
+from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.rules import Rule
+
+
+class HeadDrafter(StepwiseDrafter):
+    """Drafts with a head, under the same processors as the target; `first_row` is a rank's first row of so many."""
+
+    def __init__(
+        self,
+        head: HeadRunner,
+        taps: Taps,
+        *,
+        rule: Rule,
+        num_draft_tokens: int,
+        first_row: Callable[[int], int],
+    ) -> None:
+        super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids)
+        self._head, self._taps, self._first_row = head, taps, first_row
+        self._width = num_draft_tokens + 1
+        self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of the head; the drafter's own tensors are replaced only together with the head's cache."""
+        return self._head.num_allocations
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Allocate the cache."""
+        self._head.allocate(batch_size=batch_size, capacity=num_slots)
+        self._make_tables(batch_size)
+        first = self._first_row(self._taps.num_rows)
+        self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
+        """Read all pairs of the prompts but the last, whose token is not drawn yet."""
+        rows_R = to_device(rows, self._head.device)
+        for start in range(0, prompts.longest - 1, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, prompts.longest - 1)
+            positions_RT = torch.arange(start, stop, device=self._head.device).expand(len(rows), -1)
+            self._head.extend(
+                prompts.tokens_RS[:, start + 1 : stop + 1],
+                self._hidden(positions_RT, self._tables.rows_B.index_select(0, rows_R)),
+                positions_RT,
+                bucket=buckets.covering(stop),
+                score_positions_B1=torch.zeros_like(rows_R)[:, None],
+                cache_rows_B=rows_R,
+            )
+
+    def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
+        return self._head.hidden_of(self._taps.read(positions_BT, rows_B))
+
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+        hidden_B1E: Tensor | None = None
+
+        def read(distance: int, num_pairs: int) -> tuple[Tensor, Tensor]:
+            """Read pairs from `distance` before the newest one on; of a shorter row its first ones."""
+            start_B1 = (lengths_B1 - 1 - distance).clamp_min(0)
+            positions_BT = start_B1 + self._pairs_T[:num_pairs]
+            return self._head.extend(
+                tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
+                bucket=bucket, score_positions_B1=(lengths_B1 - 2 - start_B1).clamp_max(num_pairs - 1),
+            )  # fmt: skip
+
+        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
+            read(distance, CATCH_UP_CHUNK)
+
+        def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
+            nonlocal hidden_B1E
+            if before_B1 is None:
+                hidden_B1E, logits_B1V = read(self._width, self._width)
+            else:
+                assert hidden_B1E is not None
+                hidden_B1E, logits_B1V = self._head.extend(
+                    before_B1, hidden_B1E, lengths_B1 + (step - 2), bucket=bucket
+                )
+            return logits_B1V[:, 0]
+
+        return logits_of

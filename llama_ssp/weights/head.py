@@ -1,0 +1,145 @@
+"""Draft heads of EAGLE-3 as a `WeightSource`: the files of a head, and its target's embedding where they have none.
+
+Both public layouts (`architectures.eagle3`) are read as they are: their tensors get the names of the modules that
+`models.llama.head` builds. `d2t` and `t2d` map the vocabulary of the head to that of the target:
+
+    d2t    (D,)  the target's id of token i is i + d2t[i]
+    t2d    (V,)  whether the head can draft a token of the target
+
+Shapes: D tokens that the head drafts, V vocabulary of the target.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from llama_ssp.architectures.eagle3 import HeadConfig
+from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.schema import ModelShape
+from llama_ssp.weights.checkpoint import Checkpoint
+from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted, WeightSource
+
+EMBEDDING = "model.embed_tokens.weight"
+_OF_LAYER = re.compile(r"(?:midlayer|layers\.0)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSource:
+    """The files of a head, for the target that it drafts for; a `WeightSource`."""
+
+    files: Checkpoint
+    head: HeadConfig
+    target: WeightSource
+
+    @property
+    def folder(self) -> Path:
+        """See `WeightSource`."""
+        return self.files.folder
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """See `WeightSource`: that of a model whose one layer the head has; `vocab_size` is D."""
+        return self.files.config
+
+    @property
+    def shape(self) -> ModelShape:
+        """See `WeightSource`."""
+        return self.files.shape
+
+    @property
+    def context(self) -> int:
+        """That of the target: the head's rotary positions go as far."""
+        return self.target.context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `WeightSource`."""
+        return self.files.dtype
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorFacts]:
+        """All tensors by the names of our modules."""
+        own = {_named(name): facts for name, facts in self.files.tensors.items()}
+        return own if EMBEDDING in own else own | {EMBEDDING: self.target.tensors[EMBEDDING]}
+
+    def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`."""
+        stored = next((each for each in self.files.tensors if _named(each) == name), None)
+        return self.target.read(name, **wanted) if stored is None else self.files.read(stored, **wanted)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the target whose inputs the head reads."""
+        return self.head.layers_of(self.target.shape.num_hidden_layers)
+
+    def token_ids(self) -> Tensor:
+        """The target's id of each token that the head drafts, (D,).
+
+        CheckpointError if the map is missing, leads out of the target's vocabulary or twice to one token, or
+        contradicts `t2d`.
+        """
+        size, vocab_size = self.shape.vocab_size, self.shape.num_token_ids
+        steps_D, known_V = self._map("d2t", size), self._map("t2d", vocab_size)
+        if steps_D is None:
+            if size == vocab_size:
+                return torch.arange(size)
+            raise CheckpointError(
+                f"{self.folder} drafts {size} of {vocab_size} tokens and lacks d2t, which says which: copy it again"
+            )
+        ids_D = torch.arange(size) + steps_D.long()
+        problem = None
+        if int(ids_D.min()) < 0 or int(ids_D.max()) >= vocab_size:
+            problem = f"leads to token {int(ids_D.max())} of {vocab_size}"
+        elif len(ids_D.unique()) < size:
+            problem = "leads twice to one token"
+        elif known_V is not None and not torch.equal(known_V.bool().nonzero()[:, 0], ids_D.sort().values):
+            problem = "contradicts t2d"
+        if problem:
+            raise CheckpointError(f"{self.folder}: d2t {problem}: copy or download the head again")
+        return ids_D
+
+    def _map(self, name: str, size: int) -> Tensor | None:
+        tensor = self.files.tensors.get(name)
+        if not isinstance(tensor, StoredTensor):
+            return None
+        if tensor.shape != (size,):
+            raise CheckpointError(f"{self.folder}: {name} is {list(tensor.shape)}, not [{size}]: copy it again")
+        return tensor.read()
+
+
+def of_target(files: Checkpoint, head: HeadConfig, target: WeightSource) -> HeadSource:
+    """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
+    sizes = target.shape.hidden_size, target.shape.vocab_size
+    own = files.shape.target_hidden_size, files.shape.target_vocab_size
+    if sizes != own:
+        raise CheckpointError(
+            f"{files.folder} is the head of a target of width {own[0]} with {own[1]} tokens, and this target has width "
+            f"{sizes[0]} and {sizes[1]} tokens: choose a head of this target"
+        )
+    if own[0] != files.shape.hidden_size:
+        raise CheckpointError(
+            f"{files.folder} is {files.shape.hidden_size} wide and its target {own[0]}: a head of the target's width "
+            "is required"
+        )
+    source = HeadSource(files=files, head=head, target=target)
+    num_layers = target.shape.num_hidden_layers
+    if not all(0 <= layer < num_layers for layer in source.layers):
+        raise CheckpointError(
+            f"{files.folder} reads the layers {list(source.layers)}, and this target has {num_layers}: choose a head "
+            "of this target"
+        )
+    source.token_ids()
+    return source
+
+
+def _named(name: str) -> str:
+    """The name of a stored tensor among our modules."""
+    name = _OF_LAYER.sub("layers.0.", name.removeprefix("model."), count=1)
+    return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"
