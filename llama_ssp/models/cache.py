@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
@@ -274,12 +275,18 @@ class Taps:
     def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
         """Keep the input of a tapped layer."""
         place = self.layers.index(layer) * self._width
-        self._slots.kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME)
+        self._slots.kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME.to(self._device))
 
     def read(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The taps (B, T, X) at positions of rows; None for all rows, in order."""
         taps_MX = self._slots.kept_MX.index_select(0, self.slots(positions_BT, rows_B))
         return taps_MX.view(*static_shape(positions_BT), -1)
+
+    def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
+        """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
+        taps_BTX = comm.broadcast(self.read(positions_BT, rows_B), src=src)
+        if comm.rank != src:
+            self._slots.kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
 
 
 class CachedRunner:

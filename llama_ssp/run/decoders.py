@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.models.cache import CachedRunner, Taps
-from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
@@ -31,6 +30,7 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.weights.head import HeadSource
 
 _log = logging.getLogger(__name__)
 
@@ -153,11 +153,9 @@ def build_decoder(
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     drafters, taps = [], None
     if speculative:
-        if isinstance(models.draft, HeadRunner):
-            assert isinstance(models.target, CachedRunner)
-            layers, source = models.draft.tapped_layers, models.sources[0].origin
-            width, dtype = source.shape.hidden_size, models.target.dtype
-            taps = Taps(layers, width=width, dtype=dtype, device=device)
+        if isinstance(head := models.sources[-1].origin, HeadSource):
+            dtype, width = models.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
+            taps = Taps(head.layers, width=width, dtype=dtype, device=device)
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,

@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320}
+SIZES = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+}
 
 
 def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int = 0, **sizes: int) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from llama_ssp.speculate.drafters.shared import (
     BatchSplitDrafter,
     BroadcastDrafter,
     ProbsReceiver,
+    TapsSender,
 )
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
@@ -58,6 +59,7 @@ def make_drafters(
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
         return drafter
 
+    travels = layout.draft_source_rank not in layout.target_ranks
     own = make(config.draft, runner) if runner or not has_model else None
     if has_model and (own is None or mesh.replica.size > 1):
         if split:
@@ -65,7 +67,7 @@ def make_drafters(
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
                 own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver,
+                receiver=receiver, taps=TapsSender(taps, layout.verify_rank) if taps and travels else None,
             )  # fmt: skip
     assert own
     fallback = config.draft.fallback

@@ -27,8 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.layout import PREFILL_CHUNK
 from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, HostTimed
 from llama_ssp.speculate.sampling.context import Rows
@@ -46,6 +49,28 @@ class ProbsReceiver(NamedTuple):
     vocab_size: int
     truncates: bool = False
     num_left: int = 0
+
+
+class TapsSender:
+    """Sends the target's taps from one of its ranks to those of a draft head that have no target."""
+
+    def __init__(self, taps: Taps, src: int) -> None:
+        self._taps, self._src = taps, src
+        self._offsets: dict[int, Tensor] = {}
+
+    def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
+        """Send those of whole prompts, which become these rows."""
+        device, rows_R = prompts.tokens_RS.device, to_device(rows, prompts.tokens_RS.device)
+        for start in range(0, prompts.longest, PREFILL_CHUNK):
+            positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
+            self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
+
+    def send_newest(self, rows: Rows, number: int, *, comm: Comm) -> None:
+        """Send those of the newest tokens of each row but the last, which the target has not read."""
+        if number not in self._offsets:
+            self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
+        start_B1 = (rows.lengths_B[:, None] - 1 - number).clamp_min(0)
+        self._taps.share(start_B1 + self._offsets[number], comm=comm, src=self._src)
 
 
 class _SharedDrafter(HostTimed):
@@ -98,12 +123,21 @@ class BroadcastDrafter(_SharedDrafter):
         num_draft_tokens: int,
         device: torch.device,
         receiver: ProbsReceiver | None = None,
+        taps: TapsSender | None = None,
     ) -> None:
         super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
-        self._comm, self._src, self._receiver = comm, src, receiver
+        self._comm, self._src, self._receiver, self._taps = comm, src, receiver, taps
+
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
+        """Read new prompts on the ranks that draft, with the target's taps of them."""
+        if self._taps:
+            self._taps.send_prompts(prompts, rows, comm=self._comm)
+        super().prefill(prompts, rows=rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
+        if self._taps:
+            self._taps.send_newest(rows, self.num_draft_tokens + num_unread - 1, comm=self._comm)
         if self._inner:
             ids_BK, probs_BTV = self._inner.propose(
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
