@@ -82,6 +82,10 @@ CELLS = {
         Cell((0, 1), (0, 1), SHARDED, whole=NONE, heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, heavy=True),
         Cell((0,), (1,), OWN_GPU),
+        Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3),
+        Cell((0, 1), (0, 1), SHARDED, pair="head", batch_size=3),
+        Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
+        Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, adapts=True, heavy=True),
         Cell((1,), (0, 1), SHARDED, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", slow=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),
@@ -107,6 +111,7 @@ CELLS = {
         Cell((0, 1, 2), (1, 2), SHARDED, slow=True),
         Cell((0, 1, 2), (0, 1, 2), REPLICATED),
         Cell((1, 2), (0,), OWN_GPU, slow=True),
+        Cell((0, 1, 2), (0, 1, 2), SHARDED, pair="head", batch_size=5),
         Cell((0, 2), (1, 2), SHARDED, slow=True),
         Cell((1,), (0, 2), OWN_GPU, slow=True),
         Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1, slow=True),
@@ -152,7 +157,7 @@ def cells_of(num_ranks: int, lane: str) -> list[Cell]:
     return [cell for cell in found if cell.heavy or not is_known]
 
 
-PAIRS = ("tiny", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
+PAIRS = ("tiny", "head", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
 HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 """Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
 SIZES = (1, 2, 3, 4)

@@ -14,6 +14,7 @@ from llama_ssp.ranks.world import start
 from llama_ssp.settings.schema import DeviceKind
 from tests.distributed.cells import HEAVY_PAIRS, ONLY_HEAVY, SLOW_PAIRS
 from tests.distributed.ranks import LANE, QUANTIZED, seen_by
+from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer
@@ -33,6 +34,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     for family in QUANTIZED:
         build_checkpoint(folder / "wide" / family, family, hidden_size=256, intermediate_size=256)
         save_tokenizer(folder / "wide" / family, VOCAB_SIZE)
+    save_original(folder / "head", make_tensors())
     return folder
 
 

@@ -95,6 +95,8 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
         return entry, entry
     if name == "tiny":
         return catalogue.load("tiny"), catalogue.load("tiny-draft")
+    if name == "head":
+        return catalogue.load("tiny"), ModelConfig(name=name, path=str(folder / name), dtype=Dtype.fp32)
     pair = [ModelConfig(name=part, path=str(folder / name / part), dtype=Dtype.fp32) for part in ("target", "draft")]
     return pair[0], pair[1]
 
@@ -104,6 +106,8 @@ def prompts_of(name: str) -> list[str]:
     if name == SYNTHETIC:
         return list(PROMPTS[::5])
     texts = PROMPTS if os.environ.get(LANE) == "slow" else PROMPTS[::6]
+    if name == "head":
+        return [PROMPTS[0], PROMPTS[3][:40], "7 x 8 =", ""]
     return [*texts, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
 
 

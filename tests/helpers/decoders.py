@@ -5,6 +5,7 @@ from itertools import cycle
 
 import torch
 
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
@@ -37,6 +38,7 @@ def make_decoder(  # noqa: PLR0913
     ngram: bool = False,
     sampling: SamplingConfig | None = None,
     make_drafter: Callable[[Rule], Drafter] | None = None,
+    taps: Taps | None = None,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -51,7 +53,9 @@ def make_decoder(  # noqa: PLR0913
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
-    round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device))
+    round_ = Round(
+        target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device), taps=taps
+    )
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

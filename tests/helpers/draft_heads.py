@@ -30,7 +30,7 @@ def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int =
     queries, keys = found["num_attention_heads"] * dim, found["num_key_value_heads"] * dim
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return torch.randn(shape, generator=generator).div_(float(shape[-1]) ** 0.5)
 
     drafted_D = torch.arange(num_drafted) * (vocab_size // num_drafted)
     return {

@@ -178,7 +178,7 @@ def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
 def test_weights_go_with_the_runner() -> None:
     lean = runner()
     replayed_texts(lean)
-    watched = [weakref.ref(lean._layers[0].qkv.linear.weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[attr-defined, union-attr]
+    watched = [weakref.ref(lean._layers[0].qkv.linear.weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[union-attr]
     del lean
     gc.collect()
     assert [each() for each in watched] == [None, None]
