@@ -46,6 +46,7 @@ class DraftedPair:
         size_ratio: parameters of the target over those of the draft.
         family: `model_type` of the target.
         own_tokenizer: the draft has a tokenizer of its own.
+        is_head: the draft is a head; heads are compared with heads alone.
     """
 
     target: str
@@ -57,6 +58,7 @@ class DraftedPair:
     text: TextKind = TextKind.any
     rule: str = DEFAULT
     own_tokenizer: bool = False
+    is_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,8 @@ def _pair(
     sizes = [inventory(shape).num_parameters for shape in (target_shape, draft_shape) if shape]
     return DraftedPair(
         target=target, draft=draft, family=target_shape.model_type if target_shape else None,
-        size_ratio=sizes[0] / sizes[1] if target_shape and draft_shape else None, **others,
+        size_ratio=sizes[0] / sizes[1] if target_shape and draft_shape else None,
+        is_head=draft_shape is not None and draft_shape.is_head, **others,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def nearest(pair: DraftedPair) -> Acceptance:
         for point, figure in zip(found, figures, strict=True)
     )
     ratios = [point.pair.size_ratio or 0.0 for point in found]
-    is_smaller = pair.size_ratio is not None and pair.size_ratio > max(ratios)
+    is_smaller = not pair.is_head and pair.size_ratio is not None and pair.size_ratio > max(ratios)
     smaller = "; the draft is smaller than theirs, and has the lowest" if is_smaller else ""
     return Acceptance(
         probability=min(figures) if is_smaller else figures[0], low=min(figures), high=max(figures), is_forecast=True,
@@ -176,7 +179,8 @@ def nearest(pair: DraftedPair) -> Acceptance:
 def _nearest_points(pair: DraftedPair) -> list[KnownPoint]:
     others: dict[tuple[str, str], list[KnownPoint]] = {}
     for point in points():
-        if point.is_known and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
+        is_alike = point.is_known and point.pair.is_head == pair.is_head
+        if is_alike and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
             others.setdefault((point.pair.target, point.pair.draft), []).append(point)
     by_pair = [min(found, key=lambda point: _distance_of_draws(pair, point.pair)) for found in others.values()]
     return sorted(by_pair, key=lambda point: _distance_of_models(pair, point.pair))[:NUM_NEAREST]
@@ -207,6 +211,7 @@ def points() -> tuple[KnownPoint, ...]:
             pair = DraftedPair(
                 target=entry["target"], draft=entry["draft"], family=entry["family"],
                 size_ratio=target_size / draft_size, own_tokenizer=entry.get("own_tokenizer", False),
+                is_head=entry.get("head", False),
                 temperature=point["temperature"], text=TextKind[point["text"]], rule=point.get("rule", DEFAULT),
             )  # fmt: skip
             found.append(

@@ -453,7 +453,7 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes,
-        "draft_cache_bytes": draft.cache_bytes,
+        "draft_cache_bytes": draft.cache_bytes + _taps_bytes(job, rank),
         "logits_bytes": _logits_bytes(job, rank) + _numbers_bytes(job),
         "activations_bytes": max(
             _activation_bytes(job, hardware, model, part) for model, part in ((job.target, target), (job.draft, draft))
@@ -479,6 +479,11 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
         draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
         target_heads=target.num_heads,
     )
+
+
+def _taps_bytes(job: PlanSpec, rank: int) -> int:
+    """The target's taps, of all rows, where a head reads them, or where they are sent from."""
+    return job.batch_size * job.num_slots * job.tap_bytes * (rank in job.draft_ranks or job.sends_taps)
 
 
 def _num_communicators(job: PlanSpec, rank: int) -> int:

@@ -188,7 +188,7 @@ def document(plan: Plan) -> dict[str, Any]:
 def _messages(job: PlanSpec) -> dict[str, int]:
     """Bytes received in a round over all ranks of a replica, by kind of message."""
     found = round_messages(job, job.num_draft_tokens if job.drafts else 0)
-    none = dict.fromkeys(("ids_bytes", "probabilities_bytes", "verdict_bytes"), 0)
+    none = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0)
     arriving = none | {f"{kind}_bytes": message.received_bytes for kind, message in found.items()}
     return arriving | {"total_bytes": sum(arriving.values())}
 

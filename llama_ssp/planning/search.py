@@ -319,13 +319,23 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
     A default draft of the hub has no sizes before somebody asks for it, and is left out.
     """
-    names = {*catalogue.smaller_relatives(model, known=known), model.default_draft}
+    names = {*catalogue.smaller_relatives(model, known=known), *_heads_of(model, known), model.default_draft}
     found: dict[tuple[int, ...], ModelConfig] = {}
     for draft in sorted(known, key=lambda other: _prefix(other.name) != _prefix(model.name)):
         if draft.name in names and draft.shape:
-            sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size)
+            sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size,
+                     int(draft.shape.is_head))  # fmt: skip
             found.setdefault(sizes, draft)
     return list(found.values())
+
+
+def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
+    """Names of the heads whose target has the sizes of this model."""
+    for other in known:
+        if model.shape and other.shape and other.shape.is_head and not model.shape.is_head:
+            sizes = other.shape.target_hidden_size, other.shape.target_vocab_size
+            if sizes == (model.shape.hidden_size, model.shape.vocab_size):
+                yield other.name
 
 
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.architectures.eagle3 import read_head_config
+from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.family import families, family_of, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
@@ -161,6 +161,21 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def has_head(self) -> bool:
+        """Whether the draft is a head, which reads taps of the target."""
+        return self.draft is not None and self.draft.shape.is_head
+
+    @property
+    def tap_bytes(self) -> int:
+        """Bytes of the taps of a token; 0 without a head."""
+        return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+
+    @property
+    def sends_taps(self) -> bool:
+        """Whether taps travel to the head, whose ranks have no target."""
+        return self.has_head and self.layout.draft_source_rank not in self.target_ranks
+
+    @property
     def overlaps(self) -> bool:
         """Whether drafting overlaps verification."""
         return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
@@ -192,6 +207,8 @@ class PlanSpec:
     @property
     def first_draft_rows(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
+        if self.has_head:
+            return self.num_draft_tokens + 1
         return 2 if self.matching is None else MOST_PIECES + 1
 
     @property

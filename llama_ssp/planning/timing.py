@@ -446,6 +446,8 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     if num_senders > 1:
         rows = -(-rows // len(layout.draft_ranks))
     found = {}
+    if drafts and job.sends_taps:
+        found["taps"] = Message(rows * job.first_draft_rows * job.tap_bytes, layout.ranks)
     if drafts:
         found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
     has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
@@ -643,7 +645,9 @@ class CostModel:
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        return self.agree_s(num_draft_tokens, "ids", "probabilities", "verdict") + self.rule_s(num_draft_tokens + 1)
+        return self.agree_s(num_draft_tokens, "taps", "ids", "probabilities", "verdict") + self.rule_s(
+            num_draft_tokens + 1
+        )
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them."""

@@ -58,6 +58,15 @@ class Models:
     sources: tuple[Source, ...] = ()
     tokenizers: TokenizerPair | None = None
 
+    def make_taps(self) -> Taps | None:
+        """What a draft head will read of the target, on the ranks that keep it; None elsewhere, and without a head."""
+        head, layout = self.sources[-1].origin, self.mesh.layout
+        travels = layout.draft_source_rank not in layout.target_ranks
+        if not isinstance(head, HeadSource) or not (self.draft or travels):
+            return None
+        dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
+        return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
+
     @property
     def job_maker(self) -> JobMaker:
         """Encodes prompts for the target."""
@@ -153,9 +162,7 @@ def build_decoder(
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     drafters, taps = [], None
     if speculative:
-        if isinstance(head := models.sources[-1].origin, HeadSource):
-            dtype, width = models.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
-            taps = Taps(head.layers, width=width, dtype=dtype, device=device)
+        taps = models.make_taps()
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,

@@ -193,6 +193,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
         )
     yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from _pair(config)
+    yield from _heads_of_targets(config)
     yield from _overlap(config)
 
 
@@ -251,13 +252,38 @@ def _rule(name: str, temperature: float) -> Iterator[str]:
         )
 
 
+def _heads_of_targets(config: RunConfig) -> Iterator[str]:
+    """Why a draft head cannot stand where it is given."""
+    target, draft = config.model, config.draft.model
+    if target.shape and target.shape.is_head:
+        yield f"model={target.name} is a draft head: give its target as the model, and draft={target.name}"
+    if draft is None or not (draft.shape and draft.shape.is_head):
+        return
+    if target.shape and target.shape.hidden_size != draft.shape.target_hidden_size:
+        yield (
+            f"draft={draft.name} is the head of a target of width {draft.shape.target_hidden_size}, and "
+            f"model={target.name} has width {target.shape.hidden_size}: choose a head of this target"
+        )
+    if drafters.matching_of(config.draft):
+        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave draft.tokenizer=own out"
+    if config.speculation.overlap:
+        yield (
+            f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
+            "leave speculation.overlap=true out"
+        )
+
+
 def _models(config: RunConfig) -> Iterator[str]:
     yield from _formats(config)
     chosen = _chosen_models(config)
     for group, key, model in chosen:
         if not (is_synthetic(config) or model.path or model.hub_id or model.shipped):
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
-    contexts = [(model.shape.max_position_embeddings, group) for group, _, model in chosen if model.shape]
+    contexts = [
+        (model.shape.max_position_embeddings, group)
+        for group, _, model in chosen
+        if model.shape and not model.shape.is_head
+    ]
     if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
         contexts.append((shipped.max_position_embeddings, "shipped model, which synthetic weights run,"))
     if contexts and config.max_new_tokens >= min(contexts)[0]:
@@ -288,7 +314,7 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
         for name, value in vars(model.shape).items():
             if isinstance(value, int) and value < 1 and not isinstance(value, bool):
                 yield f"{group}={model.name}: shape.{name}={value} must be at least 1"
-        if context > model.shape.max_position_embeddings:
+        if context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"

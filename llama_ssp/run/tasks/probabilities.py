@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.evaluation.martingales import TextSums
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.session import Session
@@ -86,17 +87,20 @@ class Scorer:
         num_positions: T, positions of a forward.
         drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls.
         reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
+        taps: of the target, if the drafter is a head.
     """
 
     def __init__(
         self, target: Runner, log_probs: _LogProbs, *, batch_size: int, longest: int, num_positions: int,
-        drafter: Drafter | None = None, reports: bool = True,
+        drafter: Drafter | None = None, reports: bool = True, taps: Taps | None = None,
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
-        self._drafter, self._reports = drafter, reports
+        self._drafter, self._reports, self._taps = drafter, reports, taps
         self._batch_size, self._num_positions = batch_size, num_positions
         num_slots = whole_steps(longest + num_positions)
         target.allocate(batch_size=batch_size, capacity=num_slots)
+        if taps:
+            taps.allocate(batch_size=batch_size, num_slots=num_slots)
         if drafter:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
         self._buckets = Buckets(step=BUCKET_STEP[target.device.type], num_slots=num_slots)
@@ -108,7 +112,7 @@ class Scorer:
         prompt_BS = torch.tensor([prompt_ids], device=device).expand(len(rows), -1)
         lengths_B = torch.full((len(rows),), length, device=device)
         prompts = Prompts(prompt_BS, lengths_B, [length] * len(rows), longest=length)
-        first_BV = read_prompts(self._target, prompts, rows=rows, buckets=self._buckets)
+        first_BV = read_prompts(self._target, prompts, rows=rows, buckets=self._buckets, taps=self._taps)
         for start in range(0, len(texts), len(rows)):
             batch = texts[start : start + len(rows)]
             num_new = max(len(text.token_ids) for text in batch)
@@ -156,7 +160,7 @@ class Scorer:
                 return
             stop = min(last + self._num_positions, num_slots - 1)
             positions_BT = torch.arange(last, stop, device=tokens_BS.device).expand(self._batch_size, -1)
-            logits_BTV = self._target.forward(tokens_BS[:, last:stop], positions_BT, bucket=bucket)
+            logits_BTV = self._target.forward(tokens_BS[:, last:stop], positions_BT, bucket=bucket, taps=self._taps)
 
     def _draft(self, drafter: Drafter, tokens_BS: Tensor, length: int, *, vocab_size: int) -> Tensor:
         """The draft's probabilities (B, V) of the token after `length` tokens; 1 for one that it proposes without."""
@@ -179,7 +183,8 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
     """
     mesh, config = session.models.mesh, session.config
     share = list(enumerate(texts))[mesh.number :: config.placement.num_replicas]
-    drafter = _drafter(session) if any(text.roles for text in texts) else None
+    taps = session.models.make_taps()
+    drafter = _drafter(session, taps) if any(text.roles for text in texts) else None
     is_reporting = mesh.replica.rank == mesh.layout.verify_rank
     scorer = None
     if texts and (mesh.target or drafter):
@@ -187,6 +192,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
             session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
             longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
             num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
+            taps=taps if drafter else None,
         )  # fmt: skip
     found: list[tuple[int, list[float], dict[str, Any] | None]] = []
     paces, stopped = {_SCORED: Pace(num_total=len(share))}, False
@@ -217,12 +223,13 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
     return [TextScore(log_probs, sums and TextSums(**sums)) for _, log_probs, sums in rows]
 
 
-def _drafter(session: Session) -> Drafter:
+def _drafter(session: Session, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
     models, speculation = session.models, replace(session.config.speculation, overlap=False)
     config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
         config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,
         vocab_size=models.target.vocab_size, device=models.target.device, tokenizers=models.tokenizers,
+        taps=taps,
     )  # fmt: skip
     return drafter

@@ -100,7 +100,7 @@ def decode(target: Runner, origin: HeadSource, *, batch_size: int, watch: Callab
 @pytest.mark.parametrize("save", [original, speculator])
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     save: Save, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
-) -> None:
+) -> None:  # fmt: skip
     tensors = make_tensors()
     folder = save(tmp_path / "head", tensors)
     seen: list[tuple[list[int], Tensor, Tensor]] = []
