@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.reports import plan_figures as figure
-from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plan_figures import draw
+from llama_ssp.reports.plan_figures import draw, draw_plan
 from llama_ssp.reports.plan_tables import GIB, ITEMS, print_document
 from tests.helpers.planning import make_job
 
@@ -109,12 +108,13 @@ def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path:
     plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
     draw(plan, file)
     assert "<svg" in file.read_text()
-    bars = [mark.points for mark in figure._memory_by_rank(plan).marks if mark.kind is Kind.bar]
+    memory, by_k = draw_plan(plan).axes
     for place, rank in enumerate(plan["memory"]):
-        tops = [top for (left, _), (_, top) in bars if int(left) == place]
-        assert tops[-1] * GIB == pytest.approx(rank["needed_bytes"])
-    dots = [mark for mark in figure._time_by_k(plan).marks if mark.kind is Kind.dot]
-    assert len(dots) == len(plan["time"]["speculative_ms_per_token_by_k"])
+        stacked = [group.patches[place] for group in memory.containers]  # type: ignore[attr-defined]
+        assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank["needed_bytes"])
+    expected = plan["time"]["speculative_ms_per_token_by_k"]
+    times = [np.asarray(line.get_ydata()).tolist() for line in by_k.lines if line.get_label() == "speculative"]
+    assert times == ([expected] if expected else [])
 
 
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
