@@ -239,7 +239,7 @@ def _draw_over(
         axes.axhline(1, color=GREY)
         if known := [(x, level) for x, level in forecasts if level]:
             axes.plot(*zip(*known, strict=True), "_", color=INK, markersize=14, label="forecast")
-    axes.set(xlabel=axis.label, ylabel=kind.y_label, xlim=(0, 1))
+    axes.set(xlabel=axis.label, ylabel=kind.y_label, xlim=(-0.1, 1.1))
     axes.set_xticks([*axis.names], [*axis.names.values()])
     axes.set_ylim(bottom=0)
 

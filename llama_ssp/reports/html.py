@@ -25,9 +25,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_SHOWN = 3
-"""Runs of a sweep whose first completion is shown before the sections of the runs."""
-
 
 def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence[str] = ()) -> str:
     """Write the page and the tables into `output`, or into the only folder; returns a sentence that names them.
@@ -85,7 +82,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         }  # fmt: skip
     return templates.get_template("report.html").render(
         title=_title(runs), runs=list(map(_section, runs, measures, _names(runs))), sweep=sweep,
-        least_prompts=LEAST_PROMPTS, most_shown=_MOST_SHOWN, missing=missing,
+        least_prompts=LEAST_PROMPTS, missing=missing,
     )  # fmt: skip
 
 

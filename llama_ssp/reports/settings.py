@@ -19,8 +19,6 @@ MISSING = ""
 """Value of a setting that a run does not have."""
 LEAST_GAP = 0.04
 """Closest neighbours on an axis of numbers, as a share of its length; their names would cover each other."""
-MARGIN = 0.1
-"""Empty part on either side of an axis."""
 _NEVER_SHOWN = {"run_dir", "dry_run"}
 _NAMES = {
     "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
@@ -128,9 +126,8 @@ def axis_of(setting: Setting) -> Axis:
         shares = {text: (value - low) / reach if reach else 0.5 for text, value in scale.items()}
         if min((right - left for left, right in pairwise(sorted(shares.values()))), default=1.0) >= LEAST_GAP:
             break
-    place = {text: MARGIN + (1 - 2 * MARGIN) * share for text, share in shares.items()}
-    names = {place[text]: text for text in order}
-    return Axis(setting.name, setting.is_number, tuple(place[text] for text in texts), names)
+    names = {shares[text]: text for text in order}
+    return Axis(setting.name, setting.is_number, tuple(shares[text] for text in texts), names)
 
 
 def _identity(value: object) -> str:

@@ -12,7 +12,7 @@ from llama_ssp.reports import figures, plots
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import measure
 from llama_ssp.reports.records import RankActivity
-from llama_ssp.reports.settings import MARGIN, Setting, axes_of, axis_of, varying_settings
+from llama_ssp.reports.settings import Setting, axes_of, axis_of, varying_settings
 from llama_ssp.reports.summary import summarise
 from tests.helpers.runs import FACTS, FAST, PLAIN, run
 from tests.helpers.sweeps import simulated_run, simulated_sweep
@@ -146,7 +146,7 @@ def test_runs_that_differ_in_their_seed_are_repeats_at_one_place() -> None:
     ]
     drawn = figures_of(runs)
     assert list(drawn) == ["speedup_by_K", "time_by_K", "acceptance_by_K"]
-    assert sorted(x for x, _ in points(drawn["speedup_by_K"], "forecast")) == sorted([MARGIN, 1 - MARGIN] * 2)
+    assert sorted(x for x, _ in points(drawn["speedup_by_K"], "forecast")) == [0, 0, 1, 1]
     seeds = Setting(key="seed", name="seed", values=(0, 1))
     assert axes_of([seeds], num_runs=2) == [seeds], "alone it is an axis"
 
@@ -176,7 +176,7 @@ def test_more_lines_than_looks_are_coloured_by_one_setting() -> None:
 )
 def test_values_stand_where_a_reader_expects_them(values: tuple[object, ...], shares: list[float]) -> None:
     axis = axis_of(setting(*values))
-    assert axis.places == pytest.approx([MARGIN + (1 - 2 * MARGIN) * share for share in shares])
+    assert axis.places == pytest.approx(shares)
 
 
 def test_without_numbers_the_setting_with_the_most_values_is_the_axis() -> None:

@@ -35,17 +35,14 @@ def _console(width: int) -> Console:
     return console
 
 
-def test_the_ranking_shows_all_sizes_and_what_is_missing() -> None:
-    html = _console(110).export_html()
-    assert "65B int8wo" in html
-    assert "31.8 of 22.2" in html
-    assert "line-through" in html
-
-
-def test_the_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:
-    text = " ".join(_console(110).export_text().split())
+def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
+    console = _console(110)
+    text = " ".join(console.export_text(clear=False).split())
+    assert "65B int8wo" in text
+    assert "31.8 of 22.2" in text
     assert "ms/token of a completion after its first token, tokens/s over all rows and replicas" in text
     assert "a basis" in text
+    assert "line-through" in console.export_html()
 
 
 def test_every_row_has_the_settings_to_copy_in_one_line() -> None:
