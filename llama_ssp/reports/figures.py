@@ -233,7 +233,7 @@ def _draw_over(
         for pick, style, label in zip(kind.picks, ("-", "--"), (legend, PLAIN), strict=False):
             hollow = {"markerfacecolor": "white"} if label == PLAIN else {}
             found = [(x, each) for x, place in zip(xs, places, strict=True) if (each := pick(runs[place][1]))]
-            _draw_line(axes, found, seen | hollow, style=style if axis.is_line else "", label=label)
+            _draw_line(axes, found, seen | hollow, style=style if axis.is_line else "none", label=label)
         forecasts += [(x, runs[place][0].summary.forecast.speedup) for x, place in zip(xs, places, strict=True)]
     if kind.name == "speedup":
         axes.axhline(1, color=GREY)
@@ -255,5 +255,7 @@ def _draw_line(
         if each.low is not None and each.high is not None:
             axes.vlines(x, each.low, each.high, color=seen["color"])
     if found:
-        axes.plot(sorted(at), [fmean(at[x]) for x in sorted(at)], style or "none", color=seen["color"], zorder=1)
-        axes.plot([], [], style or "none", label=label, **seen)
+        means = [fmean(at[x]) for x in sorted(at)]
+        axes.plot(sorted(at), means, linestyle=style, color=seen["color"], zorder=1)
+        of_legend = seen | ({"color": GREY} if label == PLAIN else {})
+        axes.plot([], [], linestyle=style, label=label, **of_legend)

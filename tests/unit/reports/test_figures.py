@@ -162,6 +162,15 @@ def test_more_lines_than_looks_are_coloured_by_one_setting() -> None:
     assert {name for line in lines if "=" in (name := str(line.get_label()))} == {"top k=20", "top k=50"}
 
 
+@pytest.mark.parametrize(("last", "is_joined"), [(4, True), ("auto", False)])
+def test_a_line_joins_numbers_alone(last: object, is_joined: bool) -> None:
+    first, second = simulated_sweep(random.Random(0), temperatures=(0.0,))
+    second = replace(second, settings={**second.settings, "speculation.num_draft_tokens": last})
+    lines = figures_of([first, second])["acceptance_by_K"].axes[0].lines
+    joined = [line for line in lines if len(np.asarray(line.get_xydata())) == 2 and line.get_linestyle() != "None"]
+    assert len(joined) == is_joined
+
+
 @pytest.mark.parametrize(
     ("values", "shares"),
     [
