@@ -1,126 +1,114 @@
-"""The charts of a report, made from finished runs; each is None if nothing was measured for it. `plots` draws them.
+"""The figures of a report, drawn from finished runs; each is None if nothing was measured for it.
 
-In the charts of a sweep, a numeric setting is an axis of its own; the other settings name its lines. Runs that
+In the figures of a sweep, a numeric setting is an axis of its own; the other settings name its lines. Runs that
 differ only in their seed stand at one place, and a line joins their means.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llama_ssp.reports.charts import COLOURS, GREY, INK, MOST_LINES, SOFT, Chart, Look, look
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import Estimate, RunMeasures
-from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.plots import COLOURS, GREY, GRID, INK, MOST_LINES, SOFT, look, panels
+from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.settings import Axis, Setting, axes_of, axis_of, labels
 from llama_ssp.reports.summary import counted_rounds
 from llama_ssp.settings.schema import ADAPTIVE
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 MOST_PAIRS = 60
-"""Prompts that the chart of one run shows."""
+"""Prompts that the figure of one run shows."""
 _GIB, _MIB = 2**30, 2**20
 _MOST_WINDOWS = 40  # points of a line along the text.
-_WIDEST_BAR = 0.3
+_BAR_WIDTH = 0.3
 _FORECAST_BAND = 0.2
 """The planner's goal: forecasts within 20 % of measurements."""
 _MOST_AXES = 4
 _SPREAD = 0.03
 """Distance of the points of a few lines at one value; those of many stand closer."""
-_OF_DRAFTING = ("draft", "speculation.", "placement.draft.")
-"""Beginnings of the keys of settings that plain decoding does not depend on."""
 
 
-def acceptance_by_position(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
+def acceptance_by_position(runs: Sequence[Run], names: Sequence[str]) -> "Figure | None":
     """For each position in a draft, the share of examined tokens that was accepted; a line for each name of runs."""
-    series: dict[str, list[CompletionLine]] = {}
+    rounds: dict[str, list[tuple[int, int]]] = {}
     for run, name in zip(runs, names, strict=True):
-        if run.num_draft_tokens:
-            series.setdefault(name, []).extend(run.lines)
-    rates = {name: found for name, lines in series.items() if (found := _position_rates(lines))}
-    if not rates or len(series) > MOST_LINES:
+        rounds.setdefault(name, []).extend(counted_rounds(run.lines))
+    rates = {name: _position_rates(counted) for name, counted in rounds.items() if counted}
+    if not 1 <= len(rates) <= MOST_LINES:
         return None
-    longest = max(map(len, rates.values()))
-    chart = Chart(
-        title="Acceptance by position in the draft",
-        x_label="position", y_label="accepted of examined", highest_x=longest + 0.5, highest_y=1.0,
-        x_names={position: str(position) for position in range(1, longest + 1)},
-    )  # fmt: skip
+    figure, (axes,) = panels("Acceptance by position in the draft")
     for number, (name, found) in enumerate(rates.items()):
-        says = [
-            f"{name}, position {position}: {100 * rate:.1f} % of {examined}"
-            for position, (rate, examined) in enumerate(found, start=1)
-        ]
-        points = [(float(position), rate) for position, (rate, _) in enumerate(found, start=1)]
-        chart.curve(points, look(number), says=says, name=name)
-    return chart
+        axes.plot(range(1, len(found) + 1), found, label=name, **look(number))
+    axes.set(xlabel="position", ylabel="accepted of examined", ylim=(0, 1.05))
+    _count_from(1, max(map(len, rates.values())), axes)
+    return figure
 
 
-def _position_rates(lines: Sequence[CompletionLine]) -> list[tuple[float, int]]:
-    """Acceptance rate and number of examined tokens at positions 1, 2, ... of the counted rounds."""
-    rounds, rates = counted_rounds(lines), []
-    for position in range(1, max((examined for _, examined in rounds), default=0) + 1):
-        examined = sum(seen >= position for _, seen in rounds)
-        rates.append((sum(kept >= position for kept, _ in rounds) / examined, examined))
-    return rates
+def _position_rates(rounds: Sequence[tuple[int, int]]) -> list[float]:
+    """Accepted over examined tokens at positions 1, 2, ... of rounds of (accepted, examined) tokens."""
+    return [
+        sum(accepted >= position for accepted, _ in rounds) / sum(examined >= position for _, examined in rounds)
+        for position in range(1, max(examined for _, examined in rounds) + 1)
+    ]
 
 
-def forecast_against_measured(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
+def forecast_against_measured(runs: Sequence[Run]) -> "Figure | None":
     """Forecast over measured ms/token, with the band that forecasts should stay in."""
-    points = []
-    for run, name in zip(runs, names, strict=True):
-        for mode, measured in ((PLAIN, run.summary.plain), (SPECULATIVE, run.summary.speculative)):
-            expected = getattr(run.summary.forecast, f"{mode}_ms_per_token")
-            points.append((measured.ms_per_token if measured else None, expected, mode, name))
-        for cell in run.summary.cells:
-            for mode, expected in cell.forecast_ms_per_token.items():
-                points.append((cell.ms_per_token.get(mode), expected, mode, f"{name}, {cell.name}"))
-    drawn = [(measured, expected, mode, name) for measured, expected, mode, name in points if measured and expected]
-    if not drawn:
+    pairs: dict[str, list[tuple[float, float]]] = {PLAIN: [], SPECULATIVE: []}
+    for run in runs:
+        for mode, found in pairs.items():
+            whole = getattr(run.summary, mode)
+            times = [(whole and whole.ms_per_token, getattr(run.summary.forecast, f"{mode}_ms_per_token"))]
+            times += [(cell.ms_per_token.get(mode), cell.forecast_ms_per_token.get(mode)) for cell in run.summary.cells]
+            found += [(measured, expected) for measured, expected in times if measured and expected]
+    if not any(pairs.values()):
         return None
-    highest = 1.05 * max(max(measured, expected) for measured, expected, *_ in drawn)
-    chart = Chart(
-        title="Forecast against measured", x_label="measured, ms/token", y_label="forecast, ms/token",
-        highest_x=highest, highest_y=highest,
-    )  # fmt: skip
-    chart.line([(0, 0), (highest, highest)], GREY, name="equal")
-    apart = f"{100 * _FORECAST_BAND:.0f} % apart"
-    chart.line([(0, 0), (highest, highest * (1 - _FORECAST_BAND))], GREY, name=apart, dashed=True)
-    chart.line([(0, 0), (highest / (1 + _FORECAST_BAND), highest)], GREY, dashed=True)
-    for ms, expected, mode, name in drawn:
-        says = f"{name}, {mode}: {expected:.2f} forecast, {ms:.2f} measured"
-        chart.dot(ms, expected, SOFT if mode == PLAIN else COLOURS[0], says=says, name=mode)
-    return chart
+    highest = 1.05 * max(ms for found in pairs.values() for pair in found for ms in pair)
+    figure, (axes,) = panels("Forecast against measured")
+    axes.plot([0, highest], [0, highest], color=GREY, label="equal")
+    low, high = ([0, highest * (1 + sign * _FORECAST_BAND)] for sign in (-1, 1))
+    axes.fill_between([0, highest], low, high, color=GRID, label=f"within {100 * _FORECAST_BAND:.0f} %")
+    for colour, (mode, found) in zip((SOFT, COLOURS[0]), pairs.items(), strict=True):
+        if found:
+            axes.plot(*zip(*found, strict=True), "o", color=colour, label=mode)
+    axes.set(xlabel="measured, ms/token", ylabel="forecast, ms/token", xlim=(0, highest), ylim=(0, highest))
+    return figure
 
 
-def memory_by_rank(runs: Sequence[Run]) -> Chart | None:
+def memory_by_rank(runs: Sequence[Run]) -> "Figure | None":
     """Planned and measured memory of every rank of one run, or of the fullest rank of each of several."""
     bars = []
     for place, run in enumerate(runs):
         ranks = [rank for rank in run.summary.memory if rank.measured_peak_bytes]
         if len(runs) > 1:
             ranks = sorted(ranks, key=lambda rank: rank.measured_peak_bytes or 0)[-1:]
-        bars += [(str(rank.rank if len(runs) == 1 else place), rank) for rank in ranks]
+        bars += [(rank.rank if len(runs) == 1 else place, rank) for rank in ranks]
     if not bars:
         return None
     highest = max(max(rank.planned_bytes or 0, rank.measured_peak_bytes or 0) for _, rank in bars)
     unit, unit_name = (_MIB, "MiB") if highest < _GIB else (_GIB, "GiB")
     of_what, x_label = ("Memory", "rank") if len(runs) == 1 else ("Memory of the fullest rank", "run")
-    chart = Chart(
-        title=f"{of_what}, planned and measured",
-        x_label=x_label, y_label=unit_name, highest_x=len(bars), highest_y=highest / unit,
-        x_names={place + 0.5: name for place, (name, _) in enumerate(bars)},
-    )  # fmt: skip
-    for place, (name, rank) in enumerate(bars):
-        sizes = (("planned", rank.planned_bytes, GREY), ("measured", rank.measured_peak_bytes, COLOURS[2]))
-        for number, (kind, size, colour) in enumerate(sizes):
-            if size:
-                left = place + 0.5 + (number - 1) * _WIDEST_BAR
-                says = f"{x_label} {name}: {size / unit:.2f} {unit_name} {kind}"
-                chart.bar(left, left + 0.94 * _WIDEST_BAR, size / unit, colour, says=says, name=kind)
-    return chart
+    figure, (axes,) = panels(f"{of_what}, planned and measured")
+    for side, name, colour in ((-1, "planned", GREY), (1, "measured_peak", COLOURS[2])):
+        places = [place + side * _BAR_WIDTH / 2 for place, _ in bars]
+        sizes = [(getattr(rank, f"{name}_bytes") or 0) / unit for _, rank in bars]
+        axes.bar(places, sizes, _BAR_WIDTH, color=colour, label=name.partition("_")[0])
+    axes.set(xlabel=x_label, ylabel=unit_name)
+    _count_from(bars[0][0], bars[-1][0], axes)
+    return figure
 
 
-def round_timeline(run: Run) -> Chart | None:
+def _count_from(first: int, last: int, axes: "Axes") -> None:
+    """Let the x axis count from one whole number to another."""
+    axes.set_xlim(first - 0.5, last + 0.5)
+    axes.locator_params(axis="x", integer=True)
+
+
+def round_timeline(run: Run) -> "Figure | None":
     """The mean round in time, divided by the rows that ran in it: K draft steps, the verification, and the rest.
 
     Of overlapped rounds, the target's ranks above the draft's: work, then waiting for the other model.
@@ -132,198 +120,142 @@ def round_timeline(run: Run) -> Chart | None:
         1e3 * max(seconds, 0.0) / measured.num_rounds
         for seconds in (measured.draft_s, measured.verify_s, measured.other_s)
     )
-    total, k, verification = draft + verify + other, run.num_draft_tokens, "verification and rule"
-    of_what = "overlapped decoding on either model's ranks" if overlap else "speculative decoding"
-    chart = Chart(
-        title=f"A round of {of_what}: one row's share, mean over all rounds",
-        x_label="ms", y_label="", highest_x=total, highest_y=1.0,
-    )  # fmt: skip
-
-    def bars(pieces: Sequence[tuple[str, float, str, str]], *, bottom: float, top: float) -> None:
-        """Draw pieces of (text, length, colour, name in the legend) one after the other."""
-        passed = 0.0
-        for name, length, colour, kind in pieces:
-            left = passed + 0.003 * total * (passed > 0)
-            chart.bar(left, passed + length, top, colour, bottom=bottom, says=f"{name}: {length:.3f} ms", name=kind)
-            passed += length
-
-    def steps(name: str, length: float, number: int) -> list[tuple[str, float, str, str]]:
-        return [(f"{name} {step}", length / number, COLOURS[1], "draft steps") for step in range(1, number + 1)]
-
+    num_steps = 1 if run.drafting == ADAPTIVE else run.num_draft_tokens
     if overlap:
-        works = [total * (1 - (idle or 0.0)) for idle in (overlap.target_idle_share, overlap.draft_idle_share)]
-        idles = [(f"{name} idle", total - work, GREY, "waiting for the other model")
-                 for name, work in zip(("target", "draft"), works, strict=True)]  # fmt: skip
-        bars([("target", works[0], COLOURS[0], verification), idles[0]], bottom=0.55, top=0.9)
-        bars([*steps("draft, step", works[1], k), idles[1]], bottom=0.1, top=0.45)
+        total = draft + verify + other
+        idle = [total * (share or 0.0) for share in (overlap.draft_idle_share, overlap.target_idle_share)]
+        draft, verify = total - idle[0], total - idle[1]
+    steps = [(draft / num_steps, COLOURS[1], f"draft: {num_steps} x {draft / num_steps:.3f} ms")] * num_steps
+    rest = [(verify, COLOURS[0], f"verification and rule: {verify:.3f} ms")]
+    if overlap:
+        waits = [[(each, GREY, "waiting for the other model")] for each in idle]
+        rows = {"draft": steps + waits[0], "target": rest + waits[1]}
     else:
-        drafts = steps("draft step", draft, 1 if run.drafting == ADAPTIVE else k)
-        rest = [(verification, verify, COLOURS[0], verification), ("other", other, GREY, "other")]
-        bars([*drafts, *rest], bottom=0.0, top=0.75)
-    return chart
+        rows = {"": [*steps, *rest, (other, GREY, f"other: {other:.3f} ms")]}
+    of_what = "overlapped decoding on either model's ranks" if overlap else "speculative decoding"
+    figure, (axes,) = panels(f"A round of {of_what}: one row's share, mean over all rounds")
+    for place, pieces in enumerate(rows.values()):
+        passed = 0.0
+        for length, colour, name in pieces:
+            axes.barh(place, length, left=passed, color=colour, edgecolor="white", label=name)
+            passed += length
+    axes.set_yticks(range(len(rows)), [*rows])
+    axes.set_xlabel("ms")
+    axes.grid(visible=False)
+    return figure
 
 
-def draft_lengths(run: Run) -> Chart | None:
+def draft_lengths(run: Run) -> "Figure | None":
     """Drafted and accepted tokens per round along the text, for a run that chooses K for each round."""
     lines = [line for line in run.lines if line.draft_lengths]
     if not lines:
         return None
-    longest = max(line.num_new_tokens for line in lines)
-    width = max(longest / _MOST_WINDOWS, 1.0)
+    width = max(max(line.num_new_tokens for line in lines) / _MOST_WINDOWS, 1.0)
     windows: dict[int, list[tuple[int, int]]] = {}
     for line in lines:
         position = 1
         for drafted, accepted in zip(line.draft_lengths or (), line.accepted_lengths, strict=True):
             windows.setdefault(int(position / width), []).append((drafted, accepted))
             position += accepted + 1
-    chart = Chart(
-        title="Drafted tokens per round, chosen along the text",
-        x_label="new tokens before the round", y_label="tokens, mean of all texts",
-        highest_x=longest, highest_y=max(max(line.draft_lengths or ()) for line in lines),
-    )  # fmt: skip
-    middles = {(window + 0.5) * width: rounds for window, rounds in sorted(windows.items())}
+    figure, (axes,) = panels("Drafted tokens per round, chosen along the text")
+    middles = [(window + 0.5) * width for window in sorted(windows)]
     for place, name in enumerate(("drafted", "accepted")):
-        points = [(middle, fmean(each[place] for each in rounds)) for middle, rounds in middles.items()]
-        says = [f"about token {middle:.0f}: {mean:.1f} {name}" for middle, mean in points]
-        chart.curve(points, look(place), says=says, name=name)
-    return chart
+        means = [fmean(each[place] for each in rounds) for _, rounds in sorted(windows.items())]
+        axes.plot(middles, means, label=name, **look(place))
+    axes.set(xlabel="new tokens before the round", ylabel="tokens, mean of all texts")
+    axes.set_ylim(bottom=0)
+    return figure
 
 
-def prompts_of_run(measured: RunMeasures) -> Chart | None:
+def prompts_of_run(measured: RunMeasures) -> "Figure | None":
     """Both modes of one run, prompt by prompt, in the order of their plain times."""
     if not measured.pairs:
         return None
     pairs = sorted(measured.pairs)[:: -(-len(measured.pairs) // MOST_PAIRS)]
-    chart = Chart(
-        title="ms/token, prompt by prompt", x_label="prompts, by their plain time", y_label="ms/token",
-        highest_x=len(pairs) + 1.0, highest_y=max(max(pair) for pair in pairs), x_names={},
-    )  # fmt: skip
-    for place, (plain, fast) in enumerate(pairs, start=1):
-        chart.line([(place, plain), (place, fast)], COLOURS[0] if fast < plain else COLOURS[1])
-        chart.dot(place, plain, GREY, says=f"plain: {plain:.2f} ms/token", name=PLAIN)
-        chart.dot(place, fast, COLOURS[0], says=f"speculative: {fast:.2f} ms/token", name=SPECULATIVE)
-    return chart
+    figure, (axes,) = panels("ms/token, prompt by prompt")
+    plain, fast = zip(*pairs, strict=True)
+    places = range(1, len(pairs) + 1)
+    axes.vlines(places, plain, fast, color=[COLOURS[0] if after < before else COLOURS[1] for before, after in pairs])
+    axes.plot(places, plain, "o", color=GREY, label=PLAIN)
+    axes.plot(places, fast, "o", color=COLOURS[0], label=SPECULATIVE)
+    axes.set(xlabel="prompts, by their plain time", ylabel="ms/token", xticks=[])
+    axes.set_ylim(bottom=0)
+    return figure
 
 
 class _Figure(NamedTuple):
-    """A chart over a setting: its name for files, the estimate that it draws of a run, and the name of a lone line."""
+    """A figure over a setting: its name for files, what it shows, and the estimates of a run, the second one dashed."""
 
     name: str
     title: str
     y_label: str
-    format: str
-    lone_line: str
-    highest: float
-    pick: Callable[[RunMeasures], Estimate | None]
+    picks: tuple[Callable[[RunMeasures], Estimate | None], ...]
 
 
 _FIGURES = (
-    _Figure(
-        "speedup", "Speed-up", "speed-up, median over prompts", "{:.2f}x", "measured", 1.0,
-        lambda measured: measured.speedup,
-    ),
-    _Figure(
-        "time", "Time per token", "ms/token, median over prompts", "{:.2f} ms/token", SPECULATIVE, 0.0,
-        lambda measured: measured.ms_per_token(SPECULATIVE) or measured.ms_per_token(PLAIN),
-    ),
-    _Figure(
-        "acceptance", "Acceptance", "accepted of examined", "{:.3f}", "", 1.0, lambda measured: measured.acceptance,
-    ),
+    _Figure("speedup", "Speed-up", "speed-up, median over prompts", (lambda measured: measured.speedup,)),
+    _Figure("time", "Time per token", "ms/token, median over prompts", (
+        lambda measured: measured.ms_per_token(SPECULATIVE), lambda measured: measured.ms_per_token(PLAIN),
+    )),
+    _Figure("acceptance", "Acceptance", "accepted of examined", (lambda measured: measured.acceptance,)),
 )  # fmt: skip
 
 
-class _Point(NamedTuple):
-    """A run in a chart over a setting: the line through it, the line's name in the legend, its place and estimate."""
-
-    line: str
-    legend: str
-    look: Look
-    place: float
-    found: Estimate | None
-
-
-def sweep_charts(
+def sweep_figures(
     runs: Sequence[Run], measures: Sequence[RunMeasures], settings: Sequence[Setting]
-) -> Iterator[tuple[str, Chart]]:
-    """Yield a name for files and a chart for every axis and figure that has been measured."""
+) -> "Iterator[tuple[str, Figure]]":
+    """Yield a name for files and a figure for every axis and quantity that has been measured."""
     for setting in axes_of(settings, num_runs=len(runs))[:_MOST_AXES]:
         others = [each for each in settings if each is not setting and each.key != "seed"]
-        for figure in _FIGURES:
-            if any(figure.pick(measured) for measured in measures):
-                chart = _over(figure, axis_of(setting), others, runs, measures)
-                yield f"{figure.name}_by_{setting.name.replace(' ', '_')}", chart
+        for kind in _FIGURES:
+            if any(pick(measured) for pick in kind.picks for measured in measures):
+                figure, (axes,) = panels(f"{kind.title} by {setting.name}")
+                _draw_over(axes, kind, axis_of(setting), others, list(zip(runs, measures, strict=True)))
+                yield f"{kind.name}_by_{setting.name.replace(' ', '_')}", figure
 
 
-def _over(
-    figure: _Figure, axis: Axis, others: Sequence[Setting], runs: Sequence[Run], measures: Sequence[RunMeasures]
-) -> Chart:
-    """Draw one figure over an axis; the values of `others` name its lines."""
-    names = labels(others) if others else [figure.lone_line] * len(runs)
-    legends = _legends(others, names)
-    order = list(dict.fromkeys(legends))
-    looks = [look(order.index(legend)) for legend in legends]
-    points = list(map(_Point, names, legends, looks, axis.places, map(figure.pick, measures)))
-    drawn = [*_plain_points(points, others, measures), *points] if figure.name == "time" else points
-    lines = list(dict.fromkeys(point.line for point in drawn))
-    tops = [max(point.found.value, point.found.high or 0.0) for point in drawn if point.found]
-    chart = Chart(
-        title=f"{figure.title} by {axis.label}", x_label=axis.label, y_label=figure.y_label,
-        highest_x=1.0, highest_y=max(*tops, figure.highest), x_names=axis.names,
-    )  # fmt: skip
-    if figure.name == "speedup":
-        chart.line([(0, 1), (1, 1)], GREY)
-    step = _SPREAD / max(len(lines) / 4, 1)  # so that no interval covers another one
-    shifts = {line: step * (number - (len(lines) - 1) / 2) for number, line in enumerate(lines)}
-    for line, shift in shifts.items():
-        _draw(chart, axis, [point for point in drawn if point.line == line], shift=shift, form=figure.format)
-    if figure.name == "speedup":
-        half = step / 2 if len(lines) > 1 else _SPREAD
-        for point, run in zip(points, runs, strict=True):
-            if run.summary.speedup and (level := run.summary.forecast.speedup):
-                middle = point.place + shifts[point.line]
-                chart.line([(middle - half, level), (middle + half, level)], INK, name="forecast")
-                chart.highest_y = max(chart.highest_y, level)
-    return chart
+def _draw_over(
+    axes: "Axes", kind: _Figure, axis: Axis, others: Sequence[Setting], runs: Sequence[tuple[Run, RunMeasures]]
+) -> None:
+    """Draw estimates over an axis; the values of `others` name the lines, or one of them the colours of many lines."""
+    lines = labels(others) if others else [SPECULATIVE] * len(runs)
+    names = list(dict.fromkeys(lines))
+    legends = lines
+    if len(names) > MOST_LINES:
+        legends = labels([min(others, key=lambda setting: len(set(setting.texts)))])
+    step = _SPREAD / max(len(names) / 4, 1)  # so that no interval covers another one
+    forecasts: list[tuple[float, float | None]] = []
+    for number, name in enumerate(names):
+        places = [place for place, line in enumerate(lines) if line == name]
+        xs = [axis.places[place] + step * (number - (len(names) - 1) / 2) for place in places]
+        legend = legends[places[0]]
+        seen = look(list(dict.fromkeys(legends)).index(legend))
+        for pick, style, label in zip(kind.picks, ("-", "--"), (legend, PLAIN), strict=False):
+            hollow = {"markerfacecolor": "white"} if label == PLAIN else {}
+            found = [(x, each) for x, place in zip(xs, places, strict=True) if (each := pick(runs[place][1]))]
+            _draw_line(axes, found, seen | hollow, style=style if axis.is_line else "none", label=label)
+        forecasts += [(x, runs[place][0].summary.forecast.speedup) for x, place in zip(xs, places, strict=True)]
+    if kind.name == "speedup":
+        axes.axhline(1, color=GREY)
+        if known := [(x, level) for x, level in forecasts if level]:
+            axes.plot(*zip(*known, strict=True), "_", color=INK, markersize=14, label="forecast")
+    axes.set(xlabel=axis.label, ylabel=kind.y_label, xlim=(-0.1, 1.1))
+    axes.set_xticks([*axis.names], [*axis.names.values()])
+    axes.set_ylim(bottom=0)
 
 
-def _legends(others: Sequence[Setting], names: Sequence[str]) -> Sequence[str]:
-    """The lines' names, or, of more lines than there are looks, the values of one setting."""
-    if len(set(names)) <= MOST_LINES:
-        return names
-    few = next((each for each in others if 1 < len(set(each.texts)) <= len(COLOURS)), None)
-    return labels([few]) if few else [f"{len(set(names))} lines"] * len(names)
-
-
-def _plain_points(
-    points: Sequence[_Point], others: Sequence[Setting], measures: Sequence[RunMeasures]
-) -> Iterator[_Point]:
-    """Yield plain decoding in grey, if it is not all there is; runs that only draft otherwise share a line."""
-    found = [measured.ms_per_token(PLAIN) for measured in measures]
-    if all(not plain or plain is point.found for plain, point in zip(found, points, strict=True)):
-        return
-    kept = [each for each in others if not each.key.startswith(_OF_DRAFTING)]
-    names = [f"plain, {label}" for label in labels(kept)] if kept else [PLAIN] * len(found)
-    for name, plain, point in zip(names, found, points, strict=True):
-        first = points[names.index(name)].look
-        yield _Point(name, PLAIN, Look(GREY, first.shape) if len(set(names)) > 1 else Look(GREY), point.place, plain)
-
-
-def _draw(chart: Chart, axis: Axis, points: Sequence[_Point], *, shift: float, form: str) -> None:
+def _draw_line(
+    axes: "Axes", found: Sequence[tuple[float, Estimate]], seen: dict[str, Any], *, style: str, label: str
+) -> None:
     """Draw the runs of one line: dots with their intervals, joined at the means of equal places."""
-    at: dict[float, list[Estimate]] = {}
-    for point in points:
-        if point.found:
-            at.setdefault(point.place, []).append(point.found)
-    line, legend, (colour, shape), *_ = points[0]
-    if axis.is_line and len(at) > 1:
-        means = [(place + shift, fmean(each.value for each in at[place])) for place in sorted(at)]
-        chart.line(means, colour, name=legend, shape=shape)
-    for place, estimates in at.items():
-        of_place = ", ".join(filter(None, (line, f"{axis.label}={axis.names[place]}")))
-        for each in estimates:
-            interval = ""
-            if each.low is not None and each.high is not None:
-                chart.line([(place + shift, each.low), (place + shift, each.high)], colour)
-                interval = f" ({form.format(each.low)} to {form.format(each.high)})"
-            says = f"{of_place}: {form.format(each.value)}{interval}"
-            chart.dot(place + shift, each.value, colour, says=says, name=legend, shape=shape)
+    at: dict[float, list[float]] = {}
+    for x, each in found:
+        at.setdefault(x, []).append(each.value)
+        axes.plot(x, each.value, linestyle="none", **seen)
+        if each.low is not None and each.high is not None:
+            axes.vlines(x, each.low, each.high, color=seen["color"])
+    if found:
+        means = [fmean(at[x]) for x in sorted(at)]
+        axes.plot(sorted(at), means, linestyle=style, color=seen["color"], zorder=1)
+        of_legend = seen | ({"color": GREY} if label == PLAIN else {})
+        axes.plot([], [], linestyle=style, label=label, **of_legend)

@@ -28,8 +28,8 @@ CHANGEABLE = (
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 _MOST_STATUS_BYTES = 4096
-_MOST_REPEATED, _MOST_CHANGED, _MOST_SHOWN_CHARS = 4, 10, 200
-"""Most repeated lines and changed settings that are named, and most characters shown of each value."""
+_MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
+"""Most changed settings that are named, and most characters shown of each value."""
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
 
 
@@ -192,20 +192,19 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
         if old.get(key) != new.get(key) and not any(f"{key}.".startswith(f"{parent}.") for parent in CHANGEABLE)
     ]
 
-    def cut(text: str) -> str:
-        return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
+    def shown(value: object) -> str:
+        return json.dumps(value, default=str)[:_MOST_SHOWN_CHARS]
 
     clauses = [
-        f"{cut(key)} was {cut(json.dumps(old.get(key), default=str))} "
-        f"and is now {cut(json.dumps(new.get(key), default=str))}"
+        f"{key[:_MOST_SHOWN_CHARS]} was {shown(old.get(key))} and is now {shown(new.get(key))}"
         for key in changed[:_MOST_CHANGED]
     ]
     return clauses + ([f"{len(changed) - _MOST_CHANGED} more"] if len(changed) > _MOST_CHANGED else [])
 
 
 def _read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
-    """Read the lines of a file; ValueError names those that cannot be read, or have the key of an earlier one."""
-    entries, first, repeated = list[_Keyed](), dict[Hashable, int](), list[str]()
+    """Read the lines of a file; ValueError names one that cannot be read, or has the key of an earlier one."""
+    entries, first = list[_Keyed](), dict[Hashable, int]()
     for number, line in enumerate(whole.split(b"\n"), start=1):
         if not line:
             continue
@@ -214,10 +213,7 @@ def _read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
         except ValueError as error:
             raise ValueError(f"line {number} is damaged: {error}") from None
         if (earlier := first.setdefault(entries[-1].key, number)) != number:
-            repeated.append(f"line {number} repeats line {earlier}")
-    if repeated:
-        more = f" and {len(repeated) - _MOST_REPEATED} more" if len(repeated) > _MOST_REPEATED else ""
-        raise ValueError(", ".join(repeated[:_MOST_REPEATED]) + more)
+            raise ValueError(f"line {number} repeats line {earlier}")
     return entries
 
 

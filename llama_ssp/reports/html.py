@@ -1,16 +1,15 @@
 """`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
-`figures` and `tables` make charts and tables, `plots` draws them, `templates/report.html` is the page.
+`figures` and `tables` make figures and tables, `templates/report.html` is the page.
 Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import figures, plots, tables
-from llama_ssp.reports.charts import Chart
 from llama_ssp.reports.folder import Run, find_runs
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.records import MEASURE_COLUMNS
@@ -23,10 +22,8 @@ try:
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
 
-MOST_COLUMNS = 16
-"""Of a table on paper; the rows of a wider one are grids there."""
-_MOST_SHOWN = 3
-"""Runs of a sweep whose first completion is shown before the sections of the runs."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence[str] = ()) -> str:
@@ -56,10 +53,10 @@ def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence
             (output / name).write_text(texts[name], encoding="utf-8", errors="replace")
         if formats:
             (output / "figures").mkdir(exist_ok=True)
-            found = charts(runs, measures)
-            for name, chart in found.items():
+            found = _figures(runs, measures)
+            for name, figure in found.items():
                 for suffix in formats:
-                    plots.save([chart], output / "figures" / f"{name}.{suffix}")
+                    plots.save(figure, output / "figures" / f"{name}.{suffix}", for_paper=True)
             written.append(f"figures ({len(found)} as {', '.join(formats)})")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
@@ -85,29 +82,30 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         }  # fmt: skip
     return templates.get_template("report.html").render(
         title=_title(runs), runs=list(map(_section, runs, measures, _names(runs))), sweep=sweep,
-        least_prompts=LEAST_PROMPTS, most_columns=MOST_COLUMNS, most_shown=_MOST_SHOWN, missing=missing,
+        least_prompts=LEAST_PROMPTS, missing=missing,
     )  # fmt: skip
 
 
-def charts(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> dict[str, Chart]:
-    """Return the charts of all runs together, by names for files: of a sweep over its settings, of a run its own."""
-    names = _names(runs)
+@plots.styled()
+def _figures(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> "dict[str, Figure]":
+    """Draw the figures of all runs together, by names for files: of a sweep over its settings, of a run its own."""
+    settings = varying_settings(runs)
     if len(runs) > 1:
-        found: dict[str, Chart | None] = dict(figures.sweep_charts(runs, measures, varying_settings(runs)))
+        found: dict[str, Figure | None] = dict(figures.sweep_figures(runs, measures, settings))
     else:
         found = {
             "round": figures.round_timeline(runs[0]), "draft_lengths": figures.draft_lengths(runs[0]),
             "prompts": figures.prompts_of_run(measures[0]),
         }  # fmt: skip
-    found["acceptance_by_position"] = figures.acceptance_by_position(runs, names)
-    found["forecast"] = figures.forecast_against_measured(runs, names)
+    found["acceptance_by_position"] = figures.acceptance_by_position(runs, _names(runs))
+    found["forecast"] = figures.forecast_against_measured(runs)
     found["memory"] = figures.memory_by_rank(runs)
-    return {name: chart for name, chart in found.items() if chart}
+    return {name: figure for name, figure in found.items() if figure}
 
 
-def _drawn(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> list[dict[str, str]]:
-    """Draw the charts; `plots` escapes their texts."""
-    return [{"title": each.title, "svg": Markup(plots.picture(each))} for each in charts(runs, measures).values()]
+def _drawn(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> list[Markup]:
+    """Draw the figures as SVG, whose texts matplotlib escapes."""
+    return [Markup(plots.picture(figure)) for figure in _figures(runs, measures).values()]
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -127,8 +125,9 @@ def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
     evaluation = run.summary.evaluation
     return {
-        "name": name, "run": run, "medians": tables.medians_table(measured),
-        "percentiles": tables.percentiles_table([measured], []), "cells": tables.cells_table(run.summary.cells),
+        "name": name, "run": run, "medians": tables.runs_table([run], [measured], []),
+        "percentiles": tables.percentiles_table([measured], []), "measured": bool(measured.modes),
+        "cells": tables.cells_table(run.summary.cells),
         "measures": tables.Table(MEASURE_COLUMNS, [each.cells for each in evaluation.measures] if evaluation else []),
         "figures": _drawn([run], [measured]),
     }  # fmt: skip

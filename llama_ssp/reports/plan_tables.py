@@ -284,9 +284,6 @@ def _shown_hours(hours: float | None) -> str:
 
 MOST_CHOICES = 8
 """Choices per target that are printed; JSON has all of them."""
-OTHERS_WIDTH = 100
-"""Width of the table without its column of settings. Narrower terminals have a list of them below the table."""
-SETTINGS = "add to the command"
 
 
 def _print_search(content: Mapping[str, Any], console: Console, *, machine: str, unit: str) -> None:
@@ -298,26 +295,23 @@ def _print_search(content: Mapping[str, Any], console: Console, *, machine: str,
         f"{unit}s of each, GiB of the fullest rank"
     )
     table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
-    is_wide = console.width >= OTHERS_WIDTH + max((len(_settings(choice)) for choice in choices), default=0)
-    headings = ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB")
-    for name in (*headings, *([SETTINGS] if is_wide else [])):
-        is_text = name in {"target", "draft", SETTINGS}
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in {"target", "draft"})
+    for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
+        is_text = name in {"target", "draft"}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     shown = []
     for target in dict.fromkeys(choice["target"] for choice in choices):
         rows = printed([choice for choice in choices if choice["target"] == target])
         for choice in rows:
-            table.add_row(*_row(choice), *([_settings(choice)] if is_wide else []))
+            table.add_row(*_row(choice))
         table.add_section()
         shown += rows
     console.print(table)
     console.print(_literal(content["basis"]))
     _print_notes(console, content["notes"], soft_wrap=True)
-    if not is_wide:
-        console.print(f"\nTo plan or run a choice, {SETTINGS}:")
-        for choice in shown:
-            if choice["reason"] is None:
-                console.print(f"{choice['rank']:>4}  {_settings(choice)}", soft_wrap=True)
+    console.print("\nTo plan or run a choice, add to the command:")
+    for choice in shown:
+        if choice["reason"] is None:
+            console.print(f"{choice['rank']:>4}  {_literal(' '.join(choice['settings']))}", soft_wrap=True)
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -332,10 +326,6 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     fastest = {choice["quantization"]: choice for choice in reversed(fitting)}.values()
     others = [choice for choice in fitting[MOST_CHOICES:] if choice in fastest]
     return [*fitting[:MOST_CHOICES], *others, *nearest.values()]
-
-
-def _settings(choice: Mapping[str, Any]) -> str:
-    return _literal(" ".join(choice["settings"]))
 
 
 def _shown_length(choice: Mapping[str, Any]) -> str:

@@ -13,24 +13,21 @@ from itertools import pairwise
 from typing import NamedTuple, TypeGuard
 
 from llama_ssp.reports.folder import Run
+from llama_ssp.words import visible
 
 MISSING = ""
 """Value of a setting that a run does not have."""
 LEAST_GAP = 0.04
 """Closest neighbours on an axis of numbers, as a share of its length; their names would cover each other."""
-MARGIN = 0.1
-"""Empty part on either side of an axis."""
 _NEVER_SHOWN = {"run_dir", "dry_run"}
 _NAMES = {
     "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
     "placement.draft.kind": "draft placement",
 }  # fmt: skip
-_ENTRIES = {
-    "model.": ("model",),
-    "draft.": ("draft",),
-    "hardware.": ("hardware.name",),
-    "task.": ("task", "task.suite"),
-}
+_ENTRIES = (
+    ("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.name"),
+    ("task.", "task"), ("task.", "task.suite"),
+)  # fmt: skip
 """Groups whose entries fix several settings, and the settings that name the entry."""
 _DESCRIPTION = re.compile(
     r"hardware\.|(draft\.)?model\.(hub_id|revision|shipped|stored_dtype|gpu_dtype|default_draft|chat|gated|shape\b)"
@@ -129,9 +126,8 @@ def axis_of(setting: Setting) -> Axis:
         shares = {text: (value - low) / reach if reach else 0.5 for text, value in scale.items()}
         if min((right - left for left, right in pairwise(sorted(shares.values()))), default=1.0) >= LEAST_GAP:
             break
-    place = {text: MARGIN + (1 - 2 * MARGIN) * share for text, share in shares.items()}
-    names = {place[text]: text for text in order}
-    return Axis(setting.name, setting.is_number, tuple(place[text] for text in texts), names)
+    names = {shares[text]: text for text in order}
+    return Axis(setting.name, setting.is_number, tuple(shares[text] for text in texts), names)
 
 
 def _identity(value: object) -> str:
@@ -139,23 +135,15 @@ def _identity(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else _identity(value)
+    text = visible(value) if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else _identity(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
 
 def _follows(key: str, changing: Mapping[str, tuple[object, ...]]) -> bool:
-    """Whether a setting follows from the name of an entry: a description, or one that other entries do not have."""
-    group = next((prefix for prefix in _ENTRIES if key.startswith(prefix)), None)
-    if group is None or key in _ENTRIES[group]:
+    """Whether a setting follows from the name of an entry that changes: a description, or what other entries lack."""
+    if key in {name for _, name in _ENTRIES} or not (_DESCRIPTION.match(key) or MISSING in changing[key]):
         return False
-    values = changing[key]
-    if not _DESCRIPTION.match(key) and MISSING not in values:
-        return False
-    entries = zip(*(changing[name] for name in _ENTRIES[group] if name in changing), strict=True)
-    of_entry: dict[str, set[str]] = {}
-    for entry, value in zip(entries, values, strict=False):
-        of_entry.setdefault(_identity(entry), set()).add(_identity(value))
-    return bool(of_entry) and all(len(found) == 1 for found in of_entry.values())
+    return any(key.startswith(group) and name in changing for group, name in _ENTRIES)
 
 
 def _short_name(key: str, keys: Sequence[str]) -> str:
@@ -164,4 +152,4 @@ def _short_name(key: str, keys: Sequence[str]) -> str:
         return _NAMES[key]
     parts, others = key.split("."), [other.split(".") for other in keys if other != key]
     num = next(n for n in range(1, len(parts) + 1) if n == len(parts) or all(o[-n:] != parts[-n:] for o in others))
-    return " ".join(parts[-num:]).replace("_", " ")
+    return visible(" ".join(parts[-num:]).replace("_", " "))

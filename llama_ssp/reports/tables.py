@@ -75,22 +75,6 @@ def percentiles_table(measures: Sequence[RunMeasures], settings: Sequence[Settin
     return Table([*heads, "mode", "completions", *ends], rows, len(heads) + 1)
 
 
-def medians_table(measured: RunMeasures) -> Table:
-    """Lay out the figures of one run with their intervals, a row each."""
-    num_pairs, fast = len(measured.pairs), measured.modes.get(SPECULATIVE)
-    rows = [
-        (f"ms/token, {name}", *_estimated(mode.ms_per_token), str(mode.num_prompts))
-        for name, mode in measured.modes.items()
-    ]
-    if measured.speedup:
-        name = f"speed-up of a prompt (faster on {measured.num_faster} of {num_pairs})"
-        rows.append((name, *_estimated(measured.speedup), str(num_pairs)))
-    if measured.acceptance:
-        num_prompts = str(fast.num_prompts if fast else 0)
-        rows.append(("accepted of examined, all prompts", *_estimated(measured.acceptance, places=3), num_prompts))
-    return Table(["median over prompts", "value", "95 % interval", "prompts"], rows)
-
-
 def runs_to_csv(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> str:
     """Return one row for each run: its settings that vary, medians with intervals, percentiles and forecasts."""
     rows = []

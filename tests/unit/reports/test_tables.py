@@ -10,7 +10,7 @@ import pytest
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import measure
 from llama_ssp.reports.settings import varying_settings
-from llama_ssp.reports.tables import medians_table, percentiles_table, runs_table, runs_to_csv
+from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
 from tests.helpers.runs import FAST, PLAIN, summary
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep
 
@@ -47,7 +47,7 @@ def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
 def test_tables_have_a_cell_for_every_column() -> None:
     runs = [*simulated_sweep(random.Random(0)), run_of(PLAIN)]
     measures, settings = [measure(run) for run in runs], varying_settings(runs)
-    tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings), medians_table(measures[0])]
+    tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert len(tables[0].rows) == 5

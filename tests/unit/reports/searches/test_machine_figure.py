@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from llama_ssp.reports.charts import Kind
-from llama_ssp.reports.plan_figures import machines_worth_it, time_by_price, worth_it
+import numpy as np
+
+from llama_ssp.reports.plan_figures import draw_machines, worth_it
 
 
 def row(machine: str, usd: float, ms: float, *, draft: str | None = None, quantization: str = "fp16") -> dict[str, Any]:
@@ -22,15 +23,17 @@ def test_a_choice_is_worth_its_price_if_nothing_as_cheap_is_as_fast() -> None:
 
 
 def test_only_what_is_worth_its_price_has_a_name_and_what_is_far_slower_is_not_drawn() -> None:
-    chart = machines_worth_it([*ROWS, row("slowest", 4.0, 31.0)])
-    assert [*chart.legend] == ["slower at this price", "cheap (1 GPU, fp16)", "fast (1 GPU, fp16)"]
-    assert sorted(mark.points[0] for mark in chart.marks) == [(1.0, 20.0), (2.0, 30.0), (3.0, 10.0), (9.0, 10.0)]
-    assert "slow (1 GPU, fp16): 2.00 USD/h, 30.00 ms/token" in chart.alt
+    _, by_machine = draw_machines([*ROWS, row("slowest", 4.0, 31.0)], title="t").axes
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in by_machine.lines}
+    assert drawn == {
+        "slower at this price": [[2.0, 30.0], [9.0, 10.0]],
+        "cheap (1 GPU, fp16)": [[1.0, 20.0]], "fast (1 GPU, fp16)": [[3.0, 10.0]],
+    }  # fmt: skip
 
 
 def test_a_number_format_has_a_line_with_a_draft_and_one_without() -> None:
-    chart = time_by_price([*ROWS, row("small", 1.5, 15.0, quantization="int8_weight_only")])
-    assert [*chart.legend] == ["fp16", "fp16, with a draft", "int8wo"]
-    lines = {name: mark.points for name, mark in chart.legend.items()}
-    assert lines["fp16"] == [(2.0, 30.0), (3.0, 10.0)]
-    assert sum(mark.kind is Kind.dot for mark in chart.marks) == 4
+    by_format, _ = draw_machines([*ROWS, row("small", 1.5, 15.0, quantization="int8_weight_only")], title="t").axes
+    lines = {
+        line.get_label(): (line.get_linestyle(), np.asarray(line.get_ydata()).tolist()) for line in by_format.lines
+    }
+    assert lines == {"fp16": ("--", [30.0, 10.0]), "fp16, with a draft": ("-", [20.0]), "int8wo": ("--", [15.0])}
