@@ -22,20 +22,21 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from training import batches, corpus, generate
-from training.head_model import Head, save_head, tapped_layers
+from training.head_model import Head, load_head, save_head, tapped_layers
 from training.model import Shape
 from training.objectives import CHUNK, TEMPERATURE
 from training.tokenizer import load_tokenizer
-from training.train import ROWS, Log, Optimisers
+from training.train import Log, Optimisers
 
 STEPS = 4
+ROWS = 6
 # The least weight of a drafted token, so that later steps learn before earlier ones are good.
 LEAST_WEIGHT = 0.1
 # Rows of the target's own text that are kept for the log.
 HELD_ROWS = 32
 EVALUATE_EVERY_MINUTES = 2.0
 ARITHMETIC_ROWS = 1
-LONG_EVERY, LONG_ROWS, LONG_LENGTH = 16, 4, 1024
+LONG_EVERY, LONG_ROWS, LONG_LENGTH = 20, 2, 1024
 
 
 @dataclass(frozen=True)
@@ -208,16 +209,19 @@ class Trainer:
         own = self._own_rows()
         self.held_BT, self.own = torch.stack(own[:HELD_ROWS]), own[HELD_ROWS:]
         self.target = Target(options.target)
-        vocabulary = self.target.model.config.vocab_size
-        written = [row[generate.PROMPT :].tolist() for row in self.own]
-        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
-        self.head = Head(self.target.head_shape(options.intermediate), drafted_W, vocabulary)
-        rows_VE = self.target.model.get_output_embeddings().weight
-        self.head.start_from(self.target.model.model.norm.weight, rows_VE)
+        self.head = load_head(options.start) if options.start else self._new_head()
         self.optimiser = Optimisers(self.head, options.rate, 0.01)
         self.log = Log(options.scratch / "head.jsonl")
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
+
+    def _new_head(self) -> Head:
+        options, model = self.options, self.target.model
+        written = [row[generate.PROMPT :].tolist() for row in self.own]
+        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, model.config.vocab_size)
+        head = Head(self.target.head_shape(options.intermediate), drafted_W, model.config.vocab_size)
+        head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
+        return head
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
@@ -286,12 +290,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("llama_ssp/shipped/tiny-eagle"), help="folder of the head")
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
+    parser.add_argument("--start", type=Path, help="folder of a head to go on from")
     parser.add_argument("--minutes", type=float, default=45.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=12.0, help="of writing own text, where there is none")
-    parser.add_argument("--own-rows", type=int, default=10, help="rows of own text among the 16 of a step")
+    parser.add_argument("--own-rows", type=int, default=4, help="rows of own text among the 6 of a step")
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens that the head can draft")
     parser.add_argument("--intermediate", type=int, default=512, help="inner width of its feed-forward part")
-    parser.add_argument("--rate", type=float, default=6e-3, help="peak rate of Muon")
+    parser.add_argument("--rate", type=float, default=8e-3, help="peak rate of Muon")
     parser.add_argument("--seed", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
