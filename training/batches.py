@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from training import corpus
-from training.tokenizer import BOS_ID, EOS_ID, encode_plain
+from training.tokenizer import BOS_ID, encode_plain, row_ends
 
 QUESTION_WEIGHT = 0.1
 ANSWER_WEIGHT = 2.0
@@ -43,6 +43,7 @@ class SourceRows:
             seed: Seed of the order of files and windows.
         """
         self.files = [encode_plain(tokenizer, source.text) for source in sources]
+        self.row_ends = row_ends(tokenizer)
         self.rng = random.Random(seed)
         pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
         self.ends_line = [piece.endswith("\n") for piece in pieces]
@@ -55,19 +56,20 @@ class SourceRows:
 
     def _pass(self, length: int) -> list[list[int]]:
         """Cuts all files, in a new order, into rows of length + 1 that start at line starts."""
+        bos, eos = self.row_ends.bos, self.row_ends.eos
         stream: list[int] = []
         for file in self.rng.sample(self.files, len(self.files)):
-            stream += [BOS_ID, *file, EOS_ID]
+            stream += [bos, *file, eos]
         starts = [0]
         for position, token in enumerate(stream):
-            if self.ends_line[token] or token == EOS_ID:
+            if self.ends_line[token] or token == eos:
                 starts.append(position + 1)
             elif self.breaks_line[token]:
                 starts.append(position)
         rows, begin, index = [], starts[self.rng.randrange(20)], 0
         while begin + length + 1 < len(stream):
             row = stream[begin : begin + length + 1]
-            rows.append(row if row[0] == BOS_ID else [BOS_ID, *row[:-1]])
+            rows.append(row if row[0] == bos else [bos, *row[:-1]])
             limit = begin + length - 1
             while index + 1 < len(starts) and starts[index + 1] <= limit:
                 index += 1

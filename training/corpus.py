@@ -87,6 +87,13 @@ def _without_heldout_products(text: str) -> str:
     return "".join(kept)
 
 
+def text_files(folder: Path) -> list[SourceFile]:
+    """Reads every file below a folder as UTF-8 text, sorted by path."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    texts = [(file, file.read_text(encoding="utf-8", errors="ignore")) for file in files]
+    return [SourceFile(file.relative_to(folder).as_posix(), text) for file, text in texts if text.strip()]
+
+
 def training_sources() -> list[SourceFile]:
     """Returns the sources a model may be trained on."""
     return [s for s in standard_library_sources() if not is_heldout_source(s.path)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from training import batches, corpus, objectives
-from training.tokenizer import EOS_ID, PAD_ID, load_tokenizer
+from training.tokenizer import PAD_ID, Ends, load_tokenizer
 
 LENGTH = 257
 PROMPT = 48
@@ -24,13 +24,14 @@ FOLDER = "own"
 
 
 @torch.no_grad()
-def continue_prompts(folder: Path, prompts_BT: Tensor, length: int) -> Tensor:
+def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends) -> Tensor:
     """Samples the target's continuation of prompts at the drafting temperature.
 
     Args:
         folder: The saved target.
         prompts_BT: Prompts of one length.
         length: Length of the rows to return.
+        ends: The ids that end a row and fill it up.
 
     Returns:
         Rows of shape (B, length), padded after an end of sequence.
@@ -44,20 +45,39 @@ def continue_prompts(folder: Path, prompts_BT: Tensor, length: int) -> Tensor:
         temperature=objectives.TEMPERATURE,
         top_k=0,
         top_p=1.0,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
+        eos_token_id=ends.eos,
+        pad_token_id=ends.pad,
     )
     missing = length - rows_BT.shape[1]
-    return torch.nn.functional.pad(rows_BT, (0, missing), value=PAD_ID)
+    return torch.nn.functional.pad(rows_BT, (0, missing), value=ends.pad)
 
 
-def load_rows(scratch: Path) -> list[Tensor]:
+def load_rows(scratch: Path, pad_id: int = PAD_ID) -> list[Tensor]:
     """Reads every row written so far, without the ones that ended early."""
     rows: list[Tensor] = []
     for file in sorted((scratch / FOLDER).glob("*.safetensors")):
         rows_BT = load_file(file)["rows_BT"].long()
-        rows.extend(rows_BT[(rows_BT != PAD_ID).sum(1) > LENGTH // 4])
+        rows.extend(rows_BT[(rows_BT != pad_id).sum(1) > LENGTH // 4])
     return rows
+
+
+def write_rows(target: Path, sources: batches.SourceRows, scratch: Path, options: argparse.Namespace) -> None:
+    """Writes continuations of prompts from the sources until the minutes are spent.
+
+    Args:
+        target: The saved target.
+        sources: Where the prompts come from.
+        scratch: Where the rows go.
+        options: `minutes`, `rows` at a time, and `seed`, which names the files.
+    """
+    folder = scratch / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    end, count = time.monotonic() + options.minutes * 60, 0
+    while time.monotonic() < end:
+        prompts_BT = torch.tensor(sources.take(options.rows, PROMPT - 1))
+        rows_BT = continue_prompts(target, prompts_BT, LENGTH, sources.row_ends)
+        save_file({"rows_BT": rows_BT.to(torch.int32)}, folder / f"{options.seed}-{count:04}.safetensors")
+        count += 1
 
 
 def main() -> None:
@@ -74,14 +94,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     target: Path = options.out / "tiny"
     sources = batches.SourceRows(load_tokenizer(target), corpus.training_sources(), options.seed)
-    folder: Path = options.scratch / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    end, count = time.monotonic() + options.minutes * 60, 0
-    while time.monotonic() < end:
-        prompts_BT = torch.tensor(sources.take(options.rows, PROMPT - 1))
-        rows_BT = continue_prompts(target, prompts_BT, LENGTH)
-        save_file({"rows_BT": rows_BT.to(torch.int16)}, folder / f"{options.seed}-{count:04}.safetensors")
-        count += 1
+    write_rows(target, sources, options.scratch, options)
 
 
 if __name__ == "__main__":

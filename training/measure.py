@@ -13,6 +13,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,14 +51,26 @@ class Cached:
             self.done = length
 
 
-def speculative_round(target: Cached, draft: Cached, ids: list[int]) -> tuple[list[int], int]:
+class Drafter(Protocol):
+    """What drafts: a model of its own, or a head on the target's states."""
+
+    def probabilities(self, ids: list[int]) -> Tensor:
+        """Returns distributions after the latest of these tokens; the last row is that after the last token."""
+
+    def keep(self, length: int) -> None:
+        """Forgets everything after the first `length` tokens."""
+
+
+def speculative_round(
+    target: Cached, draft: Drafter, ids: list[int], num_drafted: int = DRAFTED
+) -> tuple[list[int], int]:
     """Drafts, verifies and returns the new tokens and how many drafted ones were accepted."""
     drafted, q_KV = list(ids), []
-    for _ in range(DRAFTED):
+    for _ in range(num_drafted):
         q_V = draft.probabilities(drafted)[-1]
         drafted.append(int(torch.multinomial(q_V, 1)))
         q_KV.append(q_V)
-    p_KV = target.probabilities(drafted)[-DRAFTED - 1 :]
+    p_KV = target.probabilities(drafted)[-num_drafted - 1 :]
     accepted = 0
     for token, p_V, q_V in zip(drafted[len(ids) :], p_KV, q_KV, strict=False):
         if float(torch.rand(())) * float(q_V[token]) >= float(p_V[token]):
@@ -80,9 +93,28 @@ class Pair:
     target: PreTrainedModel
     draft: PreTrainedModel
 
+    def begin(self, temperature: float) -> tuple[Cached, Drafter]:
+        """Returns both without a token in their caches."""
+        return Cached(self.target, temperature), Cached(self.draft, temperature)
+
+
+class Drafting(Protocol):
+    """A target and something that drafts for it."""
+
+    def begin(self, temperature: float) -> tuple[Cached, Drafter]:
+        """Returns both without a token in their caches."""
+
 
 @torch.no_grad()
-def tokens_per_round(pair: Pair, prompts: list[list[int]], temperature: float, length: int) -> dict[str, float]:
+def tokens_per_round(
+    pair: Drafting,
+    prompts: list[list[int]],
+    temperature: float,
+    length: int,
+    *,
+    num_drafted: int = DRAFTED,
+    eos_id: int = EOS_ID,
+) -> dict[str, float]:
     """Generates from each prompt and returns the mean tokens per round, its error, and the acceptance rate.
 
     The rate is of drafted tokens up to the first rejection of each round, which are those that were examined.
@@ -90,13 +122,13 @@ def tokens_per_round(pair: Pair, prompts: list[list[int]], temperature: float, l
     counts: list[int] = []
     means = []
     for prompt in prompts:
-        target, draft = Cached(pair.target, temperature), Cached(pair.draft, temperature)
+        target, draft = pair.begin(temperature)
         ids, rounds = list(prompt), []
         while len(ids) < len(prompt) + length:
-            new, accepted = speculative_round(target, draft, ids)
+            new, accepted = speculative_round(target, draft, ids, num_drafted)
             rounds.append(accepted + 1)
             ids += new
-            if EOS_ID in new:
+            if eos_id in new:
                 break
         counts += rounds
         means.append(statistics.fmean(rounds))
@@ -105,7 +137,7 @@ def tokens_per_round(pair: Pair, prompts: list[list[int]], temperature: float, l
         "tokens_per_round": statistics.fmean(counts),
         "standard_error_over_prompts": error,
         "rounds": len(counts),
-        "acceptance_rate": sum(count - 1 for count in counts) / sum(min(count, DRAFTED) for count in counts),
+        "acceptance_rate": sum(count - 1 for count in counts) / sum(min(count, num_drafted) for count in counts),
     }
 
 

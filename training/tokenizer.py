@@ -5,6 +5,7 @@ so that `AutoTokenizer.from_pretrained(folder)` loads it. Every digit is a token
 What it does not do: see a held-out source, or touch a model.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -69,6 +70,22 @@ def load_or_train(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").exists():
         train_tokenizer().save_pretrained(folder)
     return load_tokenizer(folder)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The ids that begin, end and fill up a row."""
+
+    bos: int
+    eos: int
+    pad: int
+
+
+def row_ends(tokenizer: PreTrainedTokenizerFast) -> Ends:
+    """Returns them; a tokenizer that lacks one uses its end of sequence instead."""
+    eos = tokenizer.eos_token_id
+    bos, pad = tokenizer.bos_token_id, tokenizer.pad_token_id
+    return Ends(eos if bos is None else bos, eos, eos if pad is None else pad)
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -37,9 +37,9 @@ FIRST_SAVE = 40
 
 @dataclass
 class Optimisers:
-    """Muon for the matrices inside the layers, AdamW for the rest of one model."""
+    """Muon for the matrices between embedding and output head, AdamW for the rest of one model."""
 
-    model: Llama
+    model: nn.Module
     rate: float
     decay: float
     parts: list[torch.optim.Optimizer] = field(init=False)
@@ -48,7 +48,8 @@ class Optimisers:
         inner: list[nn.Parameter] = []
         outer: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
-            (inner if ".layers." in name and "norm" not in name else outer).append(parameter)
+            between = parameter.ndim == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))  # noqa: PLR2004
+            (inner if between else outer).append(parameter)
         muon = torch.optim.Muon(inner, lr=self.rate, weight_decay=self.decay, adjust_lr_fn="match_rms_adamw")
         adam = torch.optim.AdamW(outer, lr=self.rate * 0.6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.parts = [muon, adam]
