@@ -173,7 +173,7 @@ class PlanSpec:
     @property
     def sends_taps(self) -> bool:
         """Whether taps travel to the head, whose ranks have no target."""
-        return self.has_head and self.layout.draft_source_rank not in self.target_ranks
+        return self.has_head and self.layout.is_apart
 
     @property
     def overlaps(self) -> bool:

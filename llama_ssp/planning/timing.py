@@ -451,7 +451,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     if drafts:
         found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
     has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
-    if drafts and layout.draft_source_rank not in layout.target_ranks and has_probs:
+    if drafts and layout.is_apart and has_probs:
         num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
     found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)

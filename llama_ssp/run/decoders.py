@@ -60,9 +60,8 @@ class Models:
 
     def make_taps(self) -> Taps | None:
         """What a draft head will read of the target, on the ranks that keep it; None elsewhere, and without a head."""
-        head, layout = self.sources[-1].origin, self.mesh.layout
-        travels = layout.draft_source_rank not in layout.target_ranks
-        if not isinstance(head, HeadSource) or not (self.draft or travels):
+        head = self.sources[-1].origin if self.sources else None
+        if not isinstance(head, HeadSource) or not (self.draft or self.mesh.layout.is_apart):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)

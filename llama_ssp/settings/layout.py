@@ -85,6 +85,11 @@ class Layout:
         return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
 
     @cached_property
+    def is_apart(self) -> bool:
+        """Whether there is a draft, on ranks without the target."""
+        return bool(self.draft_ranks) and self.draft_source_rank not in self.target_ranks
+
+    @cached_property
     def verify_rank(self) -> int:
         """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
         if self.draft_ranks and self.draft_source_rank in self.target_ranks:

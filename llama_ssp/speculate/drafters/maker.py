@@ -59,7 +59,6 @@ def make_drafters(
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
         return drafter
 
-    travels = layout.draft_source_rank not in layout.target_ranks
     own = make(config.draft, runner) if runner or not has_model else None
     if has_model and (own is None or mesh.replica.size > 1):
         if split:
@@ -67,7 +66,7 @@ def make_drafters(
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
                 own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver, taps=TapsSender(taps, layout.verify_rank) if taps and travels else None,
+                receiver=receiver, taps=TapsSender(taps, layout.verify_rank) if taps and layout.is_apart else None,
             )  # fmt: skip
     assert own
     fallback = config.draft.fallback

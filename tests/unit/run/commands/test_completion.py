@@ -25,7 +25,7 @@ def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
         (".venv/bin/python launch/run.py sam", ""),
         ("python launch/run.py sampling=gr", "sampling=greedy"),
         ("python launch/run.py task=generate task.for", "task.format="),
-        ("python launch/run.py model=7B draft=tiny-", "draft=tiny-draft"),
+        ("python launch/run.py model=7B draft=tiny-", "draft=tiny-draft draft=tiny-eagle"),
         ("python launch/run.py speculation=${run_id:} sampling=gr", "sampling=greedy"),
         ("python launch/run.py a[ sampling=gr", ""),
         ('python launch/run.py "prompt=a b" sam', ""),

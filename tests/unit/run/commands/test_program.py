@@ -143,7 +143,7 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
     ("line", "candidates"),
     [
         ("llama-ssp run sampling=gr", "sampling=greedy"),
-        ("/opt/bin/llama-ssp  run model=7B ranks=2 draft=tiny-", "draft=tiny-draft"),
+        ("/opt/bin/llama-ssp  run model=7B ranks=2 draft=tiny-", "draft=tiny-draft draft=tiny-eagle"),
         ("llama-ssp calibrate task.out", "task.output="),
         ("llama-ssp ru", "run"),
         ("llama-ssp ", " ".join(program.COMMANDS)),

@@ -265,9 +265,9 @@ def test_rounds_are_timed_over_rows_as_long_as_they_are_said_to_be(
     decoder.make_room([Request(index=0, prompt_ids=(1, 2), max_new_tokens=150)])
     forward = target.forward
 
-    def watched(ids_BT: torch.Tensor, positions_BT: torch.Tensor, *, bucket: int) -> torch.Tensor:
+    def watched(ids_BT: torch.Tensor, positions_BT: torch.Tensor, *, bucket: int, taps: None) -> torch.Tensor:
         positions.append(int(positions_BT.max()))
-        return forward(ids_BT, positions_BT, bucket=bucket)
+        return forward(ids_BT, positions_BT, bucket=bucket, taps=taps)
 
     monkeypatch.setattr(target, "forward", watched)
     monkeypatch.setattr(type(decoder._comm), "finish", lambda _comm: None)
