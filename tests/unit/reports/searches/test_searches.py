@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.search import search
 from llama_ssp.reports.charts import Kind
@@ -98,8 +97,3 @@ def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
     small = replace(A10G, num_gpus=1, memory_bytes=2**30)
     found = search(make_job("65B", "7B"), small)
     draw(document(found), tmp_path / "search.svg", machine=small.name, unit="GPU")
-
-
-def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
-        draw(document(), tmp_path / "search.docx", machine=A10G.name, unit="GPU")
