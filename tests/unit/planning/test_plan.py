@@ -3,8 +3,6 @@
 import json
 from dataclasses import replace
 
-import pytest
-
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan
 from tests.helpers.planning import make_job
@@ -18,15 +16,10 @@ def test_a_document_survives_json_and_carries_its_version() -> None:
     assert content["plan_version"] == PLAN_VERSION
 
 
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [("7B", 6_738_415_616), ("13B", 13_015_864_320), ("30B", 32_528_943_616), ("65B", 65_285_660_672)],
-)
-def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated(name: str, num_parameters: int) -> None:
-    content = document(make_plan(make_job(name, num_ranks=8), A100))
+def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None:
+    content = document(make_plan(make_job("30B", num_ranks=8), A100))
     target = content["target"]
-    assert target["num_parameters"] == num_parameters
-    assert target["weights_bytes"] == 2 * num_parameters
+    assert target["weights_bytes"] == 2 * target["num_parameters"] == 2 * 32_528_943_616
     held = sum(rank["target_weights_bytes"] for rank in content["memory"])
     assert held == target["weights_bytes"] + target["repeated_bytes"]
     norms = content["memory"][0]["target_repeated_bytes"]

@@ -212,12 +212,6 @@ def test_a_wrong_setting_exits_with_2_and_one_sentence(call: Call, settings: lis
     assert ended.out == ""
 
 
-def test_all_problems_of_machine_and_job_are_one_message(call: Call) -> None:
-    ended = call("hardware.num_gpus=-3", "hardware.wheels=4", "batch_size=-1", "speculation.acceptance=3")
-    assert ended.code == 2
-    assert ended.err.startswith("4 problems")
-
-
 def test_help_shows_how_it_is_called(call: Call) -> None:
     ended = call("--help")
     assert ended.code == 0
