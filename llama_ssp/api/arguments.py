@@ -115,14 +115,17 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
 
 
 def check_types(given: Mapping[str, object]) -> dict[str, Any]:
-    """Read arguments by name, numbers as Python's own; raises ConfigError for all of a wrong type together."""
-    values, problems = {}, []
-    for name, value in given.items():
+    """Read arguments by name, numbers as Python's own; those that have no reader stay as they are.
+
+    Raises ConfigError for all of a wrong type together.
+    """
+    values, problems = {**given}, []
+    for name in [name for name in given if name in _ARGUMENTS]:
         read, wanted = _ARGUMENTS[name]
         try:
-            values[name] = read(value)
+            values[name] = read(given[name])
         except TypeError:
-            problems.append(f"{name}={reprlib.repr(value)} must be {wanted}")
+            problems.append(f"{name}={reprlib.repr(given[name])} must be {wanted}")
     if problems:
         raise ConfigError(one_message(problems))
     return values

@@ -233,7 +233,6 @@ class Pair:
             NumericError: a model's logits became NaN.
         """
         given = {**locals()}
-        del given["self"], given["prompts"]
         with in_library_words():
             read = check_types(given)
             sampling = SamplingConfig(**{name: read[name] for name in _SAMPLING})

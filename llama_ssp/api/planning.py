@@ -87,21 +87,14 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         CheckpointError: a folder has no config.json, or a faulty one.
         PlacementError: a model cannot be placed as requested.
     """
-    given = {
-        "num_gpus": num_gpus, "num_nodes": num_nodes, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance,
-        "temperature": temperature, "batch_size": batch_size, "prompt_tokens": prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-    }  # fmt: skip
+    given = {**locals()}
     with in_library_words():
         load_plugins()
         read = check_types(given)
         machine = _machine(hardware)
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(machine, **sizes)
-        config = _config(
-            target, draft, machine, read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
-            matching=matching, text=text,
-        )  # fmt: skip
+        config = _config(read, machine)
         config.placement = _placement(placement)
         resolve(config)
         return plan_on(config, machine)
@@ -138,11 +131,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     machine, in place of those of the hardware files. `search` also tries every storage format of the target, further
     drafts, and K. The other arguments are those of `plan`, and errors are raised as there.
     """
-    given = {
-        "max_ms_per_token": max_ms_per_token, "max_price": max_price, "prices": prices or {},
-        "search": search, "num_draft_tokens": num_draft_tokens, "acceptance": acceptance, "temperature": temperature,
-        "batch_size": batch_size, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens,
-    }  # fmt: skip
+    given = {**locals(), "prices": prices or {}}
     with in_library_words():
         load_plugins()
         read = check_types(given)
@@ -150,10 +139,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         compared = [_machine(each) for each in named]
         if not compared:
             raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
-        config = _config(
-            target, draft, compared[0], read, dtype=dtype, quantization=quantization, tokenizer=tokenizer,
-            matching=matching, text=text,
-        )  # fmt: skip
+        config = _config(read, compared[0])
         config.objective = member(Objective, "objective", objective)
         for name in ("prices", "search", "max_price", "max_ms_per_token"):
             setattr(config, name, read[name])
@@ -161,23 +147,19 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         return compare(config, compared)
 
 
-def _config(
-    target: object, draft: object, machine: HardwareConfig, read: Mapping[str, Any],
-    *,
-    dtype: object, quantization: object, tokenizer: object, matching: object, text: object,
-) -> PlanConfig:  # fmt: skip
-    """The config of a job; `read` are its numbers, of the right types."""
-    dtypes, formats = for_each_model(dtype), for_each_model(quantization)
-    drafter = drafter_without_model(draft)
+def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
+    """The config of a job, from the arguments that `plan` and `compare_machines` share."""
+    dtypes, formats = for_each_model(read["dtype"]), for_each_model(read["quantization"])
+    drafter = drafter_without_model(read["draft"])
     if drafter is None:
-        entry = entry_of("draft", draft, dtype=dtypes[1], quantization=formats[1])
-        drafter = model_drafter(entry, tokenizer=tokenizer, matching=matching)
+        entry = entry_of("draft", read["draft"], dtype=dtypes[1], quantization=formats[1])
+        drafter = model_drafter(entry, tokenizer=read["tokenizer"], matching=read["matching"])
     return PlanConfig(
-        model=entry_of("target", target, dtype=dtypes[0], quantization=formats[0]), draft=drafter,
+        model=entry_of("target", read["target"], dtype=dtypes[0], quantization=formats[0]), draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
             num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],
-            text=member(TextKind, "text", text),
+            text=member(TextKind, "text", read["text"]),
         ),
         **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
     )  # fmt: skip

@@ -53,15 +53,12 @@ class Prompts(NamedTuple):
         lengths_R: lengths of the prompts, on the device.
         lengths: the same, known to the host.
         longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
-        rows_R: which rows of the cache they become, if they are read at once: `tokens_RS` then ends with the longest,
-            and no size is taken from Python, so that a trace serves all lengths.
     """
 
     tokens_RS: Tensor
     lengths_R: Tensor
     lengths: Sequence[int]
     longest: int
-    rows_R: Tensor | None = None
 
     def some(self, places: Sequence[int]) -> "Prompts":
         """The prompts at these places, read to the same length."""
@@ -85,8 +82,6 @@ def read_prompts(
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
-    if prompts.rows_R is not None:
-        return _read_at_once(runner, prompts, prompts.rows_R, bucket=buckets.covering(prompts.longest))
     read = _read_packed if runner.packs_prompts else _read_padded
     return read(runner, prompts, rows=rows, buckets=buckets, taps=taps)
 
@@ -103,7 +98,7 @@ def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]
 def _read_padded(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
 ) -> Tensor:
-    tokens_RS, lengths_R, _, longest, _ = prompts
+    tokens_RS, lengths_R, _, longest = prompts
     rows_R = to_device(rows, tokens_RS.device)
     last_R1 = lengths_R[:, None] - 1
     logits_RV: Tensor | None = None
@@ -119,14 +114,6 @@ def _read_padded(
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
     assert logits_RV is not None, "a prompt has at least one token"
     return logits_RV
-
-
-def _read_at_once(runner: Runner, prompts: Prompts, rows_R: Tensor, *, bucket: int) -> Tensor:
-    positions_RT = torch.ones_like(prompts.tokens_RS).cumsum(1).sub_(1)
-    last_R1 = prompts.lengths_R[:, None] - 1
-    return runner.forward(
-        prompts.tokens_RS, positions_RT, bucket=bucket, score_positions_BR=last_R1, cache_rows_B=rows_R
-    )[:, 0]
 
 
 def _read_packed(

@@ -35,7 +35,6 @@ class TaskSpec:
     # its settings. The default of their field `name` is the task's name in `task=`; `conf/task/NAME.yaml` has the
     # values, on top of `/schema/NAME@_here_`.
     config: type[TaskConfig]
-    # `module:function` that runs the task on every rank: a `Task`, or without models a `MachineTask`, of `pipeline`.
     # `module:function` that runs the task on every rank: a `Task` of `run.pipeline`, or a `MachineTask` without models.
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.

@@ -55,28 +55,20 @@ class Rotations(Workspace):
         self.freqs_cis_S1P = torch.polar(torch.full_like(angles_SP, rotary.attention_scaling), angles_SP)[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedAttention:
+def place_and_attend(
+    qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm],
+    *,
+    rotate_write: Callable[..., None], buffer: BufferOf, cache_rows_B: Tensor | None, attend: Attend,
+) -> Tensor:  # fmt: skip
     """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
 
-    Attributes:
-        rotate_write: that of `kernels.between` or of `between_gpu`, for the tokens of this forward.
-        buffer: gives a layer's part of the cache.
-        cache_rows_B: see `CacheView`.
-        attend: over the cache.
+    `rotate_write` is that of `kernels.between` or of `between_gpu`, for the tokens of this forward; `buffer` gives a
+    layer's part of the cache. For `cache_rows_B` see `CacheView`.
     """
-
-    rotate_write: Callable[..., None]
-    buffer: BufferOf
-    cache_rows_B: Tensor | None
-    attend: Attend
-
-    def __call__(self, qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm]) -> Tensor:
-        """See `LayerAttention`."""
-        qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
-        buffer = self.buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
-        self.rotate_write(qkv_MXD, parts=buffer.parts, heads=heads, norms=norms)
-        return self.attend(qkv_MXD.narrow(1, 0, heads.num), *buffer.rows(self.cache_rows_B), heads)
+    qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
+    held = buffer(number, lambda: qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv))
+    rotate_write(qkv_MXD, parts=held.parts, heads=heads, norms=norms)
+    return attend(qkv_MXD.narrow(1, 0, heads.num), *held.rows(cache_rows_B), heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +108,28 @@ class CompiledAttention:
         return layer(x_ME, place, parts, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedAttention:
+def attend_by_mask(
+    queries_MHD: Tensor, keys_BNSD: Tensor, values_BNSD: Tensor, heads: Heads,
+    *,
+    mask_B1QS: Tensor, batch_size: int, by_position: bool,
+) -> Tensor:  # fmt: skip
     """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
+    group = heads.num // heads.num_kv
+    grouped_BTNGD = queries_MHD.view(batch_size, -1, heads.num_kv, group, heads.dim)
+    queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
 
-    mask_B1QS: Tensor
-    batch_size: int
-    by_position: bool
+    def attend(queries: Tensor, mask: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            queries, keys_BNSD, values_BNSD, attn_mask=mask, scale=heads.scale
+        )
 
-    def __call__(self, queries_MHD: Tensor, keys_BNSD: Tensor, values_BNSD: Tensor, heads: Heads) -> Tensor:
-        """See `Attend`."""
-        group = heads.num // heads.num_kv
-        grouped_BTNGD = queries_MHD.view(self.batch_size, -1, heads.num_kv, group, heads.dim)
-        queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
-
-        def attend(queries: Tensor, mask: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(
-                queries, keys_BNSD, values_BNSD, attn_mask=mask, scale=heads.scale
-            )
-
-        if self.by_position:
-            attended_BNQD = attend_by_position(attend, queries_BNQD, self.mask_B1QS, group=group)
-        else:
-            attended_BNQD = attend(queries_BNQD, self.mask_B1QS)
-        attended_BNTGD = attended_BNQD.unflatten(2, (-1, group))
-        attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(-1, heads.num * heads.dim)
-        return attended_ME
+    if by_position:
+        attended_BNQD = attend_by_position(attend, queries_BNQD, mask_B1QS, group=group)
+    else:
+        attended_BNQD = attend(queries_BNQD, mask_B1QS)
+    attended_BNTGD = attended_BNQD.unflatten(2, (-1, group))
+    attended_ME: Tensor = attended_BNTGD.transpose(1, 2).reshape(-1, heads.num * heads.dim)
+    return attended_ME
 
 
 class LengthTables(Workspace):

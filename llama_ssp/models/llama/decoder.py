@@ -27,9 +27,9 @@ from llama_ssp.models.llama.attention import (
     CompiledAttention,
     LayerAttention,
     LengthTables,
-    MaskedAttention,
-    PlacedAttention,
     Rotations,
+    attend_by_mask,
+    place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, fuse_products, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -235,7 +235,8 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
         else:
             attends = self._masked(positions_BT, bucket=bucket)
-        return {window: PlacedAttention(place, buffer, rows_B, attend) for window, attend in attends.items()}
+        way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
+        return {window: partial(way, attend=attend) for window, attend in attends.items()}
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, bucket: int, cache_rows_B: Tensor | None
@@ -250,4 +251,5 @@ class LeanRunner(CachedRunner):
         batch_size, _ = static_shape(positions_BT)
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._heads.num // self._heads.num_kv).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
-        return {window: MaskedAttention(mask, batch_size, self._by_position) for window, mask in masks.items()}
+        way = partial(attend_by_mask, batch_size=batch_size, by_position=self._by_position)
+        return {window: partial(way, mask_B1QS=mask) for window, mask in masks.items()}

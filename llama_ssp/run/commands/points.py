@@ -13,7 +13,7 @@ from typing import TypeVar
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room
 from llama_ssp.ranks.process import Ranks, launcher_of
-from llama_ssp.run.tasks.dry_run import hardware_of, job_ahead, plan_job, read_files, settings_of_run
+from llama_ssp.run.tasks.dry_run import hardware_of, plan_ahead, read_files, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config
 from llama_ssp.settings.schema import DeviceKind, RunConfig
@@ -100,6 +100,4 @@ def check_here(point: Point, ranks: Ranks) -> None:
             raise
         return  # an unknown machine: the run has no forecast either
     with suppress(CheckpointError):  # a config.json without all sizes: transformers may know them in the run
-        job, machine = job_ahead(run, world_size=ranks.size)
-        plan = plan_job(job, machine, auto_ranks=ranks.size if run.placement.auto else None)
-        require_room(plan, words=settings_of_run(run))
+        require_room(plan_ahead(run, world_size=ranks.size), words=settings_of_run(run))

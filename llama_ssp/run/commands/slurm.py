@@ -28,7 +28,7 @@ from llama_ssp.ranks.process import AGENT
 from llama_ssp.reports.plan_tables import JobRow, print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
-from llama_ssp.run.tasks.dry_run import expected_hours, job_ahead, plan_job, settings_of_run, show_plan
+from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
 from llama_ssp.settings import catalogue, checks
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import is_synthetic
@@ -111,13 +111,12 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
     for each in unread:
         complain(f"warning: {point.name}: {each}")
     point = point.without({each.key for each in unread})
-    job, _ = job_ahead(run, world_size=world_size)
     if settings.nodes > 1 and machine.network is None:
         raise ConfigError(
             f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
         )
     machine = replace(machine, num_gpus=ranks_per_node, num_nodes=settings.nodes)
-    plan = plan_job(job, machine, auto_ranks=world_size if run.placement.auto else None)
+    plan = plan_ahead(run, world_size=world_size, machine=machine)
     return _Job(point=point, plan=plan, copies=list(_copies(run, settings.stage_to)))
 
 

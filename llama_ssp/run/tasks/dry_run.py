@@ -44,17 +44,6 @@ CHARACTERS_PER_TOKEN = 3
 TYPED_TOKENS = 128
 
 
-def plan_job(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
-    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
-
-    `divides` allows more replicas on fewer ranks each.
-    """
-    if auto_ranks is None:
-        return make_plan(job, machine)
-    chosen, sentence = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
-    return make_plan(chosen, machine, remark=sentence)
-
-
 def show_plan(
     plan: Plan, form: PlanFormat, *, figure: str | None = None, words: Mapping[str, str] | None = None
 ) -> None:
@@ -132,9 +121,14 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     Raises CapacityError if it does not fit, PlacementError for a model that cannot be placed as requested, and
     ConfigError if the machine has no description, or a faulty one.
     """
-    job, machine = job_ahead(config, world_size=world_size)
-    plan = plan_job(job, machine, auto_ranks=world_size if config.placement.auto else None)
+    plan = plan_ahead(config, world_size=world_size)
     show_plan(plan, PlanFormat.table, words=settings_of_run(config))
+
+
+def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
+    """Plan a run before anything is loaded, on its own machine or on this one; raises ConfigError as `dry_run`."""
+    job, own = _job_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
+    return _plan(job, machine or own, auto_ranks=world_size if config.placement.auto else None)
 
 
 def resolve(config: PlanConfig) -> None:
@@ -148,7 +142,18 @@ def resolve(config: PlanConfig) -> None:
 def plan_on(config: PlanConfig, machine: HardwareConfig) -> Plan:
     """Plan a resolved config on a machine, with `placement=auto` on all its ranks."""
     auto_ranks = machine.num_ranks if config.placement.auto else None
-    return plan_job(job_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+    return _plan(job_of_plan(config, machine), machine, auto_ranks=auto_ranks, divides=True)
+
+
+def _plan(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, divides: bool = False) -> Plan:
+    """Plan a job with its own placement, or with the fastest one over `auto_ranks` ranks, which the plan then notes.
+
+    `divides` allows more replicas on fewer ranks each.
+    """
+    if auto_ranks is None:
+        return make_plan(job, machine)
+    chosen, sentence = choose_placement(job, machine, num_ranks=auto_ranks, divides=divides)
+    return make_plan(chosen, machine, remark=sentence)
 
 
 def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConfig:
@@ -169,11 +174,6 @@ def settle_synthetic(config: RunConfig) -> None:
     if config.weights is WeightsKind.synthetic:
         config.model = with_hub_sizes(config.model)
         config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
-
-
-def job_ahead(config: RunConfig, *, world_size: int) -> tuple[PlanSpec, HardwareConfig]:
-    """Return the planner's job and machine for a run, before anything is loaded; raises ConfigError as `dry_run`."""
-    return _job_ahead(config, world_size=world_size, on_cpu=config.device is DeviceKind.cpu)
 
 
 def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, str]:

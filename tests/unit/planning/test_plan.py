@@ -3,12 +3,8 @@
 import json
 from dataclasses import replace
 
-import pytest
-
-from llama_ssp.errors import CapacityError
 from llama_ssp.machines import hardware
-from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan, require_room
-from llama_ssp.settings.schema import DraftLayout
+from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan
 from tests.helpers.planning import make_job
 
 A100, A10G = hardware.load("p4d_24xlarge"), hardware.load("g5_12xlarge")
@@ -20,15 +16,10 @@ def test_a_document_survives_json_and_carries_its_version() -> None:
     assert content["plan_version"] == PLAN_VERSION
 
 
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [("7B", 6_738_415_616), ("13B", 13_015_864_320), ("30B", 32_528_943_616), ("65B", 65_285_660_672)],
-)
-def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated(name: str, num_parameters: int) -> None:
-    content = document(make_plan(make_job(name, num_ranks=8), A100))
+def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None:
+    content = document(make_plan(make_job("30B", num_ranks=8), A100))
     target = content["target"]
-    assert target["num_parameters"] == num_parameters
-    assert target["weights_bytes"] == 2 * num_parameters
+    assert target["weights_bytes"] == 2 * target["num_parameters"] == 2 * 32_528_943_616
     held = sum(rank["target_weights_bytes"] for rank in content["memory"])
     assert held == target["weights_bytes"] + target["repeated_bytes"]
     norms = content["memory"][0]["target_repeated_bytes"]
@@ -43,13 +34,6 @@ def test_row_scales_that_ranks_repeat_are_shown_apart() -> None:
     assert first["target_row_scale_bytes"] == 4 * 2 * 4096 * 32
     norms = first["target_repeated_bytes"] - first["target_row_scale_bytes"]
     assert content["target"]["repeated_bytes"] == 7 * (norms + first["target_row_scale_bytes"])
-
-
-def test_a_plan_that_fits_is_let_through_and_one_that_does_not_exits_with_3() -> None:
-    require_room(make_plan(make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G))
-    with pytest.raises(CapacityError) as caught:
-        require_room(make_plan(make_job("65B", num_ranks=4), A10G))
-    assert caught.value.exit_code == 3
 
 
 def test_without_a_draft_the_document_has_none() -> None:

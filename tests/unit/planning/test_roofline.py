@@ -200,18 +200,19 @@ def test_arithmetic_that_was_not_measured_takes_so_many_times_fp32_on_16_bit_wei
 LINE = [(1.0, 10.0), (5.0, 30.0), (9.0, 70.0)]
 
 
-@pytest.mark.parametrize(("x", "y"), [(1, 10), (3, 20), (5, 30), (7, 50), (9, 70), (10, 80)])
-def test_a_line_goes_through_its_points_and_on_behind_the_last(x: float, y: float) -> None:
-    assert line(LINE, x) == pytest.approx(y)
-
-
-def test_a_line_never_falls_behind_its_last_point_nor_below_zero() -> None:
-    assert line([(1.0, 10.0), (2.0, 4.0)], 5.0) == 4.0
-    assert line([(10.0, 1.0), (20.0, 11.0)], 1.0) == 0.0
-
-
-def test_one_point_is_the_same_everywhere() -> None:
-    assert line([(4.0, 7.0)], 100.0) == 7.0
+@pytest.mark.parametrize(
+    ("points", "x", "y"),
+    [
+        *((LINE, x, y) for x, y in ((1, 10), (3, 20), (5, 30), (7, 50), (9, 70), (10, 80))),
+        ([(1.0, 10.0), (2.0, 4.0)], 5, 4),
+        ([(10.0, 1.0), (20.0, 11.0)], 1, 0),
+        ([(4.0, 7.0)], 100, 7),
+    ],
+)
+def test_a_line_goes_on_behind_its_last_point_but_never_falls_there_nor_below_zero(
+    points: list[tuple[float, float]], x: float, y: float
+) -> None:
+    assert line(points, x) == pytest.approx(y)
 
 
 def test_between_reads_on_a_logarithmic_axis_and_is_level_outside() -> None:

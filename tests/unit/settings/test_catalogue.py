@@ -68,11 +68,6 @@ def test_relatives_share_family_and_vocabulary_and_come_smallest_first() -> None
     assert catalogue.smaller_relatives(catalogue.load("local")) == [], "its shape is unknown"
 
 
-def test_an_unknown_name_lists_what_exists_and_guesses_what_was_meant() -> None:
-    with pytest.raises(ConfigError, match=r"unknown model 'llama3_80B': there are 13B, .*did you mean llama3_8B\?"):
-        catalogue.load("llama3_80B")
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.machines import hardware, machine
+from llama_ssp.machines import machine
 from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
 from llama_ssp.settings import catalogue
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
@@ -79,12 +79,6 @@ def test_a_users_gpus_come_before_those_of_the_package(own_conf: OwnConf, monkey
     own_conf("hardware/zzz.yaml", MACHINE.replace("mybox", "zzz").replace("Toy-9000", "H200"))
     monkeypatch.setattr(machine, "_gpu_names", lambda: ["NVIDIA H200"])
     assert machine.detect_hardware().name == "zzz"
-
-
-def test_a_machine_that_is_wrong_is_named_with_its_file(own_conf: OwnConf) -> None:
-    file = own_conf("hardware/mybox.yaml", MACHINE + "wheels: 4\n")
-    with pytest.raises(ConfigError, match=f"{file}: unknown figure of hardware 'wheels'"):
-        hardware.load("mybox")
 
 
 def test_what_is_measured_goes_where_it_is_or_into_the_checkout_or_after_an_installation_to_the_user(

@@ -200,14 +200,9 @@ def check_many(how_many: settings, part: int, check: Callable[[int], None]) -> N
 
 
 @pytest.mark.slow
-def test_any_run_folder_is_reported_and_resumed(tmp_path: Path) -> None:
-    check_many(FEW, 0, lambda number: check_folder(tmp_path, number))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(7))
-def test_any_of_many_run_folders_is_reported_and_resumed(part: int, tmp_path: Path) -> None:
-    check_many(MANY, part + 1, lambda number: check_folder(tmp_path, number))
+@pytest.mark.parametrize("part", range(8))
+def test_any_run_folder_is_reported_and_resumed(part: int, tmp_path: Path) -> None:
+    check_many(MANY if part else FEW, part, lambda number: check_folder(tmp_path, number))
 
 
 @pytest.mark.parametrize("text", YAML)

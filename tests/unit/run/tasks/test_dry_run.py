@@ -57,7 +57,7 @@ def test_a_run_of_a_family_that_the_engine_does_not_run_is_refused_before_anythi
     assert config.model.shape
     config.model.shape.model_type = "mamba"
     with pytest.raises(PlacementError, match="mamba models are not supported"):
-        task.job_ahead(config, world_size=1)
+        task.plan_ahead(config, world_size=1)
 
 
 def test_a_run_is_planned_with_its_own_ranks() -> None:
