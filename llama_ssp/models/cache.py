@@ -16,6 +16,7 @@ pages of P slots.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -101,34 +102,50 @@ class StaticCache(Workspace):
         self.num_slots = whole_pages(capacity) if is_paged else capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
         self.shown = PerBucket(self._show_all)
+        self.shown_in_rows = PerBucket(partial(self._show_all, in_rows=True))
         self._first_slot_B1 = torch.arange(batch_size, device=device)[:, None] * self.num_slots
 
-    def view(self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None) -> "CacheView":
-        """Make the view of one forward, which writes these slots of each row and reads the first `bucket`."""
+    def view(
+        self, positions_BT: Tensor, *, bucket: int, cache_rows_B: Tensor | None, in_rows: bool = False
+    ) -> "CacheView":
+        """Make the view of one forward, which writes these slots of each row and reads the first `bucket`.
+
+        With `in_rows`, a paged cache is read like any other.
+        """
         first_slot_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1[cache_rows_B]
         slots_M = (first_slot_B1 + positions_BT).flatten()
-        return CacheView(self.buffers(bucket), slots_M, None if self._is_paged else cache_rows_B)
+        return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, None if self._is_paged else cache_rows_B)
 
-    def buffers(self, bucket: int) -> "BufferOf":
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """Copy keys and values of some slots of each row to others."""
+        from_M, to_M = ((self._first_slot_B1 + slots_BD).flatten() for slots_BD in (from_BD, to_BD))
+        for whole in self._wholes:
+            assert whole is not None, "a forward comes first"
+            parts = whole.flatten(2, 3).flatten(0, 1)
+            parts.index_copy_(1, to_M.to(parts.device), parts.index_select(1, from_M.to(parts.device)))
+
+    def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
         """What maps a layer's number, and what gives its new keys and values (M, 2 N, D), to the layer's buffer."""
-        bucket = self.num_slots if self._is_paged else bucket
-        shown = self.shown[bucket]
+        bucket = self.num_slots if self._is_paged and not in_rows else bucket
+        shown = (self.shown_in_rows if in_rows else self.shown)[bucket]
 
         def buffer(number: int, written_M2ND: Callable[[], Tensor]) -> LayerBuffer:
             if shown:
                 return shown[number]
             whole = self._wholes[number]
-            return self._show(self._make(number, written_M2ND()) if whole is None else whole, bucket)
+            whole = self._make(number, written_M2ND()) if whole is None else whole
+            return self._show(whole, bucket, in_rows=in_rows)
 
         return buffer
 
-    def _show_all(self, bucket: int) -> Sequence[LayerBuffer] | None:
+    def _show_all(self, bucket: int, *, in_rows: bool = False) -> Sequence[LayerBuffer] | None:
         wholes = [whole for whole in self._wholes if whole is not None]
-        return [self._show(whole, bucket) for whole in wholes] if len(wholes) == len(self._wholes) else None
+        is_complete = len(wholes) == len(self._wholes)
+        return [self._show(whole, bucket, in_rows=in_rows) for whole in wholes] if is_complete else None
 
-    def _show(self, whole: Tensor, bucket: int) -> LayerBuffer:
+    def _show(self, whole: Tensor, bucket: int, *, in_rows: bool) -> LayerBuffer:
         parts = whole.flatten(2, 3).flatten(0, 1)
-        if self._is_paged:
+        if self._is_paged and not in_rows:
             pages = whole.unflatten(3, (-1, PAGE_SLOTS)).flatten(2, 3).permute(0, 2, 3, 1, 4)
             return LayerBuffer(parts, *pages.unbind())
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
@@ -282,6 +299,10 @@ class Taps:
         taps_MX = self._slots.kept_MX.index_select(0, self.slots(positions_BT, rows_B))
         return taps_MX.view(*static_shape(positions_BT), -1)
 
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """Copy the taps of some slots of each row to others."""
+        self._slots.kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
+
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
         taps_BTX = comm.broadcast(self.read(positions_BT, rows_B), src=src)
@@ -322,3 +343,8 @@ class CachedRunner:
         )  # fmt: skip
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """See `Runner.move`."""
+        assert self._cache is not None, "allocate comes first"
+        self._cache.move(from_BD, to_BD)

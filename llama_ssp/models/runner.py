@@ -36,6 +36,23 @@ class Pieces(NamedTuple):
     longest: int
 
 
+class TreePlaces(NamedTuple):
+    """Where the tokens of a forward stand that are nodes of trees, one tree in each row.
+
+    Attributes:
+        slots_BT: the slots of the cache that they are written to; several can have one position.
+        sees_BTU: which of the U slots that are read each of them sees, its own included.
+    """
+
+    slots_BT: Tensor
+    sees_BTU: Tensor
+
+
+def mask_of(tree: TreePlaces, *, dtype: torch.dtype) -> Tensor:
+    """What attention adds to the scores (B, T, U): 0 for a slot that a token sees, minus infinity for others."""
+    return torch.zeros_like(tree.sees_BTU, dtype=dtype).masked_fill_(~tree.sees_BTU, float("-inf"))
+
+
 class Runner(Protocol):
     """A model on this rank, whole or in part, with its cache.
 
@@ -70,6 +87,7 @@ class Runner(Protocol):
         consecutive: bool = True,
         pieces: Pieces | None = None,
         taps: Taps | None = None,
+        tree: TreePlaces | None = None,
     ) -> Tensor:
         """Read tokens at given positions into the cache, and return the logits after them.
 
@@ -84,10 +102,14 @@ class Runner(Protocol):
             consecutive: each position of a row is the one before it plus 1, as attention by lengths assumes.
             pieces: the tokens are one packed row (B = 1), and these say which rows of the cache they belong to.
             taps: where the inputs of its layers are kept; None keeps none.
+            tree: slots of all rows that differ from positions, and what each token sees.
 
         Returns:
             Logits (B, R, V) in fp32, over the full vocabulary, on every rank of the model.
         """
+
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """Copy what the cache holds in some slots of each row to others."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,3 +134,6 @@ class NullRunner:
         """Return empty logits (B, R, 0)."""
         num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
+
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """Do nothing."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import PerBucket, Taps, Workspace
-from llama_ssp.models.runner import Pieces
+from llama_ssp.models.runner import Pieces, TreePlaces
 
 NUM_CLOCK_PHASES = 5
 
@@ -65,6 +65,7 @@ class PrefixRunner:
         consecutive: bool = True,  # noqa: ARG002
         pieces: Pieces | None = None,  # noqa: ARG002
         taps: Taps | None = None,  # noqa: ARG002
+        tree: TreePlaces | None = None,
     ) -> Tensor:
         """See `models.runner.Runner.forward`."""
         self.num_forwards += 1

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.families import mask_argument
-from llama_ssp.models.runner import Pieces
+from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.ranks.comms import Comm
 
 
@@ -51,27 +51,33 @@ class ModuleRunner(CachedRunner):
         consecutive: bool = True,  # noqa: ARG002 - masks show any positions
         pieces: Pieces | None = None,  # noqa: ARG002 - only for runners that pack prompts
         taps: Taps | None = None,
+        tree: TreePlaces | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
         cache = self._library_cache
-        cache.view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        slots_BT = tree.slots_BT if tree else positions_BT
+        cache.view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
-        mask = mask_argument(self._model.config, self._masks.rows(positions_BT, bucket=bucket))
-        with self._tapped(taps, positions_BT, cache_rows_B):
+        if tree:
+            masks = dict.fromkeys(self._windows, mask_of(tree, dtype=self.dtype)[:, None])
+        else:
+            masks = self._masks.rows(positions_BT, bucket=bucket)
+        mask = mask_argument(self._model.config, masks)
+        with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
             ).logits
         return logits_BRV.float()
 
     @contextmanager
-    def _tapped(self, taps: Taps | None, positions_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
+    def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
         """Keep the inputs of the tapped layers in a forward."""
         if taps is None:
             yield
             return
-        slots_M, layers = taps.slots(positions_BT, cache_rows_B), self._model.get_decoder().layers
+        slots_M, layers = taps.slots(slots_BT, cache_rows_B), self._model.get_decoder().layers
 
         def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
             taps.write(layer, args[0].flatten(0, 1), slots_M)

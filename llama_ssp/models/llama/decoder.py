@@ -33,7 +33,7 @@ from llama_ssp.models.llama.attention import (
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, fuse_products, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import Pieces
+from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PAGE_SLOTS
@@ -158,18 +158,17 @@ class LeanRunner(CachedRunner):
         consecutive: bool = True,
         pieces: Pieces | None = None,
         taps: Taps | None = None,
+        tree: TreePlaces | None = None,
     ) -> Tensor:
         """See `Runner.forward`."""
         attention = self._attention(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree
         )
         tapped = taps.layers if taps else ()
-        if taps:
-            slots_M = (
-                taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
-                if pieces
-                else taps.slots(positions_BT, cache_rows_B)
-            )
+        if taps and pieces:
+            slots_M = taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
+        elif taps:
+            slots_M = taps.slots(tree.slots_BT if tree else positions_BT, cache_rows_B)
         stream: Stream = self._embed(ids_BT.flatten()), None
         for layer, window in zip(self._layers, self._windows, strict=True):
             if taps and layer.number in tapped:
@@ -195,8 +194,11 @@ class LeanRunner(CachedRunner):
         cache_rows_B: Tensor | None,
         consecutive: bool = True,
         pieces: Pieces | None = None,
+        tree: TreePlaces | None = None,
     ) -> dict[int | None, LayerAttention]:
         """How one forward attends, by window."""
+        if tree:
+            return self._in_tree(positions_BT, tree, bucket=bucket)
         if self._compiled:
             assert pieces is None
             return self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
@@ -237,6 +239,25 @@ class LeanRunner(CachedRunner):
             attends = self._masked(positions_BT, bucket=bucket)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
+
+    def _in_tree(self, positions_BT: Tensor, tree: TreePlaces, *, bucket: int) -> dict[int | None, LayerAttention]:
+        """How nodes of trees attend: by masks, whatever other forwards do."""
+        assert self._cache is not None, "allocate comes first"
+        buffer, slots_M, _ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
+        freqs_cis_S1P = self._rotations.freqs_cis_S1P
+        if kernel := self._own.rotate_write:
+            turns_SP2 = torch.view_as_real(freqs_cis_S1P)
+            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M)
+        else:
+            freqs_cis_M1P = freqs_cis_S1P.index_select(0, positions_BT.flatten())
+            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M)
+        mask_BTU = mask_of(tree, dtype=self.dtype)
+        mask_B1QU = mask_BTU.repeat_interleave(self._heads.num // self._heads.num_kv, dim=1)[:, None]
+        attend = partial(
+            attend_by_mask, mask_B1QS=mask_B1QU, batch_size=static_shape(positions_BT)[0], by_position=self._by_position
+        )
+        way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=None, attend=attend)
+        return dict.fromkeys(self._windows, way)
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, bucket: int, cache_rows_B: Tensor | None

@@ -27,6 +27,7 @@ from llama_ssp.models.llama.attention import LayerAttention
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import Layer, Stream, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
+from llama_ssp.models.runner import TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.shapes import static_shape
 from llama_ssp.weights.head import HeadSource
@@ -140,8 +141,9 @@ class HeadRunner(LeanRunner):
         bucket: int,
         score_positions_B1: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read pairs at consecutive positions into the cache.
+        """Read pairs at consecutive positions, or those of a tree, into the cache.
 
         Args:
             ids_BT: the token behind each position.
@@ -149,14 +151,14 @@ class HeadRunner(LeanRunner):
             positions_BT: of the pairs.
             bucket: see `Runner.forward`.
             score_positions_B1: which of the T pairs to score; None for all.
-            cache_rows_B: see `Runner.forward`.
+            cache_rows_B, tree: see `Runner.forward`.
 
         Returns:
             The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
             tokens that it cannot draft.
         """
         batch_size, _ = static_shape(ids_BT)
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, tree=tree)
         (layer,), (window,) = self._layers, self._windows
         assert isinstance(layer, HeadLayer)
         stream = layer.extend(self._embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])
