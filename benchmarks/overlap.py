@@ -21,7 +21,7 @@ import transformers
 from benchmarks.decoding import TEXT, decode_once, run_config
 from benchmarks.measured import Row, group_of_ranks, markdown, store
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
-from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
+from llama_ssp.planning.timing import OverlappedTime
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.checkpoints import find_sources
@@ -93,7 +93,7 @@ class Candidate:
         shares = self.world.comm.gather_text(json.dumps(waited_s / rounds_s if rounds_s else 0.0))
         return {
             "overlaps": self.overlaps, "num_draft_tokens": self.num_draft_tokens,
-            "waits": bool(self.decoder.round.waits), "idle_shares": [json.loads(share) for share in shares],
+            "idle_shares": [json.loads(share) for share in shares],
             **{
                 name: (statistics.median if name.endswith("_s") else sum)(each[name] for each in self.yields)
                 for name in self.yields[0]
@@ -197,14 +197,9 @@ class Comparison:
     def modelled_gain(self, num_draft_tokens: int) -> float:
         """The same by the renewal model."""
         k, acceptance, before = num_draft_tokens, self.acceptance, self.at(num_draft_tokens, overlaps=False)
-        time = OverlappedTime(
-            draft_s=before["draft_s"], forward_s=before["verify_s"], refill_s=before["draft_s"] * (k - 1) / k
-        )
-        round_s, tokens = time.round_s, overlapped_tokens(acceptance, k)
-        if self.at(k, overlaps=True)["waits"]:
-            round_s += OverlapForecast(time=time, acceptance=acceptance, num_draft_tokens=k, batch_size=1).alone_s
-            tokens = tokens_per_round(acceptance, k - 1)
-        return (time.draft_s + time.forward_s) / tokens_per_round(acceptance, k) / (round_s / tokens)
+        time = OverlappedTime(draft_s=before["draft_s"], forward_s=before["verify_s"])
+        one_by_one_s = (time.draft_s + time.forward_s) / tokens_per_round(acceptance, k)
+        return one_by_one_s / (time.round_s / overlapped_tokens(acceptance, k))
 
 
 def ms_per_token(figures: Row) -> float:
@@ -225,6 +220,8 @@ def text(rows: Sequence[Row]) -> str:
     by_length = []
     for each in found:
         known = {candidate["num_draft_tokens"] for candidate in each.row["apart"]}
+        # Of earlier versions, whose rows could wait for a block after a rejection: other rounds than those of today.
+        known -= {candidate["num_draft_tokens"] for candidate in each.row["apart"] if candidate.get("waits")}
         gains = (f"{each.gain(k):.2f}x ({each.modelled_gain(k):.2f}x)" if k in known else "-" for k in lengths)
         by_length.append([f"{each.acceptance:.2f}", *gains])
     return (

@@ -524,8 +524,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
 
 def _numbers_bytes(job: PlanSpec) -> int:
     """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    num_drafted = job.num_draft_tokens * job.drafts + (job.num_draft_tokens - 1) * job.overlaps
-    of_a_round = 3 * num_drafted + 4
+    of_a_round = 3 * job.num_draft_tokens * job.drafts + 4
     return 2 * 8 * job.batch_size * (job.max_new_tokens + 1) * of_a_round
 
 
@@ -556,15 +555,13 @@ def _graph_bytes(job: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> in
     """Captured graphs: the target's plain and round forwards and all K draft steps.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket.
-    Rounds that overlap may have K - 1 more draft steps, for rows that wait for a block.
     """
     by_length = all(model.reads_by_length(hardware) for model in (job.target, job.draft) if model)
     num_buckets = 1 if by_length else -(-job.num_slots // BUCKET_STEP[hardware.device])
     lengths = ADAPTIVE_LENGTHS if job.adapts else (job.num_draft_tokens,)
     layers = (1 + len(lengths) * job.drafts) * job.target.shape.num_hidden_layers
     if job.draft and drafts:
-        num_steps = sum(lengths) + (job.num_draft_tokens - 1) * job.overlaps
-        layers += num_steps * job.draft.shape.num_hidden_layers
+        layers += sum(lengths) * job.draft.shape.num_hidden_layers
     return num_buckets * layers * job.kernels.layer * GRAPH_NODE_BYTES
 
 

@@ -27,8 +27,7 @@ then the exchange and the rule:
               |<----- the longer one ------->|
 
 On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
-first token of the new block is verified early, or all rows wait for a block: K - 1 draft steps alone, and then a round
-that examines K tokens.
+first token of the new block is verified early.
 
 Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 """
@@ -458,18 +457,12 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     return found
 
 
-WORTH_WAITING = 1.1
-"""Times faster that tokens must come for rows to wait: where both ways are about equal, the target idles less if none
-waits, and a rank that has idled begins cold."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
     """Seconds of a round's pieces: both models at once, then what either waits for.
 
     Attributes:
         is_beside: the exchange takes no time of the target, which computes meanwhile.
-        refill_s: what precedes the round if a row waits for a block: K - 1 draft steps alone, and their exchange.
     """
 
     draft_s: float
@@ -477,7 +470,6 @@ class OverlappedTime:
     exchange_s: float = 0.0
     settle_s: float = 0.0
     host_s: float = 0.0
-    refill_s: float = 0.0
     is_beside: bool = False
 
     @property
@@ -488,56 +480,17 @@ class OverlappedTime:
 
     @property
     def round_s(self) -> float:
-        """The round, without what may precede it."""
+        """The whole round."""
         return self.arrived_s + self.settle_s + self.host_s
 
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapForecast:
-    """A round of K drafted tokens whose drafting overlaps verification, at one acceptance."""
-
-    time: OverlappedTime
-    acceptance: float
-    num_draft_tokens: int
-    batch_size: int
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds of drafting alone per round, if rows wait: after every round in which any row was rejected."""
-        return (1 - self.acceptance ** (self.num_draft_tokens * self.batch_size)) * self.time.refill_s
-
-    @cached_property
-    def waits(self) -> bool:
-        """Whether tokens come clearly faster if rows wait for a block after a rejection, and verify no token early."""
-        waiting_s = self.time.round_s + self.alone_s
-        examined = tokens_per_round(self.acceptance, self.num_draft_tokens - 1)
-        early = overlapped_tokens(self.acceptance, self.num_draft_tokens)
-        return WORTH_WAITING * waiting_s / examined < self.time.round_s / early
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of the round, with the drafting alone before it."""
-        return self.time.round_s + (self.alone_s if self.waits else 0.0)
-
-    def gain(self, acceptance: float) -> float:
-        """Expected tokens of the round, at any acceptance."""
-        if self.waits:
-            return tokens_per_round(acceptance, self.num_draft_tokens - 1)
-        return overlapped_tokens(acceptance, self.num_draft_tokens)
-
-    def document(self) -> dict[str, Any]:
-        """A plan's figures: K draft steps, whether rows wait, shares of the round, and of the drafted tokens."""
-        time, number, alone = self.time, self.num_draft_tokens, self.alone_s if self.waits else 0.0
-        drafted, corrections = float(number), overlapped_corrections(self.acceptance, number)
-        if self.waits:
-            corrections = 1 - self.acceptance**number
-            drafted = number + corrections * (number - 1)
+    def document(self, acceptance: float, num_draft_tokens: int) -> dict[str, Any]:
+        """A plan's figures: K draft steps, shares of the round, and of the drafted tokens."""
+        kept = overlapped_tokens(acceptance, num_draft_tokens) - overlapped_corrections(acceptance, num_draft_tokens)
         return {
-            "draft_ms": 1e3 * time.draft_s,
-            "waits": self.waits,
-            "target_idle_share": (time.arrived_s - time.forward_s + alone) / self.round_s,
-            "draft_idle_share": (time.arrived_s - time.draft_s + time.settle_s) / self.round_s,
-            "dropped_share": 1 - (self.gain(self.acceptance) - corrections) / drafted,
+            "draft_ms": 1e3 * self.draft_s,
+            "target_idle_share": (self.arrived_s - self.forward_s) / self.round_s,
+            "draft_idle_share": (self.arrived_s - self.draft_s + self.settle_s) / self.round_s,
+            "dropped_share": 1 - kept / num_draft_tokens,
         }
 
 
@@ -669,7 +622,6 @@ class CostModel:
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
             exchange_s=exchange_s, settle_s=settle_s, host_s=self.host_s, is_beside=self.job.device == "cuda",
-            refill_s=self.drafting_s(num_draft_tokens - 1) + exchange_s if num_draft_tokens > 1 else 0.0,
         )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -699,7 +651,7 @@ class Timing:
         best_num_draft_tokens: the fastest K.
         tokens_per_round_range, speculative_s_range, best_num_draft_tokens_range: what follows from the low and from the
             high acceptance, the smaller figure first; None for a single figure of it. The first two are at the same K.
-        overlap: of a job whose drafting overlaps verification; see `OverlapForecast.document`.
+        overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -763,20 +715,11 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     job, chosen = costs.job, costs.job.num_draft_tokens
     acceptance = expected_of_job(job)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
-    overlapped = [
-        OverlapForecast(
-            time=costs.overlapped(number), acceptance=probability, num_draft_tokens=number, batch_size=job.batch_size
-        )
-        for number in lengths
-        if job.overlaps
-    ]
+    overlapped = [costs.overlapped(number) for number in lengths if job.overlaps]
+    gain = overlapped_tokens if overlapped else tokens_per_round
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) + costs.host_s for number in lengths
     ]
-
-    def gain(acceptance: float, number: int) -> float:
-        return overlapped[number - 1].gain(acceptance) if overlapped else tokens_per_round(acceptance, number)
-
     by_number = token_times(rounds_s, probability, gain)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
@@ -804,7 +747,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=by_number,
         best_num_draft_tokens=fastest(by_number),
-        overlap=overlapped[chosen - 1].document() if overlapped else None,
+        overlap=overlapped[chosen - 1].document(probability, chosen) if overlapped else None,
     )
     if acceptance.ends is None:
         return timed

@@ -20,7 +20,7 @@ from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.words import visible
 
-COSTS_FILE, MODELS_FILE, OVERLAP_FILE = "round_costs.json", "models.json", "overlap.json"
+COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
 CHANGEABLE = (
     "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",

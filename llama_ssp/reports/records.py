@@ -271,7 +271,6 @@ class RankActivity:
     Attributes:
         waited_s: of the rounds' time, how long it waited for the other model.
         draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
-        waits: rows waited for a block after a rejection.
     """
 
     rank: int
@@ -279,7 +278,6 @@ class RankActivity:
     waited_s: float
     num_rounds: int = 0
     draft_cpu_s: float = 0.0
-    waits: bool = False
 
     @property
     def worked_s(self) -> float:
@@ -292,14 +290,12 @@ class OverlapSummary:
     """Results of drafting that overlaps verification.
 
     Attributes:
-        waits: rows waited for a new block after a rejection; else its first token was verified early.
         target_idle_share, draft_idle_share: mean over the ranks of a model, of the last part of a resumed run; None
             without rounds.
         num_dropped_tokens: drafted tokens that did not become text.
         ranks: the times behind the shares.
     """
 
-    waits: bool
     target_idle_share: float | None
     draft_idle_share: float | None
     num_drafted_tokens: int
@@ -363,6 +359,9 @@ class Summary(RunFacts):
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
         if isinstance(forecast := content.get("forecast"), dict):  # earlier versions wrote ranges
             content["forecast"] = {key: value for key, value in forecast.items() if not key.endswith(("_low", "_high"))}
+        if isinstance(overlap := content.get("overlap"), dict):  # and two kinds of overlapped rounds
+            for each in (overlap, *(rank for rank in overlap.get("ranks") or () if isinstance(rank, dict))):
+                each.pop("waits", None)
         summary = restore(cls, content)
         fast = summary.speculative
         if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:

@@ -78,17 +78,16 @@ def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
     ]
 
 
-def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int, *, waits: bool) -> list[int]:
+def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[int]:
     """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
 
-    Unless it waits, the first round, and each after a rejection, examines one drafted token; any other all K.
+    The first round, and each after a rejection, examines one drafted token; any other all K.
     """
-    fewest = num_draft_tokens if waits else 1
-    gains, examined = [], fewest
+    gains, examined = [], 1
     for num_accepted in accepted_lengths:
         goes_on = num_accepted == examined
         gains.append(num_accepted + (not goes_on))
-        examined = num_draft_tokens if goes_on else fewest
+        examined = num_draft_tokens if goes_on else 1
     return gains
 
 
@@ -123,12 +122,7 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> Spec
 def _overlap(
     facts: RunFacts, lines: Sequence[CompletionLine], activities: Sequence[RankActivity], num_draft_tokens: int
 ) -> OverlapSummary:
-    waits = any(each.waits for each in activities)
-    drafted = 0
-    for accepted in (line.accepted_lengths for line in lines if line.accepted_lengths):
-        # K in each round, and K - 1 before the first and after each rejection if the row waits.
-        num_refills = 1 + sum(length < num_draft_tokens for length in accepted[:-1])
-        drafted += num_draft_tokens * len(accepted) + (num_draft_tokens - 1) * num_refills * waits
+    drafted = num_draft_tokens * sum(len(line.accepted_lengths) for line in lines)
 
     def idle_share(model: str) -> float | None:
         size = facts.world_size // facts.placement["num_replicas"]
@@ -137,7 +131,7 @@ def _overlap(
         return _ratio(sum(each.waited_s / each.rounds_s for each in of_model), len(of_model))
 
     return OverlapSummary(
-        waits=waits, target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),
+        target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),
         num_drafted_tokens=drafted, num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
         ranks=[*activities],
     )  # fmt: skip

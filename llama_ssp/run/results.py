@@ -65,10 +65,7 @@ def finalize(session: Session) -> None:
         forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip
-    gains_of = None
-    if activities:
-        waits = any(each.waits for each in activities)
-        gains_of = partial(round_gains, num_draft_tokens=most_drafted, waits=waits)
+    gains_of = partial(round_gains, num_draft_tokens=most_drafted) if activities else None
     summary = summarise(
         facts, folder.lines, folder.rows, evaluation=session.evaluation, activities=activities,
         excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
@@ -96,7 +93,7 @@ def _activities(session: Session) -> list[RankActivity]:
     if decoder:
         own = RankActivity(
             rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
-            draft_cpu_s=decoder.clock.draft_cpu_s, waits=bool(decoder.round.waits),
+            draft_cpu_s=decoder.clock.draft_cpu_s,
         )  # fmt: skip
     return [RankActivity(**json.loads(each)) for each in comm.gather_text(json.dumps(asdict(own)))]
 

@@ -1,36 +1,30 @@
-"""Measures rounds before a run begins that adapts K or overlaps drafting, and gives the decoder what it found.
+"""Measures rounds before a run begins that adapts K, and gives the decoder what it found.
 
 All ranks use the times that rank 0 measured. A run folder keeps them for when the run is resumed.
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import linear_regression, median
-from typing import Any, TypeVar
+from statistics import linear_regression
+from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
-from llama_ssp.planning.timing import OverlapForecast, OverlappedTime
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.reports.folder import COSTS_FILE, OVERLAP_FILE, RunFolder
+from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 
 _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
-_NUM_WARM_PIECES, _NUM_TIMED_PIECES = 3, 8
-_Read = TypeVar("_Read")
-_log = logging.getLogger(__name__)
 
 
 def make_ready(
@@ -43,7 +37,7 @@ def make_ready(
 
 
 def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, folder: RunFolder | None = None) -> None:
-    """Measure, once for a decoder, the costs by which it chooses K for each round, or how overlapped rounds go on.
+    """Measure, once for a decoder, the costs by which it chooses K for each round.
 
     All ranks must call this together, after `make_room`; most decoders have no such choice. `comm` has all ranks. A
     round in the middle of the run reads `num_slots` cache slots. On rank 0, `folder` is the run folder that has the
@@ -51,47 +45,38 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
     be written.
     """
     round_ = decoder.round
-    adapts = config.speculation.adapts and round_.drafters and not isinstance(decoder.length, AdaptiveLength)
-    overlaps = isinstance(round_, OverlappedRound) and round_.waits is None
-    if not adapts and not overlaps:
+    if not (config.speculation.adapts and round_.drafters) or isinstance(decoder.length, AdaptiveLength):
         return
     # Hosts may have measured other pairs, and all ranks must choose alike.
     acceptance = from_rank_0(comm, lambda: _expected_acceptance(config))
-    if adapts:
-        sources = range(len(round_.drafters))
-        choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
-        costs = _kept_or_measured(
-            folder, COSTS_FILE, comm, read=partial(_read_costs, choices=choices),
-            measure=lambda: _measure_costs(decoder, choices, comm=comm, num_slots=num_slots),
-        )  # fmt: skip
-        decoder.length = AdaptiveLength(costs, acceptance=acceptance)
-    if overlaps:
-        round_.waits = _kept_or_measured(
-            folder, OVERLAP_FILE, comm, read=_read_waits,
-            measure=lambda: _choose_waits(decoder, acceptance[0], comm=comm, num_slots=num_slots),
-        )  # fmt: skip
-        _log.info("after a rejection: %s", "waits for a block" if round_.waits else "verifies one token early")
+    sources = range(len(round_.drafters))
+    choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
+    costs = _kept_or_measured(
+        folder, comm, read=partial(_read_costs, choices=choices),
+        measure=lambda: _measure_costs(decoder, choices, comm=comm, num_slots=num_slots),
+    )  # fmt: skip
+    decoder.length = AdaptiveLength(costs, acceptance=acceptance)
 
 
 def _kept_or_measured(
-    folder: RunFolder | None, name: str, comm: Comm, *, read: Callable[[Any], _Read], measure: Callable[[], object]
-) -> _Read:
-    """The measurement in a file of the run folder, the same on every rank; `measure` makes a file that is missing."""
+    folder: RunFolder | None, comm: Comm, *, read: Callable[[Any], RoundCosts], measure: Callable[[], object]
+) -> RoundCosts:
+    """The costs in the run folder, the same on every rank; `measure` makes a file that is missing."""
 
     def kept() -> object:
-        text = folder.read_kept(name) if folder else None
+        text = folder.read_kept(COSTS_FILE) if folder else None
         if text is None:
             return None
         try:
             content = read_json(text)
             read(content)
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{name} of run_dir is damaged: delete it to measure again") from None
+            raise ConfigError(f"{COSTS_FILE} of run_dir is damaged: delete it to measure again") from None
         return content
 
     def keep() -> object:
         if folder:
-            folder.write_kept(name, json.dumps(measured, indent=1) + "\n")
+            folder.write_kept(COSTS_FILE, json.dumps(measured, indent=1) + "\n")
         return measured
 
     content = from_rank_0(comm, kept)
@@ -150,44 +135,3 @@ def _read_costs(content: Any, choices: list[DraftChoice]) -> RoundCosts:  # noqa
     if [*rounds] != choices or min(rounds.values()) <= 0 or min(catch_up) < 0 or len(catch_up) <= choices[-1].source:
         raise ValueError(content)
     return RoundCosts(rounds=rounds, catch_up=catch_up)
-
-
-def _choose_waits(decoder: Decoder, acceptance: float, *, comm: Comm, num_slots: int) -> dict[str, object]:
-    """Choose how rounds go on after a rejection by what both models take."""
-    pieces = measure_pieces(decoder, comm=comm, num_slots=num_slots)
-    forecast = OverlapForecast(
-        time=pieces, acceptance=acceptance, num_draft_tokens=decoder.round.num_ahead + 1, batch_size=decoder.batch_size
-    )
-    measured = ("draft_s", "forward_s", "exchange_s", "refill_s")
-    return {"waits": forecast.waits} | {name: getattr(pieces, name) for name in measured}
-
-
-def measure_pieces(decoder: Decoder, *, comm: Comm, num_slots: int) -> OverlappedTime:
-    """The fields of `OverlappedTime` that decide, over some rounds.
-
-    Seconds of K draft steps and of the target's forward, each while the other goes on, and what the whole round and a
-    block before it take in addition. Rounds with and without that block take turns: the speed of a machine may change
-    from one second to the next.
-    """
-    choices = decoder.length.choices[:1]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    worked: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_NUM_WARM_PIECES + _NUM_TIMED_PIECES):
-        for refills in (False, True):
-            seconds[refills] += decoder.time_rounds(choices, num_slots=num_slots, refills=refills)
-            worked[refills].append(decoder.worked_s)
-    timed = slice(_NUM_WARM_PIECES, None)
-    round_s, worked_s = median(seconds[False][timed]), median(worked[False][timed])
-    pairs = zip(seconds[True][timed], seconds[False][timed], strict=True)
-    refill_s = max(median(with_block - without for with_block, without in pairs), 0.0)
-    drafts = decoder.round.drafts_here
-    each = [json.loads(text) for text in comm.gather_text(json.dumps([drafts, worked_s]))]
-    draft_s, forward_s = (max(s for of_draft, s in each if of_draft is is_draft) for is_draft in (True, False))
-    exchange_s = max(round_s - max(draft_s, forward_s), 0.0)
-    return OverlappedTime(draft_s=draft_s, forward_s=forward_s, exchange_s=exchange_s, refill_s=refill_s)
-
-
-def _read_waits(content: Any) -> bool:  # noqa: ANN401 - of a file
-    if not isinstance(content["waits"], bool):
-        raise TypeError
-    return content["waits"]

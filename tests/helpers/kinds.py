@@ -38,8 +38,5 @@ KINDS: dict[str, Make] = {
     ),
     "other tokenizer": _other_tokenizer,
     "overlapped": lambda sharpness, **options: overlapped_decoder(*near_pair(sharpness), num_draft_tokens=4, **options),
-    "waiting": lambda sharpness, **options: overlapped_decoder(
-        *near_pair(sharpness), num_draft_tokens=4, waits=True, **options
-    ),
 }
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

@@ -35,13 +35,12 @@ def overlapped_decoder(  # noqa: PLR0913
     sampling: SamplingConfig | None = None,
     replay: Recorder | bool = True,
     stop_request: StopRequest | None = None,
-    waits: bool = False,
     num_left: int = 0,
 ) -> Decoder:
     """A decoder of one rank, or of a rank of `comm`, whose first ranks have the target and whose others have the draft.
 
     Each of these ranks has all of its model. With `num_left`, of each position so many probabilities are sent. For
-    `replay` see `make_decoder`, and for `waits` `OverlappedRound`.
+    `replay` see `make_decoder`.
     """
     comm = comm or Comm.single()
     is_apart = comm.size > 1
@@ -65,7 +64,6 @@ def overlapped_decoder(  # noqa: PLR0913
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier)
-    round_.waits = waits
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

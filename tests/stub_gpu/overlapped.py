@@ -31,9 +31,8 @@ from llama_ssp.settings.schema import (
     VerificationConfig,
 )
 from llama_ssp.settings.tasks import GenerateConfig
-from llama_ssp.speculate.engine.overlap import OverlappedRound
 from tests.stub_gpu.decoded import Left, decode_twice, requests_for
-from tests.stub_gpu.overlapped_settings import SETTINGS, Setting
+from tests.stub_gpu.overlapped_settings import PIECES, SETTINGS, Setting
 
 
 def config_of(setting: Setting, num_ranks: int) -> RunConfig:
@@ -63,13 +62,11 @@ def decode(world: World, setting: Setting) -> Left:
     config = config_of(setting, world.comm.size)
     models = load_models(config, world, find_sources(config, world))
     decoder = build_decoder(models, config, speculative=True)
-    assert isinstance(decoder.round, OverlappedRound)
-    decoder.round.waits = setting.waits
     requests = requests_for(setting.batch_size)
     decoder.make_room(requests)
     decoder.warm_up(requests)  # captures with the sizes of a run, so that the first run captures nothing more
     decoder.executor.run = watched(decoder.executor.run)  # type: ignore[method-assign]  # the host may not wait for the device
-    return decode_twice(decoder, requests, num_pieces=setting.num_pieces)
+    return decode_twice(decoder, requests, num_pieces=len(PIECES))
 
 
 def main() -> None:

@@ -45,12 +45,11 @@ class HostClock:
         seconds, self._seconds = self._seconds, {"draft": 0.0, "verify": 0.0}
         return seconds["draft"], seconds["verify"]
 
-    def forget(self) -> float:
-        """Drop what has not been taken; returns this rank's own work in it, without the waiting for the other model."""
+    def forget(self) -> None:
+        """Drop what has not been taken."""
         before_s = self._taken_s
-        worked_s = sum(self.take()) - (self.waited_s - before_s[0])
+        self.take()
         self.waited_s, self.draft_cpu_s = self._taken_s = before_s
-        return worked_s
 
 
 class EventClock(HostClock):

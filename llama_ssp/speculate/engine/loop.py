@@ -2,7 +2,7 @@
 
 The lag is one round on a GPU, so that the device never waits for the host, and zero on the CPU. Every rank has the same
 lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
-rows: no round depends on them. Only rows that wait for a block (`overlap`) need them at once: there the lag is zero.
+rows: no round depends on them.
 """
 
 import time
@@ -104,7 +104,7 @@ class Decoder:
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
-        in_flight_BTV, lag = None, 0 if self.round.waits else self._lag
+        in_flight_BTV = None
         with self.threads.in_use():
             while (waiting or any(self._rows)) and not self.stopped:
                 started = time.perf_counter()
@@ -116,16 +116,14 @@ class Decoder:
                     self._admit(admitted, free[: len(admitted)])
                 else:
                     choice = self._choose()
-                    refills = bool(self.round.waits) and _fill_up(self._rows, self.round.num_ahead)
                     bucket = self._bucket(choice)
                     with self.threads.timed((choice, bucket)):
                         result, in_flight_BTV = self.round.step(
-                            self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock,
-                            refills=refills,
-                        )  # fmt: skip
+                            self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
+                        )
                     self._launch(result, list(self._rows), choice, is_prefill=False)
                 running = [owner for owner in self._rows if owner]
-                updates = self._collect() if len(self._pending) > lag else []
+                updates = self._collect() if len(self._pending) > self._lag else []
                 self._record_time(running, time.perf_counter() - started, is_round=not admitted)
                 if updates:
                     yield updates
@@ -139,11 +137,10 @@ class Decoder:
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
 
-    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int, refills: bool = False) -> list[float]:
+    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
-        Returns the seconds of each. The first two calls warm up executors; later ones measure. `worked_s` is then the
-        work of this rank in all of them.
+        Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
         state, bucket = self._empty_state(), self._buckets.covering(num_slots)
         if self._is_cuda and self.round.reads_by_length:
@@ -151,7 +148,7 @@ class Decoder:
 
         def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
-            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=self.clock, refills=refills)
+            self.round.step(self.executor, state, choice=choice, bucket=bucket, clock=self.clock)
             if self._is_cuda:
                 self._comm.finish()
             return time.perf_counter() - started
@@ -161,7 +158,7 @@ class Decoder:
                 with self.threads.timed((choices[0], bucket)):
                     time_round(choices[0])
             seconds = [time_round(choice) for choice in choices]
-        self.worked_s = self.clock.forget()
+        self.clock.forget()
         return seconds
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -175,7 +172,7 @@ class Decoder:
             shortest, ahead = min(len(request.prompt_ids) for request in requests), self.round.max_tokens_per_round
             widths = {self._buckets.covering(length) for length in range(shortest + ahead, longest + 2 * ahead)}
         for width in sorted(widths):
-            self.time_rounds(self.length.choices * 2, num_slots=width, refills=bool(self.round.waits))
+            self.time_rounds(self.length.choices * 2, num_slots=width)
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts, and count what each drafter will have skipped after it."""
@@ -306,12 +303,3 @@ class Decoder:
                 part_s["draft"] += draft_s * share
                 part_s["verify"] += verify_s * share
                 part_s["other"] += other_s * share
-
-
-def _fill_up(owners: Sequence[RowCompletion | None], num_ahead: int) -> bool:
-    """Whether a running row has no block in flight; afterwards all rows have one of `num_ahead` tokens."""
-    running = [owner for owner in owners if owner]
-    is_due = any(owner.num_ahead < num_ahead for owner in running)
-    for owner in running:
-        owner.num_ahead = num_ahead
-    return is_due

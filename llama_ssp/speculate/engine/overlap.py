@@ -17,9 +17,6 @@ and only the last two need what other ranks did:
     exchange   ids to all ranks, probabilities to the rank that verifies
     verify     the rule, its decision to all ranks, commit
 
-Where drafting is fast, the round after a rejection can wait for a block instead (`OverlappedRound.waits`): the draft
-first writes K - 1 tokens, with uniforms of their own, and the stage `fill` puts them in flight.
-
 Ids in flight stand in the batch behind the text. Of the probabilities of a block, all but the first row belong to what
 is in flight in the next round. An executor that keeps its state writes results to the same addresses in every round:
 there the last stage copies these probabilities to a second place, since the next round receives its own block first.
@@ -45,27 +42,17 @@ from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
-from llama_ssp.speculate.sampling.uniforms import UniformTable
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; it never decodes without a draft.
-
-    Attributes:
-        waits: a row whose draft was rejected waits for a new block, instead of having its first token verified early.
-            None, which is not to wait, before anybody has chosen.
-        drafts_here: this rank has a part of the draft, and so none of the target.
-    """
+    """A round whose drafter works while the target verifies; it never decodes without a draft."""
 
     has_bonus = False
 
     def __init__(self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier) -> None:
         super().__init__(target, drafter, verifier=verifier)
-        self.waits, self.drafts_here = None, drafter.drafts_here
         self._drafter = drafter
-        self._num_drafted = drafter.num_draft_tokens
-        self.num_ahead = self._num_drafted - 1
-        self.uniforms = UniformTable(self._num_drafted + self.num_ahead, target.device)
+        self.num_ahead = drafter.num_draft_tokens - 1
         self._in_flight_A = torch.arange(self.num_ahead, device=target.device)
         self._kept_BTV: Tensor | None = None
 
@@ -78,32 +65,22 @@ class OverlappedRound(Round):
         choice: DraftChoice,
         bucket: int,
         clock: HostClock,
-        refills: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Run one overlapped round; see `Round.step`.
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
         """
 
-        def stage(name: str, function: Callable[..., Any], choice: DraftChoice, *, repeats: bool = False) -> Stage:
+        def stage(name: str, function: Callable[..., Any], *, repeats: bool = False) -> Stage:
             reads = (self.verifier, self._in_flight_A)
             return Stage(name, function, choice, bucket, reads=reads, repeats=repeats)
 
         clock.start()
         keeps = executor.keeps_state
-        if refills and choice.num_tokens > 1:
-            shorter = choice._replace(num_tokens=choice.num_tokens - 1)
-            drafted = executor.run(self.draft_stage(shorter, bucket=bucket), state)
-            clock.add("draft", waits=not self.drafts_here)
-            fresh = executor.run(stage("exchange", self._exchange, shorter), state, *drafted)[2:]
-            clock.add("draft", waits=True)
-            before = self._before(executor, in_flight_BTV, fresh)
-            filled = executor.run(stage("fill", partial(self._fill, keeps), shorter), state, *fresh, *before)
-            in_flight_BTV = next(iter(before if keeps else filled), None)
         ran_s = time.thread_time()
         drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
         clock.add("draft")
-        if self.drafts_here:
+        if self._drafter.drafts_here:
             clock.draft_cpu_s += time.thread_time() - ran_s
         scoring = Stage(
             "score", partial(self._score, choice, bucket), choice, bucket,
@@ -111,13 +88,13 @@ class OverlappedRound(Round):
         )  # fmt: skip
         target_BKV = executor.run(scoring, state)
         clock.add("verify")
-        uniforms_BN, ids_BK, *following = executor.run(stage("exchange", self._exchange, choice), state, *drafted)
+        uniforms_BN, ids_BK, *following = executor.run(stage("exchange", self._exchange), state, *drafted)
         clock.add("draft", waits=True)
         # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
         before = self._before(executor, in_flight_BTV, following) or following
-        verifying = stage("verify", partial(self._verify_ahead, keeps), choice, repeats=True)
+        verifying = stage("verify", partial(self._verify_ahead, keeps), repeats=True)
         result = executor.run(verifying, state, target_BKV, uniforms_BN, ids_BK, *following, *before)
-        clock.add("verify", waits=self.drafts_here)
+        clock.add("verify", waits=self._drafter.drafts_here)
         return result, next(iter(before if keeps else following), None)
 
     def _before(
@@ -136,12 +113,10 @@ class OverlappedRound(Round):
 
     def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
         uniforms_BN = state.uniforms()
-        # A block of K - 1 tokens precedes the one of K in the same round, with the uniforms behind those of the latter.
-        first = 0 if choice.num_tokens == self._num_drafted else self._num_drafted
-        uniforms_BKP = self.uniforms.split(uniforms_BN).draft_BKP[:, first : first + choice.num_tokens]
         draft = self._drafter.propose(
-            _behind_flight(state), num_tokens=choice.num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
-        )
+            _behind_flight(state), num_tokens=choice.num_tokens,
+            uniforms_BKP=self.uniforms.split(uniforms_BN).draft_BKP, bucket=bucket,
+        )  # fmt: skip
         return uniforms_BN, *given(draft)
 
     def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:
@@ -150,18 +125,6 @@ class OverlappedRound(Round):
     def _exchange(self, state: BatchState, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor) -> tuple[Tensor, ...]:
         draft = self._drafter.exchange(Draft(ids_BK, next(iter(probs), None)), _behind_flight(state))
         return uniforms_BN, *given(draft)
-
-    def _fill(self, keeps: bool, state: BatchState, *probs: Tensor) -> tuple[Tensor, ...]:
-        """Put the exchanged block of K - 1 tokens in flight in rows that have none; returns what is in flight now."""
-        filled: tuple[Tensor, ...] = ()
-        if probs:
-            fresh_BTV, *before = probs
-            fresh_BTV = torch.cat([fresh_BTV[:, :1], fresh_BTV], dim=1)  # as in a block of K, whose first is examined
-            if before:
-                fresh_BTV = torch.where((state.ahead_B == 0)[:, None, None], fresh_BTV, before[0])
-            filled = (before[0].copy_(fresh_BTV) if keeps else fresh_BTV,)
-        state.ahead_B.fill_(self.num_ahead)
-        return filled
 
     def _verify_ahead(
         self, keeps: bool, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor
@@ -178,7 +141,7 @@ class OverlappedRound(Round):
             Draft(ids_BK, following_BTV),
             target_BKV,
             ahead_B=state.ahead_B,
-            draws=self.uniforms.split(uniforms_BN, self._num_drafted),
+            draws=self.uniforms.split(uniforms_BN),
         )
         result = state.commit(decision, drafted_ids_BK=flying_BA)
         state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)

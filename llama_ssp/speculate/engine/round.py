@@ -89,12 +89,9 @@ class Round:
         taps: what a draft head reads of the target; None without one.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
-        waits, drafts_here: see `OverlappedRound`.
     """
 
     has_bonus = True
-    waits: bool | None = False
-    drafts_here = False
     num_ahead = 0
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None) -> None:
@@ -147,14 +144,12 @@ class Round:
         choice: DraftChoice,
         bucket: int,
         clock: HostClock,
-        refills: bool = False,  # noqa: ARG002 - of rounds that overlap
     ) -> tuple[Tensor, Tensor | None]:
         """Run one round on a batch whose rows have at least two tokens.
 
         It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight_BTV` is
-        what the round before has returned, and with `refills` rows without a block in flight get one first. Returns
-        the result (see `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies, if
-        any.
+        what the round before has returned. Returns the result (see `BatchState.commit`), and the probabilities of
+        drafted tokens that the next round verifies, if any.
         """
         clock.start()
         drafted: tuple[Tensor, ...] = ()

@@ -11,7 +11,7 @@ from llama_ssp.planning.memory import memory
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.timing import WORTH_WAITING, OverlapForecast, OverlappedTime, timing
+from llama_ssp.planning.timing import OverlappedTime, timing
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_job
 
@@ -36,18 +36,14 @@ def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, nu
     assert overlapped_corrections(acceptance, num_drafted) == pytest.approx(rejections, rel=0.02)
 
 
-def round_of(time: OverlappedTime, acceptance: float, *, batch_size: int = 1) -> OverlapForecast:
-    return OverlapForecast(time=time, acceptance=acceptance, num_draft_tokens=4, batch_size=batch_size)
-
-
 def test_shares_of_a_round_add_up() -> None:
     time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.3, host_s=0.2)
     assert time.round_s == pytest.approx(5.0)
-    forecast = round_of(time, 1.0).document()
+    forecast = time.document(1.0, 4)
     assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
     assert forecast["draft_idle_share"] == pytest.approx(0.8 / 5)
     assert forecast["dropped_share"] == 0
-    assert round_of(time, 0.0).document()["dropped_share"] == 1
+    assert time.document(0.0, 4)["dropped_share"] == 1
 
 
 def test_an_exchange_beside_the_forward_costs_the_drafts_side_alone() -> None:
@@ -57,21 +53,8 @@ def test_an_exchange_beside_the_forward_costs_the_drafts_side_alone() -> None:
     )
     assert (slow_target.round_s, slow_draft.round_s) == pytest.approx((4.5, 7.0))
     for time, target, draft in ((slow_target, 0, 1.5 / 4.5), (slow_draft, 2.5 / 7, 1 / 7)):
-        found = round_of(time, 1.0).document()
+        found = time.document(1.0, 4)
         assert (found["target_idle_share"], found["draft_idle_share"]) == pytest.approx((target, draft))
-
-
-def test_rows_wait_for_a_block_where_drafting_is_cheap() -> None:
-    """Waiting takes a round and what may precede it, for all tokens; it must be faster by the margin."""
-    tokens, early, rejected = tokens_per_round(0.8, 3), overlapped_tokens(0.8, 4), 1 - 0.8**4
-    border_s = (tokens / early / WORTH_WAITING - 1) / rejected
-    cheap, dear = (OverlappedTime(draft_s=0.9, forward_s=1.0, refill_s=times * border_s) for times in (0.99, 1.01))
-    assert round_of(cheap, 0.8).waits
-    assert not round_of(dear, 0.8).waits
-    assert round_of(cheap, 0.8).gain(0.8) == pytest.approx(tokens)
-    per_token = round_of(cheap, 0.8).round_s / tokens
-    assert WORTH_WAITING * per_token == pytest.approx(1 / early, rel=0.01)
-    assert not round_of(cheap, 0.8, batch_size=8).waits, "all rows would wait for any"
 
 
 def apart(**changes: object) -> PlanSpec:
@@ -88,9 +71,7 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     assert at_once.round_s is not None
     assert one_by_one.round_s is not None
     assert at_once.round_s < one_by_one.round_s
-    assert at_once.tokens_per_round == pytest.approx(
-        tokens_per_round(0.8, 3) if at_once.overlap["waits"] else overlapped_tokens(0.8, 4)
-    )
+    assert at_once.tokens_per_round == pytest.approx(overlapped_tokens(0.8, 4))
     assert one_by_one.tokens_per_round == pytest.approx(tokens_per_round(0.8, 4))
     assert document(make_plan(apart(overlap=True), machine))["time"]["overlap"]["dropped_share"] < 1
 
@@ -124,16 +105,14 @@ def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
 
 
 def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
-    """The probabilities in flight on the rank that verifies, and the graphs of the blocks that rows wait for."""
+    """The probabilities in flight on the rank that verifies."""
     machine = replace(load("g5_12xlarge"), num_gpus=2)
     job = make_job("13B_8bit", "7B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
     job = replace(job, target_ranks=(0,), draft_ranks=(1,))
     before, after = (memory(replace(job, overlap=overlaps), machine) for overlaps in (False, True))
     assert job.draft
     probabilities = 4 * job.round_rows * job.target.shape.vocab_size
-    uniforms = 2 * 8 * (job.max_new_tokens + 1) * 3 * (job.num_draft_tokens - 1)
-    assert after[0].logits_bytes - before[0].logits_bytes == probabilities + uniforms
-    assert after[1].graphs_bytes > before[1].graphs_bytes
+    assert after[0].logits_bytes - before[0].logits_bytes == probabilities
     timed = timing(replace(job, overlap=True), machine)
     assert timed.overlap
     assert timed.round_s

@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_every_k(draft_seed: int, num_draft_tokens: int) 
 
 @kinds
 def test_reading_results_a_round_late_changes_nothing(make: Make) -> None:
-    """As on a GPU; rows that wait for a block need them at once."""
+    """As on a GPU."""
     prompt, late = (make(1.0, batch_size=3, eos_ids=[4], temperature=0.9) for _ in range(2))
     late._lag = 1
     assert outcome(complete(late, requests())) == outcome(complete(prompt, requests()))

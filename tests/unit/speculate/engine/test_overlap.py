@@ -21,45 +21,36 @@ from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 
-PIECES, PIECES_OF_A_REFILL = 4, 3
-"""Of a round: draft, score, exchange, verify; and before it a draft, its exchange, and the rows that it fills."""
+PIECES = 4
+"""Of a round: draft, score, exchange, verify."""
 
 
-@grid(draft_seed=[0, 1], num_draft_tokens=[1, 2, 5], batch_size=[1, 5], replay=[False, True, None], waits=[False, True])
+@grid(draft_seed=[0, 1], num_draft_tokens=[1, 2, 5], batch_size=[1, 5], replay=[False, True, None])
 def test_greedy_text_is_the_targets_own(
-    draft_seed: int, num_draft_tokens: int, batch_size: int, replay: bool | None, waits: bool
+    draft_seed: int, num_draft_tokens: int, batch_size: int, replay: bool | None
 ) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
     made = overlapped_decoder(
-        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size, waits=waits,
+        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
         replay=FakeRecorder() if replay is None else replay,
     )  # fmt: skip
     for done in complete(made, requests()):
         assert done.token_ids == target.greedy(done.request.prompt_ids, done.request.max_new_tokens)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_penalties_see_the_tokens_in_flight(waits: bool) -> None:
+def test_penalties_see_the_tokens_in_flight() -> None:
     sampling = SamplingConfig(temperature=0.0, repetition_penalty=1.4)
     plain = complete(make_decoder(near_pair()[0], None, sampling=sampling), requests(24))
-    found = complete(overlapped_decoder(*near_pair(), sampling=sampling, batch_size=3, waits=waits), requests(24))
+    found = complete(overlapped_decoder(*near_pair(), sampling=sampling, batch_size=3), requests(24))
     assert [each.token_ids for each in found] == [each.token_ids for each in plain]
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 20
 
 
-@pytest.mark.parametrize(
-    ("rule_name", "waits"), [("speculative", True), heavy("speculative", False), heavy("block", False)]
-)
-def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: str, waits: bool) -> None:
+@pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
+def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: str) -> None:
     def texts(num_ranks: int, **options: object) -> list[list[int]]:
         found = complete_on_ranks(
-            num_ranks,
-            lambda: near_pair(1.0),
-            requests(24),
-            temperature=0.9,
-            rule_name=rule_name,
-            waits=waits,
-            **options,
+            num_ranks, lambda: near_pair(1.0), requests(24), temperature=0.9, rule_name=rule_name, **options
         )
         ids = [[each.token_ids for each in of_rank] for of_rank in found]
         assert ids == [ids[0]] * num_ranks
@@ -96,12 +87,6 @@ def test_a_draft_that_is_always_accepted_gains_k_tokens_a_round_without_a_bonus(
     assert completion.accepted_lengths == [1, 4, 4, 4, 4, 4], "the first token of the first block, then whole blocks"
     assert completion.draft_lengths == [1, 4, 4, 4, 4, 4]
     assert completion.examined_lengths == [1, 4, 4, 4, 4, 4]
-
-
-def test_a_row_that_waits_for_a_block_has_all_its_tokens_examined() -> None:
-    made = overlapped_decoder(PrefixRunner(), PrefixRunner(), num_draft_tokens=4, waits=True)
-    (completion,) = complete(made, [Request(index=0, prompt_ids=(1, 2), max_new_tokens=1 + 4 * 5)])
-    assert completion.accepted_lengths == completion.draft_lengths == [4] * 5
 
 
 def test_rounds_that_the_length_limit_cuts_are_not_counted() -> None:
@@ -143,20 +128,12 @@ def test_no_two_rounds_of_a_row_have_the_same_uniforms(monkeypatch: pytest.Monke
     assert starts[0] not in starts[1:]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_target_ranks", "waits"), [(2, 1, False), (2, 1, True), heavy(3, 1, False), heavy(3, 2, True)]
-)
+@pytest.mark.parametrize(("num_ranks", "num_target_ranks"), [(2, 1), heavy(3, 1), heavy(3, 2)])
 @pytest.mark.parametrize("rule_name", ["speculative", "coupled"])
 def test_ranks_that_replay_give_the_text_of_one_that_does_not(
-    num_ranks: int, num_target_ranks: int, waits: bool, rule_name: str
+    num_ranks: int, num_target_ranks: int, rule_name: str
 ) -> None:
-    options: dict[str, Any] = {
-        "temperature": 0.9,
-        "rule_name": rule_name,
-        "batch_size": 3,
-        "waits": waits,
-        "num_draft_tokens": 4,
-    }
+    options: dict[str, Any] = {"temperature": 0.9, "rule_name": rule_name, "batch_size": 3, "num_draft_tokens": 4}
     alone = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests(24)))
     recorders = [FakeRecorder() for _ in range(num_ranks)]
 
@@ -167,8 +144,7 @@ def test_ranks_that_replay_give_the_text_of_one_that_does_not(
         return outcome(complete(made, requests(24)))
 
     assert on_ranks(thread_comms(num_ranks), one_rank) == [alone] * num_ranks
-    recorded = PIECES + waits * PIECES_OF_A_REFILL
-    assert [recorder.num_recorded for recorder in recorders] == [recorded] * num_ranks
+    assert [recorder.num_recorded for recorder in recorders] == [PIECES] * num_ranks
 
 
 @pytest.mark.parametrize("unrecordable", ["aten::gather", "aten::cumprod"], ids=["in the draft", "in the rule"])
@@ -185,8 +161,7 @@ def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits(waits: bool) -> None:
+def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits() -> None:
     """The draft draws from just so many tokens, of equal logits some; only these have probabilities."""
 
     def pair() -> tuple[PrefixRunner, PrefixRunner]:
@@ -196,7 +171,7 @@ def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits(wa
         return target, draft
 
     sampling, comms = SamplingConfig(temperature=1.0, top_k=3), thread_comms(2)
-    options: dict[str, Any] = {"sampling": sampling, "num_draft_tokens": 4, "batch_size": 2, "waits": waits}
+    options: dict[str, Any] = {"sampling": sampling, "num_draft_tokens": 4, "batch_size": 2}
     alone = outcome(complete(overlapped_decoder(*pair(), num_left=3, **options), requests()))
 
     def one_rank(comm: ThreadComm) -> list[object]:
@@ -217,4 +192,4 @@ def test_rounds_that_are_only_timed_stay_within_the_cache(monkeypatch: pytest.Mo
     made = overlapped_decoder(*pair, num_draft_tokens=8, replay=False)
     made.make_room(requests())
     made._is_cuda = True
-    assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots, refills=True)) == 2
+    assert len(made.time_rounds([DraftChoice(8)] * 2, num_slots=made._num_slots)) == 2

@@ -112,15 +112,6 @@ def some(draft: Draft, rows_B: Tensor) -> Draft:
     return Draft(draft.ids_BK[rows_B], None if draft.probs_BTV is None else draft.probs_BTV[rows_B])
 
 
-def refilled(paths: dict[Path, float], draft_law: tuple[Tensor, ...], *, num_drafted: int) -> dict[Path, float]:
-    """The paths, with a block in flight where there was none."""
-    found = {path: mass for path, mass in paths.items() if path[1]}
-    fresh = drafted({path: mass for path, mass in paths.items() if not path[1]}, draft_law, num_drafted=num_drafted - 1)
-    for (text, _), block, mass in zip(fresh.paths, fresh.blocks, fresh.law_B.tolist(), strict=True):
-        found[text, block] = found.get((text, block), 0.0) + mass
-    return found
-
-
 def law_of_text(
     rule: Rule,
     target: TableModel,
@@ -129,7 +120,6 @@ def law_of_text(
     num_drafted: int,
     wanted: int,
     decide: Decide = verify_ahead,
-    waits: bool = False,
 ) -> Tensor:
     """The law (V^wanted) of the first tokens that overlapped rounds write."""
     vocab_size = target.vocab_size
@@ -137,8 +127,6 @@ def law_of_text(
     paths: dict[Path, float] = {((), ()): 1.0}
     law_C = torch.zeros(vocab_size**wanted, dtype=torch.float64)
     while paths:
-        if waits and num_drafted > 1:
-            paths = refilled(paths, draft_law, num_drafted=num_drafted)
         rounds = drafted(paths, draft_law, num_drafted=num_drafted)
         outcomes_BA = decided(rule, target, draft, rounds, decide) * rounds.law_B[:, None]
         paths = {}
@@ -154,16 +142,14 @@ def law_of_text(
     return law_C
 
 
-def error(
-    rule_name: str, name: str, *, num_drafted: int, wanted: int, decide: Decide = verify_ahead, waits: bool = False
-) -> float:
+def error(rule_name: str, name: str, *, num_drafted: int, wanted: int, decide: Decide = verify_ahead) -> float:
     sampling, vocab_size = SAMPLINGS[name], 3 if num_drafted < 3 else 2
     longest = wanted + 2 * num_drafted - 2
     target, draft = (
         random_table(seed=seed, num_tables=1, max_length=longest, vocab_size=vocab_size) for seed in (51, 52)
     )
     rule = make_rule(sampling, VerificationConfig(rule=rule_name))
-    law_C = law_of_text(rule, target, draft, num_drafted=num_drafted, wanted=wanted, decide=decide, waits=waits)
+    law_C = law_of_text(rule, target, draft, num_drafted=num_drafted, wanted=wanted, decide=decide)
     if sampling.temperature:
         expected = joint_law(tuple(processor(sampling)(logits) for logits in target.logits[:wanted]))[0]
     else:
@@ -172,9 +158,9 @@ def error(
     return float((law_C - expected).abs().max())
 
 
-@grid(rule_name=["speculative", "block"], name=[*SAMPLINGS], size=[(1, 3), (2, 3), (3, 4)], waits=[False, True])
-def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size: tuple[int, int], waits: bool) -> None:
-    assert error(rule_name, name, num_drafted=size[0], wanted=size[1], waits=waits) < 1e-12
+@grid(rule_name=["speculative", "block"], name=[*SAMPLINGS], size=[(1, 3), (2, 3), (3, 4)])
+def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size: tuple[int, int]) -> None:
+    assert error(rule_name, name, num_drafted=size[0], wanted=size[1]) < 1e-12
 
 
 def test_a_bonus_token_before_a_block_in_flight_is_found() -> None:
