@@ -72,7 +72,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
     target_row_BV = target_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     draft_row_BV = draft_probs_BTV.flatten(0, 1).index_select(0, rows_B)
     rest_BV = (target_row_BV - draft_row_BV).clamp_min_(0)
-    return _verdict(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
 
 
 def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -102,7 +102,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     rows_B = rows_at(num_accepted_B1, num_rows=num_rows, num_positions=num_positions)
     rest_BV, target_row_BV = (all_BTV.flatten(0, 1).index_select(0, rows_B) for all_BTV in (rest_BTV, target_probs_BTV))
-    return _verdict(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return draw_next(num_accepted_B1, rest_BV, target_row_BV, draws.residual_BP)
 
 
 def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +114,7 @@ def _at_drafted(draft: Draft, target_probs_BTV: Tensor) -> tuple[Tensor, Tensor,
     return probs_BTV, target_probs_BTV.gather(-1, ids_BK1), probs_BTV.gather(-1, ids_BK1)
 
 
-def _verdict(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
+def draw_next(num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor) -> Verdict:
     """Draw from the residual, or from the target if rounding leaves no residual; overwrites `target_row_BV`."""
     # A tiny fraction of the target decides if the residual is zero, and is lost in rounding otherwise.
     units_BV = target_row_BV.mul_(_HINT_OF_TARGET * DRAW_UNITS).add_(rest_BV, alpha=DRAW_UNITS)
