@@ -16,7 +16,7 @@ from llama_ssp.architectures.family import families, family_of, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, matching_of
+from llama_ssp.settings.drafters import Matching, draft_name, drafts, matching_of
 from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -46,6 +46,7 @@ from llama_ssp.settings.schema import (
     WholeParts,
 )
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.trees import tree_widths
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
@@ -116,6 +117,7 @@ class PlanSpec:
         draft_whole: what each of several ranks that share the draft holds whole.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
+        tree: the children of each node, level by level; `num_draft_tokens` are its nodes then. None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
@@ -139,6 +141,7 @@ class PlanSpec:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
+    tree: tuple[int, ...] | None = None
     draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
@@ -159,6 +162,11 @@ class PlanSpec:
     def drafts(self) -> bool:
         """Whether rounds are speculative."""
         return bool(self.draft or self.free_draft)
+
+    @property
+    def draft_depth(self) -> int:
+        """The most drafted tokens that a round accepts."""
+        return len(self.tree) if self.tree else self.num_draft_tokens
 
     @property
     def has_head(self) -> bool:
@@ -207,8 +215,8 @@ class PlanSpec:
     @property
     def first_draft_rows(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
-        if self.has_head:
-            return self.num_draft_tokens + 1
+        if self.has_head or self.tree:
+            return self.draft_depth + 1
         return 2 if self.matching is None else MOST_PIECES + 1
 
     @property
@@ -272,6 +280,7 @@ def make_job(
         num_replicas=placement.num_replicas,
         num_draft_tokens=speculation.most_draft_tokens,
         adapts=speculation.adapts,
+        tree=tree_widths(speculation.tree) if speculation.tree and drafts(config.draft) else None,
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,

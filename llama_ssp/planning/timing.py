@@ -67,6 +67,7 @@ from llama_ssp.settings.layout import (
 )
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.trees import num_nodes
 
 _X = itemgetter(0)
 _Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
@@ -451,9 +452,11 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
     has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
     if drafts and layout.is_apart and has_probs:
-        num_bytes = PROBABILITY_BYTES * rows * num_draft_tokens * job.target.shape.vocab_size
+        num_probs = num_nodes(job.tree[:-1]) + 1 if job.tree else num_draft_tokens
+        num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks, num_senders)
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * len(job.tree if drafts and job.tree else ())
+    found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 
 

@@ -18,7 +18,7 @@ from llama_ssp.run.jobs import JobMaker
 from llama_ssp.settings.drafters import drafts, matching_of
 from llama_ssp.settings.layout import lay_out_replica, may_capture
 from llama_ssp.settings.schema import GpuKernels, RunConfig, TargetKind
-from llama_ssp.speculate.drafters.maker import make_drafters
+from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.completion import StopRequest
@@ -28,6 +28,7 @@ from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import ThreadChoice
+from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.head import HeadSource
@@ -169,6 +170,8 @@ def build_decoder(
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
+    elif speculative and (tree := tree_of(config, device)):
+        round_ = TreeRound(models.target, *drafters, verifier=verifier, tree=tree, taps=taps)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps)
     captures = config.cuda_graphs and may_capture(config.placement.target)

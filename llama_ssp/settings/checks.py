@@ -16,9 +16,10 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, drafters, layout, schema
 from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
 from llama_ssp.settings.formats import FORMATS
-from llama_ssp.settings.rules import RULES, at_every_temperature
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
+from llama_ssp.settings.trees import tree_widths
 
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
@@ -194,6 +195,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
     yield from _rule(config.verification.rule, config.sampling.temperature)
     yield from _pair(config)
     yield from _heads_of_targets(config)
+    yield from _tree(config)
     yield from _overlap(config)
 
 
@@ -215,6 +217,40 @@ def _pair(config: RunConfig) -> Iterator[str]:
             f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
             f"draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
         )
+
+
+_WITH_WINDOWS = {"gemma2", "gemma3_text", "gpt_neo"}
+"""Families whose models always have layers with a sliding window."""
+
+
+def _tree(config: RunConfig) -> Iterator[str]:
+    """Why a run cannot draft trees."""
+    speculation, draft, placement = config.speculation, config.draft, config.placement
+    if speculation.tree is None or not drafters.drafts(draft):
+        return
+    try:
+        tree_widths(speculation.tree)
+    except ValueError as error:
+        yield f"speculation.tree={speculation.tree}: {error}"
+        return
+    rule, kind = config.verification.rule, placement.target.kind
+    windowed = [
+        model.name for _, _, model in _chosen_models(config) if model.shape and model.shape.model_type in _WITH_WINDOWS
+    ]
+    needed = {
+        f"a draft model or head, and draft={draft.kind} has none: give one with draft=NAME": draft.model is None,
+        "a draft with the target's tokenizer: leave draft.tokenizer=own out": bool(drafters.matching_of(draft)),
+        f"verification={DEFAULT} or sampling=greedy, and verification={rule} has no exact rule for trees":
+            rule not in {DEFAULT, AT_ZERO} and config.sampling.temperature > 0,
+        "sampling without penalties, which see another text on every path: leave them out": config.sampling.penalizes,
+        "equal rounds: leave speculation.num_draft_tokens=auto out": speculation.num_draft_tokens == schema.ADAPTIVE,
+        "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
+        "one draft for all rows: use placement=one_rank, sharded or own_gpu":
+            placement.draft.kind is schema.DraftLayout.replicated,
+        f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
+        f"models without sliding windows, and {', '.join(windowed)} has some": bool(windowed),
+    }  # fmt: skip
+    yield from (f"speculation.tree={speculation.tree} needs {sentence}" for sentence, lacks in needed.items() if lacks)
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ import yaml
 
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.trees import num_nodes, tree_widths
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
@@ -269,16 +270,21 @@ class SpeculationConfig:
     # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
     acceptance: float | None = None
     text: TextKind = TextKind.any  # kind of text, for that forecast: prose, code, or any where it is not known.
+    # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
+    # 2, 4 and 4 nodes. Needs a draft model or head, and verification=speculative or temperature 0.
+    tree: str | None = None
     overlap: bool = False  # true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
 
     @property
     def adapts(self) -> bool:
         """Whether K is chosen for each round."""
-        return self.num_draft_tokens == ADAPTIVE
+        return self.num_draft_tokens == ADAPTIVE and not self.tree
 
     @property
     def most_draft_tokens(self) -> int:
-        """K, or the largest one of an adaptive run."""
+        """K, the largest one of an adaptive run, or the nodes of a tree."""
+        if self.tree:
+            return num_nodes(tree_widths(self.tree))
         return max(ADAPTIVE_LENGTHS) if self.adapts else int(self.num_draft_tokens)
 
 

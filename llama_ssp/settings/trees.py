@@ -5,6 +5,9 @@ a chain of three tokens. `sampling.trees` has the trees themselves.
 """
 
 import re
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 MOST_NODES = 256
 """The most drafted tokens of a tree."""
@@ -22,14 +25,15 @@ def tree_widths(shape: str) -> tuple[int, ...]:
             "at least 1, with x between them, such as 2x2x1x1"
         )
     widths = tuple(int(width) for width in shape.split("x"))
-    num_nodes, of_level = 0, 1
-    for width in widths:
-        of_level *= width
-        num_nodes += of_level
-    if num_nodes > MOST_NODES:
-        given = num_nodes if num_nodes < 10**6 else "more than a million"
+    if (number := num_nodes(widths)) > MOST_NODES:
+        given = number if number < 10**6 else "more than a million"
         raise ValueError(
             f"a tree of shape {shape} has {given} drafted tokens; {MOST_NODES} is the most: "
             "give fewer children, or fewer levels"
         )
     return widths
+
+
+def num_nodes(widths: Sequence[int]) -> int:
+    """The number of drafted tokens of a tree."""
+    return sum(accumulate(widths, mul))

@@ -32,6 +32,8 @@ class Cell:
     rule: str = "speculative"
     whole: WholeParts = EMBEDDING
     """What each rank of a sharded draft holds whole."""
+    tree: str | None = None
+    """The shape of drafted trees; None for chains."""
     adapts: bool = False
     """K is chosen for each round, and prompt look-up is the fallback."""
     heavy: bool = False
@@ -59,6 +61,7 @@ class Cell:
         rule = "" if self.rule == "speculative" else f" by {self.rule}"
         whole = "" if self.whole is EMBEDDING else f" {self.whole.name} whole"
         drafting = f"draft {self.kind.name} {draft}{whole}{' adaptive' if self.adapts else ''}"
+        drafting += f" tree {self.tree}" if self.tree else ""
         return f"{self.pair} {kind}target {target}{disk} {drafting} batch {self.batch_size}{rule}"
 
 
@@ -84,6 +87,8 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU),
         Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3),
         Cell((0, 1), (0, 1), SHARDED, pair="head", batch_size=3),
+        Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="2x2x1"),
+        Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="3x2x1"),
         Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
         Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, adapts=True, heavy=True),
         Cell((1,), (0, 1), SHARDED, slow=True),

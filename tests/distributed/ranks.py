@@ -115,7 +115,7 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
     """The config of a cell of the table."""
     target, draft = pair_of(cell.pair, folder)
     config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
-    config.verification.rule = cell.rule
+    config.verification.rule, config.speculation.tree = cell.rule, cell.tree
     if cell.adapts:
         config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
     config.run_dir = str(folder / "run")  # layers on disk go there

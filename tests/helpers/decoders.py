@@ -19,8 +19,10 @@ from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, Traced
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
+from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.trees import Tree
 
 
 def make_decoder(  # noqa: PLR0913
@@ -39,6 +41,7 @@ def make_decoder(  # noqa: PLR0913
     sampling: SamplingConfig | None = None,
     make_drafter: Callable[[Rule], Drafter] | None = None,
     taps: Taps | None = None,
+    tree: Tree | None = None,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -48,14 +51,19 @@ def make_decoder(  # noqa: PLR0913
     rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
     device = torch.device(target.device)
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []
+    num_draft_tokens = tree.num_drafted if tree else num_draft_tokens
     if draft:
-        inner = ModelDrafter(draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size)
+        inner = ModelDrafter(
+            draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=target.vocab_size, tree=tree
+        )
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
-    round_ = Round(
-        target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=target.device), taps=taps
-    )
+    verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
+    if tree:
+        round_: Round = TreeRound(target, *drafters, verifier=verifier, tree=tree, taps=taps)
+    else:
+        round_ = Round(target, *drafters, verifier=verifier, taps=taps)
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

@@ -72,15 +72,22 @@ class PrefixRunner:
         slots_S, shown_BSD = self.slots.shown[bucket]
         cache = self.slots.cache if cache_rows_B is None else self.slots.cache[cache_rows_B]
         vectors_BTD = self.table[ids_BT, positions_BT % NUM_CLOCK_PHASES]
-        cache.scatter_(1, positions_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
+        written_BT = positions_BT if tree is None else tree.slots_BT
+        cache.scatter_(1, written_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
         if cache_rows_B is not None:
             self.slots.cache[cache_rows_B] = cache
             shown_BSD = cache[:, :bucket]
-        seen_BTS1 = (slots_S <= positions_BT[..., None])[..., None]
+        seen_BTS1 = (slots_S <= positions_BT[..., None] if tree is None else tree.sees_BTU)[..., None]
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
         if score_positions_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))
         return (hidden_BTD @ self.head).float()
+
+    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """See `models.runner.Runner.move`."""
+        cache, width = self.slots.cache, (-1, -1, 8)
+        moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
+        cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits (V) after a text, straight from the definition."""

@@ -151,7 +151,8 @@ class HeadRunner(LeanRunner):
             positions_BT: of the pairs.
             bucket: see `Runner.forward`.
             score_positions_B1: which of the T pairs to score; None for all.
-            cache_rows_B, tree: see `Runner.forward`.
+            cache_rows_B: see `Runner.forward`.
+            tree: see `Runner.forward`.
 
         Returns:
             The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for

@@ -225,7 +225,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
 
 def _drafter(session: Session, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
-    models, speculation = session.models, replace(session.config.speculation, overlap=False)
+    models, speculation = session.models, replace(session.config.speculation, overlap=False, tree=None)
     config = replace(session.config, verification=VerificationConfig(rule=DEFAULT), speculation=speculation)
     drafter, *_ = make_drafters(
         config, rule=make_rule(config.sampling, config.verification), mesh=models.mesh, runner=models.draft,

@@ -18,13 +18,15 @@ from torch import Tensor
 from llama_ssp.models.cache import Taps, Workspace
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import DrafterConfig
+from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft, Rule
+from llama_ssp.speculate.sampling.trees import Tree, best_children, draw_children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class DrafterParts:
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
+        tree: of the drafted tokens; None for a chain.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
         tokenizers: both models' tokenizers, if the draft has its own.
     """
@@ -49,6 +52,7 @@ class DrafterParts:
     comm: Comm | None = None
     tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
+    tree: Tree | None = None
     first_row: Callable[[int], int] = lambda _num_rows: 0
 
 
@@ -124,14 +128,23 @@ class _Tables(Workspace):
 
 
 class StepwiseDrafter:
-    """Base class of drafters that draw K tokens one after another, as the rule draws, from a model's logits.
+    """Base class of drafters that draw tokens one after another, as the rule draws, from a model's logits.
 
-    `vocab_size` is V of the target.
+    They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target.
     """
 
     on_host = False
 
-    def __init__(self, runner: Runner | HeadRunner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        runner: Runner | HeadRunner,
+        *,
+        rule: Rule,
+        num_draft_tokens: int,
+        vocab_size: int,
+        tree: Tree | None = None,
+    ) -> None:
+        self._tree = tree
         self.runner, self.num_draft_tokens, self.vocab_size = runner, num_draft_tokens, vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
         self._rule = rule
@@ -146,8 +159,33 @@ class StepwiseDrafter:
         """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""
         raise NotImplementedError
 
+    def _reading_levels(
+        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
+    ) -> Callable[[int, Tensor | None], Tensor]:
+        """Returns a function that makes the logits (B, M, V) of a level from its depth and the tokens of its nodes."""
+        raise NotImplementedError
+
+    def _propose_tree(self, tree: Tree, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int) -> Draft:
+        """Draw the nodes of a tree, level by level; what they are drawn from stands in the order of their parents."""
+        logits_of = self._reading_levels(tree, rows, bucket=bucket, num_unread=num_unread)
+        ids_BX: Tensor | None = None
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        for depth, (level, width) in enumerate(zip(tree.levels, tree.widths, strict=True)):
+            scores_BMV = self._rule.process(logits_of(depth, ids_BX))
+            if self._rule.takes_best:
+                ids_BX = best_children(scores_BMV, width=width)
+            else:
+                ids_BX = draw_children(scores_BMV, uniforms_BKP[:, level.start - 1 : level.stop - 1])
+                probs.append(scores_BMV)
+            drafted.append(ids_BX)
+        nothing_B1V = self._tables.nothing_BV[:, None]
+        return Draft(torch.cat(drafted, dim=1), torch.cat([*probs, nothing_B1V], dim=1) if probs else None)
+
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
-        """Draw and write K tokens; see `Drafter.propose`."""
+        """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""
+        if self._tree:
+            return self._propose_tree(self._tree, rows, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread)
         logits_of = self._reading(rows, bucket=bucket, num_unread=num_unread)
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         ids_B1: Tensor | None = None
@@ -165,6 +203,28 @@ class StepwiseDrafter:
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[: len(drafted)], ids_BK)
         return Draft(ids_BK, torch.stack([*probs, self._tables.nothing_BV], dim=1) if probs else None)
+
+
+class TreeTables(Workspace):
+    """What the forwards of a tree look up: for each level, or for all nodes, who sees whom, and depths."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._depths_T, self._ancestors_TT = tree.depths_T, tree.ancestors_TT
+        self._numbers_T = torch.arange(tree.num_drafted + 1, device=tree.depths_T.device)
+
+    def places(self, first_B1: Tensor, nodes: range, *, bucket: int) -> tuple[Tensor, TreePlaces]:
+        """Positions (B, T) and places of consecutive nodes, in rows whose root stands in slot `first_B1`.
+
+        They see all slots before the root, and their ancestors, node j in the slot j after the root.
+        """
+        start, number = nodes.start, len(nodes)
+        slots_BT = first_B1 + self._numbers_T.narrow(0, start, number)
+        behind_BU = torch.arange(bucket, device=first_B1.device) - first_B1
+        num_all = static_shape(self._numbers_T)[0]
+        nodes_BU = behind_BU.clamp(0, num_all - 1)
+        seen_TBU = self._ancestors_TT.narrow(0, start, number)[:, nodes_BU] & (behind_BU < num_all)
+        sees_BTU = (seen_TBU | (behind_BU < 0)).transpose(0, 1)
+        return first_B1 + self._depths_T.narrow(0, start, number), TreePlaces(slots_BT, sees_BTU)
 
 
 def catch_up(

@@ -21,9 +21,10 @@ from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
+from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, TreeTables
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
+from llama_ssp.speculate.sampling.trees import Tree
 
 
 class HeadDrafter(StepwiseDrafter):
@@ -37,10 +38,13 @@ class HeadDrafter(StepwiseDrafter):
         rule: Rule,
         num_draft_tokens: int,
         first_row: Callable[[int], int],
+        tree: Tree | None = None,
     ) -> None:
-        super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids)
+        super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids, tree=tree)
         self._head, self._taps, self._first_row = head, taps, first_row
-        self._width = num_draft_tokens + 1
+        self._width = (tree.depth if tree else num_draft_tokens) + 1
+        if tree:
+            self._tree_tables = TreeTables(tree)
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
 
     @property
@@ -73,9 +77,9 @@ class HeadDrafter(StepwiseDrafter):
     def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
         return self._head.hidden_of(self._taps.read(positions_BT, rows_B))
 
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+    def _read(self, rows: Rows, *, bucket: int, num_unread: int) -> tuple[Tensor, Tensor]:
+        """Read the pairs that may be new; returns hidden states (B, 1, E) and logits (B, 1, V) of the newest one."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        hidden_B1E: Tensor | None = None
 
         def read(distance: int, num_pairs: int) -> tuple[Tensor, Tensor]:
             """Read pairs from `distance` before the newest one on; of a shorter row its first ones."""
@@ -88,11 +92,36 @@ class HeadDrafter(StepwiseDrafter):
 
         for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
             read(distance, CATCH_UP_CHUNK)
+        return read(self._width, self._width)
+
+    def _reading_levels(
+        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
+    ) -> Callable[[int, Tensor | None], Tensor]:
+        """A node's pair has the output of its parent, and stands as far behind the newest pair as the node does."""
+        newest_B1 = rows.lengths_B[:, None] - 2
+        hidden_BME: Tensor | None = None
+
+        def logits_of(depth: int, ids_BX: Tensor | None) -> Tensor:
+            nonlocal hidden_BME
+            if ids_BX is None:
+                hidden_BME, logits_BMV = self._read(rows, bucket=bucket, num_unread=num_unread)
+                return logits_BMV
+            assert hidden_BME is not None
+            positions_BX, places = self._tree_tables.places(newest_B1, tree.levels[depth - 1], bucket=bucket)
+            hidden_BXE = hidden_BME.repeat_interleave(tree.widths[depth - 1], dim=1)
+            hidden_BME, logits_BMV = self._head.extend(ids_BX, hidden_BXE, positions_BX, bucket=bucket, tree=places)
+            return logits_BMV
+
+        return logits_of
+
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
+        lengths_B1 = rows.lengths_B[:, None]
+        hidden_B1E: Tensor | None = None
 
         def logits_of(step: int, before_B1: Tensor | None) -> Tensor:
             nonlocal hidden_B1E
             if before_B1 is None:
-                hidden_B1E, logits_B1V = read(self._width, self._width)
+                hidden_B1E, logits_B1V = self._read(rows, bucket=bucket, num_unread=num_unread)
             else:
                 assert hidden_B1E is not None
                 hidden_B1E, logits_B1V = self._head.extend(

@@ -21,6 +21,7 @@ from llama_ssp.speculate.drafters.shared import (
 )
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.trees import Tree
 
 
 def make_drafters(
@@ -44,7 +45,10 @@ def make_drafters(
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     has_model = drafter_of(config.draft).has_model
+    tree = tree_of(config, device)
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
+    if receiver and tree:
+        receiver = receiver._replace(num_rows=tree.num_parents)
     if receiver and receiver.num_left:
         rule = make_rule(config.sampling, config.verification, breaks_ties=True)
 
@@ -53,7 +57,7 @@ def make_drafters(
         assert record.make, "a run without a draft needs no drafter"
         parts = DrafterParts(
             config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-            runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps,
+            runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
             first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
         )  # fmt: skip
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
@@ -71,6 +75,11 @@ def make_drafters(
     assert own
     fallback = config.draft.fallback
     return [own] if fallback is None else [own, make(drafters()[fallback].config(kind=fallback), None)]
+
+
+def tree_of(config: RunConfig, device: torch.device) -> Tree | None:
+    """The tree that a round drafts; None for chains."""
+    return Tree.of(config.speculation.tree, device) if config.speculation.tree else None
 
 
 def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:

@@ -14,12 +14,13 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.shapes import static_shape
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, TreeTables, catch_up
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
+from llama_ssp.speculate.sampling.trees import Tree
 
 _NUM_READ = 2
 """Tokens that the first step of a round reads."""
@@ -32,9 +33,15 @@ class ModelDrafter(StepwiseDrafter):
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
     """
 
-    def __init__(self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int) -> None:
-        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
+    def __init__(
+        self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None
+    ) -> None:
+        super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
+        self._runner = runner
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
+        if tree:
+            self._tree_tables = TreeTables(tree)
+            self._path_T = torch.arange(tree.depth + 1, device=runner.device)
 
     @property
     def num_allocations(self) -> int:
@@ -71,6 +78,29 @@ class ModelDrafter(StepwiseDrafter):
 
         return logits_of
 
+    def _reading_levels(
+        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
+    ) -> Callable[[int, Tensor | None], Tensor]:
+        """The first forward reads what a path may have added, since accepted nodes stand elsewhere in the cache."""
+        assert num_unread == _NUM_READ, "every round drafts"
+        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
+
+        def logits_of(depth: int, ids_BX: Tensor | None) -> Tensor:
+            if ids_BX is None:
+                start_B1 = (lengths_B1 - 1 - tree.depth).clamp_min(0)
+                positions_BT = start_B1 + self._path_T
+                logits_BMV = self._runner.forward(
+                    self._known(tokens_BS.gather(1, positions_BT)), positions_BT, bucket=bucket,
+                    score_positions_BR=lengths_B1 - 1 - start_B1,
+                )  # fmt: skip
+            else:
+                positions_BX, places = self._tree_tables.places(lengths_B1 - 1, tree.levels[depth - 1], bucket=bucket)
+                logits_BMV = self._runner.forward(self._known(ids_BX), positions_BX, bucket=bucket, tree=places)
+            missing = self.vocab_size - static_shape(logits_BMV)[-1]
+            return pad(logits_BMV, (0, missing), value=float("-inf")) if missing else logits_BMV
+
+        return logits_of
+
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
         is_narrower = self.runner.vocab_size < self.vocab_size
@@ -83,12 +113,19 @@ def make(parts: DrafterParts) -> Drafter:
     if isinstance(runner, HeadRunner):
         assert parts.taps
         return HeadDrafter(
-            runner, parts.taps, rule=parts.rule, num_draft_tokens=parts.num_draft_tokens, first_row=parts.first_row
+            runner,
+            parts.taps,
+            rule=parts.rule,
+            num_draft_tokens=parts.num_draft_tokens,
+            first_row=parts.first_row,
+            tree=parts.tree,
         )
     assert runner
     size, num_draft_tokens = runner.vocab_size, parts.num_draft_tokens
     if tokenizers is None:
-        return ModelDrafter(runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size)
+        return ModelDrafter(
+            runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree
+        )
     if matching_of(parts.config) is Matching.text:
         return RetokenizedDrafter(runner, num_draft_tokens=num_draft_tokens, tokenizers=tokenizers, comm=parts.comm)
     alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)

@@ -42,13 +42,14 @@ class ProbsReceiver(NamedTuple):
     """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
 
     `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
-    each position at most `num_left` if that is not 0, else the draft counts them.
+    each position at most `num_left` if that is not 0, else the draft counts them. A tree has `num_rows` of them.
     """
 
     rank: int
     vocab_size: int
     truncates: bool = False
     num_left: int = 0
+    num_rows: int | None = None
 
 
 class TapsSender:
@@ -150,7 +151,8 @@ class BroadcastDrafter(_SharedDrafter):
         if self._receiver and probs_BTV is not None and self._comm.rank == self._src:
             self._comm.send(probs_BTV[:, :-1], dst=self._receiver.rank)
         elif self._receiver and self._comm.rank == self._receiver.rank:
-            shape = (*static_shape(ids_BK), self._receiver.vocab_size)
+            num_rows = self._receiver.num_rows or num_tokens
+            shape = (static_shape(ids_BK)[0], num_rows, self._receiver.vocab_size)
             probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
             probs_BTV = pad(probs_BKV, (0, 0, 0, 1))  # a row of zeros follows
         return Draft(ids_BK, probs_BTV)

@@ -17,6 +17,7 @@ from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, verify_ahead
+from llama_ssp.speculate.sampling.trees import Tree, verify_tree, verify_tree_greedy
 from llama_ssp.speculate.sampling.uniforms import Draws
 
 STOP_REQUESTED, NOT_A_NUMBER, GOES_ON = 1, 2, 4
@@ -91,6 +92,21 @@ class Verifier:
             verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
+
+    def verify_tree(self, tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> tuple[Decision, Tensor]:
+        """Accept a path of a tree; returns the decision, and the nodes (B, D) of the path (`TreeVerdict.path_BD`)."""
+        packed_BX = self._stop_11.new_empty(static_shape(draft.ids_BK)[0], 3 + tree.depth)
+        if self._decides:
+            if self._rule.takes_best:
+                num_accepted_B1, path_BD, *others = verify_tree_greedy(tree, draft, target_BTV)
+            else:
+                num_accepted_B1, path_BD, *others = verify_tree(tree, draft, target_BTV, draws=draws)
+            decision = self._decision(Verdict(num_accepted_B1, *others))
+            if self.comm.size == 1:
+                return decision, path_BD
+            packed_BX = torch.cat([*decision, path_BD], dim=1)
+        packed_BX = self.comm.broadcast(packed_BX, src=self._verify_rank)
+        return _unpacked(packed_BX[:, :3]), packed_BX[:, 3:]
 
     def verify_ahead(
         self, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws

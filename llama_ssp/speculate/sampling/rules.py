@@ -143,6 +143,7 @@ class Rule:
 
     Attributes:
         needs_context: `draw` and `process` need the context of their positions.
+        takes_best: a token is the one with the largest score.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Rule:
     ) -> None:
         self._process, self._verify, self._penalize, self._races = process, verify, penalize, races
         self.needs_context = races or penalize is not None
+        self.takes_best = verify is None
 
     def draw(
         self, logits_BV: Tensor, uniforms_BP: Tensor, context: Context | None = None

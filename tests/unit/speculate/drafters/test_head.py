@@ -20,6 +20,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource, of_target
@@ -67,14 +68,18 @@ def source(folder: Path) -> HeadSource:
     return of_target(files, files.head, tiny())
 
 
-def decode(target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool) -> Any:  # noqa: ANN401
+def decode(  # noqa: ANN201
+    target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
+    tree: Tree | None = None,
+):  # fmt: skip
     """Texts with a head, whose drafts are watched."""
     head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
     assert isinstance(head, HeadRunner)
     taps = Taps(origin.layers, width=256, dtype=torch.float32, device=torch.device("cpu"))
 
     def make(rule: Any) -> HeadDrafter:  # noqa: ANN401 - any rule
-        drafter = HeadDrafter(head, taps, rule=rule, num_draft_tokens=NUM_DRAFTED, first_row=lambda _rows: 0)
+        drafter = HeadDrafter(head, taps, rule=rule, num_draft_tokens=tree.num_drafted if tree else NUM_DRAFTED,
+                              first_row=lambda _rows: 0, tree=tree)  # fmt: skip
         propose = drafter.propose
 
         def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -88,7 +93,7 @@ def decode(target: Runner, origin: HeadSource, *, batch_size: int, watch: Callab
         return drafter
 
     decoder = make_decoder(target, None, temperature=TEMPERATURE, num_draft_tokens=NUM_DRAFTED, batch_size=batch_size,
-                           make_drafter=make, replay=replay, taps=taps)  # fmt: skip
+                           make_drafter=make, replay=replay, taps=taps, tree=tree)  # fmt: skip
     requests = [Request(index=index, prompt_ids=ids, max_new_tokens=12) for index, ids in enumerate(PROMPTS)]
     done: dict[int, Any] = {}
     with torch.inference_mode():
@@ -97,18 +102,19 @@ def decode(target: Runner, origin: HeadSource, *, batch_size: int, watch: Callab
     return done
 
 
+@pytest.mark.parametrize("shape", [None, "2x2x1"])
 @pytest.mark.parametrize("save", [original, speculator])
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
-    save: Save, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
+    save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
-    tensors = make_tensors()
+    tensors, tree = make_tensors(), Tree.of(shape, torch.device("cpu")) if shape else None
     folder = save(tmp_path / "head", tensors)
     seen: list[tuple[list[int], Tensor, Tensor]] = []
 
     def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
         seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
 
-    done = decode(target, source(folder), batch_size=2, watch=watch, replay=False)
+    done = decode(target, source(folder), batch_size=2, watch=watch, replay=False, tree=tree)
     assert all(len(each.token_ids) == 12 for each in done.values())
     stored = load_file(folder / "model.safetensors")
     embedding: Any = stored.get("embed_tokens.weight", library.get_input_embeddings().weight.detach())
@@ -120,8 +126,9 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
         with torch.inference_mode():
             states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
         taps_LX = torch.cat([states[layer][0, : len(text) - 1] for layer in LAYERS], dim=-1)
-        for step in range(NUM_DRAFTED):
-            embedded_LE = embedding[[*text[1:], *ids_K[:step].tolist()]]
+        for step in range(tree.num_parents if tree else NUM_DRAFTED):
+            path = [node - 1 for node in range(1, step + 1) if tree is None or tree.ancestors_TT[step, node]]
+            embedded_LE = embedding[[*text[1:], *ids_K[path].tolist()]]
             wanted_V = (reference(tensors, embedded_LE, taps_LX, **flags) / TEMPERATURE).softmax(-1)
             torch.testing.assert_close(probs_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
             checked += 1

@@ -1,0 +1,100 @@
+"""Rounds that draft trees: plain text, whole paths where the draft is right, in any batch and by any executor."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.executors import Recorder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import make_decoder
+from tests.helpers.prefix_runner import PrefixRunner
+
+CPU = torch.device("cpu")
+PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 1, 2), (3, 3), (9, 1))
+SHAPES = ("1", "1x1x1", "3", "2x2x1", "3x2", "2x1x3")
+NUM_NEW = 17
+
+
+def decoded(
+    target: Runner, draft: Runner | None, shape: str | None, *, temperature: float, batch_size: int = 1,
+    replay: Recorder | bool = True, prompts: Sequence[tuple[int, ...]] = PROMPTS,
+) -> list[RowCompletion]:  # fmt: skip
+    """Completions of prompts, in their order; without a shape of chains of three tokens."""
+    decoder = make_decoder(
+        target, draft, temperature=temperature, num_draft_tokens=3, batch_size=batch_size, replay=replay,
+        tree=Tree.of(shape, CPU) if shape else None,
+    )  # fmt: skip
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=NUM_NEW) for index, ids in enumerate(prompts)]
+    done: dict[int, RowCompletion] = {}
+    with torch.inference_mode():
+        for updates in decoder.run(requests, to_length=True):
+            done |= {update.completion.request.index: update.completion for update in updates}
+    return [done[index] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_text_is_that_of_plain_decoding(shape: str, batch_size: int) -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=1)
+    found = decoded(target, draft, shape, temperature=0.0, batch_size=batch_size)
+    assert [each.token_ids for each in found] == [target.greedy(ids, NUM_NEW) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_a_draft_that_is_the_target_whole_paths_are_accepted(shape: str, temperature: float) -> None:
+    found = decoded(PrefixRunner(), PrefixRunner(), shape, temperature=temperature, batch_size=2)
+    depth = len(shape.split("x"))
+    for each in found:
+        *full, _ = each.accepted_lengths  # the last round ends at the limit
+        assert set(full) <= {depth}
+        assert len(each.token_ids) == NUM_NEW
+
+
+@pytest.mark.parametrize("shape", ["2x2x1", "3x2"])
+def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: str) -> None:
+    def texts(*, batch_size: int, replay: bool) -> list[tuple[list[int], list[int]]]:
+        target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)
+        found = decoded(target, draft, shape, temperature=0.9, batch_size=batch_size, replay=replay)
+        return [(each.token_ids, each.accepted_lengths) for each in found]
+
+    wanted = texts(batch_size=1, replay=False)
+    assert any(sum(accepted) for _, accepted in wanted)
+    assert texts(batch_size=3, replay=False) == wanted
+    assert texts(batch_size=5, replay=True) == wanted
+
+
+def test_a_chain_written_as_a_tree_has_the_text_of_the_chain() -> None:
+    target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)
+    as_tree, as_chain = (decoded(target, draft, shape, temperature=0.9) for shape in ("1x1x1", None))
+    assert [each.token_ids for each in as_tree] == [each.token_ids for each in as_chain]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_lean_decoder_reads_trees_as_it_reads_texts(temperature: float) -> None:
+    """A shipped model that drafts for itself is right on every path; its text is the plain one."""
+    target, draft = (_shipped("tiny-draft") for _ in range(2))
+    prompts = (tuple(range(30, 60)), (77, 78, 90))
+    found = decoded(target, draft, "2x2x1", temperature=temperature, batch_size=2, prompts=prompts)
+    for each in found:
+        *full, _ = each.accepted_lengths
+        assert set(full) == {3}
+    if temperature == 0:
+        plain = decoded(target, None, None, temperature=0.0, prompts=prompts)
+        assert [each.token_ids for each in plain] == [each.token_ids for each in found]
+
+
+def _shipped(name: str) -> LeanRunner:
+    found = load_model(inspect(hub.resolve(catalogue.load(name))), dtype=torch.float32, device=CPU, comm=Comm.single())
+    assert isinstance(found, LeanRunner)
+    return found
