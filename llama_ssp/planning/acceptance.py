@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +352,16 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
     """Of `overlapped_tokens`, how many follow a rejection: the rejections per round."""
     whole = acceptance**num_draft_tokens
     return (1 - whole) / (1 + acceptance - whole)
+
+
+def tree_tokens(acceptance: float, widths: Sequence[int]) -> float:
+    """Expected tokens of a round that drafts a tree.
+
+    `acceptance` is that of a node's first child. A further one, which is examined if those before it are rejected, is
+    taken to be accepted half as often.
+    """
+    rejected = [(1 - acceptance) * (1 - acceptance / 2) ** (width - 1) for width in widths]
+    return 1 + sum(accumulate((1 - each for each in rejected), mul))
 
 
 def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:

@@ -37,8 +37,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
-from operator import itemgetter
+from itertools import accumulate, pairwise
+from operator import itemgetter, mul
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.family import inventory
@@ -53,6 +53,7 @@ from llama_ssp.planning.acceptance import (
     overlapped_tokens,
     token_times,
     tokens_per_round,
+    tree_tokens,
 )
 from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, step_bytes, waiting_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -610,6 +611,10 @@ class CostModel:
         if not (self.draft and num_draft_tokens):
             return 0.0
         first_s, later_s = self._draft_steps_s
+        if self.job.tree:  # a forward for the nodes of each level but the last
+            levels = list(accumulate(self.job.tree, mul))
+            forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in levels[:-1])
+            return first_s + forwards_s + (num_draft_tokens - 1) * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s
 
     @cached_property
@@ -651,7 +656,7 @@ class Timing:
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
-        best_num_draft_tokens: the fastest K.
+        best_num_draft_tokens: the fastest K; None for trees, as are those of other K.
         tokens_per_round_range, speculative_s_range, best_num_draft_tokens_range: what follows from the low and from the
             high acceptance, the smaller figure first; None for a single figure of it. The first two are at the same K.
         overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
@@ -720,16 +725,19 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if job.overlaps]
     gain = overlapped_tokens if overlapped else tokens_per_round
+    if tree := job.tree:
+        lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) + costs.host_s for number in lengths
     ]
     by_number = token_times(rounds_s, probability, gain)
     if job.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
-    expected, speculative_s = gain(probability, chosen), by_number[chosen - 1]
+    place = chosen - lengths.start
+    expected, speculative_s = gain(probability, chosen), by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
-    decoding_s = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[chosen - 1]
+    decoding_s = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
     if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
         speculative_s, decoding_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
     step_s = costs.draft_step_s(1) if costs.draft else 0.0
@@ -741,16 +749,16 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         acceptance=acceptance,
         num_draft_tokens=chosen,
         tokens_per_round=expected,
-        round_s=rounds_s[chosen - 1],
+        round_s=rounds_s[place],
         verify_s=costs.verify_s(chosen),
         other_s=costs.host_s,
         speculative_s=speculative_s,
         speculative_run_s=(prefill_s + decoding_s) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
-        by_num_draft_tokens=by_number,
-        best_num_draft_tokens=fastest(by_number),
-        overlap=overlapped[chosen - 1].document(probability, chosen) if overlapped else None,
+        by_num_draft_tokens=() if tree else by_number,
+        best_num_draft_tokens=None if tree else fastest(by_number),
+        overlap=overlapped[place].document(probability, chosen) if overlapped else None,
     )
     if acceptance.ends is None:
         return timed
@@ -760,6 +768,6 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
-        speculative_s_range=(min(fast[chosen - 1], most_s), min(slow[chosen - 1], most_s)),
-        best_num_draft_tokens_range=(fastest(slow), fastest(fast)),
+        speculative_s_range=(min(fast[place], most_s), min(slow[place], most_s)),
+        best_num_draft_tokens_range=None if tree else (fastest(slow), fastest(fast)),
     )

@@ -217,7 +217,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
         low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""
         lines.append(
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
-            f"c = {time['cost_ratio']:.3f}; best K = {best}{between}{low_to_high}"
+            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}{low_to_high}"
         )
         if overlap := time["overlap"]:
             idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))

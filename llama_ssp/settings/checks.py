@@ -234,9 +234,8 @@ def _tree(config: RunConfig) -> Iterator[str]:
         yield f"speculation.tree={speculation.tree}: {error}"
         return
     rule, kind = config.verification.rule, placement.target.kind
-    windowed = [
-        model.name for _, _, model in _chosen_models(config) if model.shape and model.shape.model_type in _WITH_WINDOWS
-    ]
+    families = {model.name: model.shape.model_type for _, _, model in _chosen_models(config) if model.shape}
+    windowed = [name for name, family in families.items() if family in _WITH_WINDOWS]
     needed = {
         f"a draft model or head, and draft={draft.kind} has none: give one with draft=NAME": draft.model is None,
         "a draft with the target's tokenizer: leave draft.tokenizer=own out": bool(drafters.matching_of(draft)),

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import Taps, Workspace
+from llama_ssp.models.cache import PerBucket, Taps, Workspace
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner, TreePlaces
@@ -210,7 +210,9 @@ class TreeTables(Workspace):
 
     def __init__(self, tree: Tree) -> None:
         self._depths_T, self._ancestors_TT = tree.depths_T, tree.ancestors_TT
-        self._numbers_T = torch.arange(tree.num_drafted + 1, device=tree.depths_T.device)
+        device = tree.depths_T.device
+        self._numbers_T = torch.arange(tree.num_drafted + 1, device=device)
+        self._slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
 
     def places(self, first_B1: Tensor, nodes: range, *, bucket: int) -> tuple[Tensor, TreePlaces]:
         """Positions (B, T) and places of consecutive nodes, in rows whose root stands in slot `first_B1`.
@@ -219,7 +221,7 @@ class TreeTables(Workspace):
         """
         start, number = nodes.start, len(nodes)
         slots_BT = first_B1 + self._numbers_T.narrow(0, start, number)
-        behind_BU = torch.arange(bucket, device=first_B1.device) - first_B1
+        behind_BU = self._slots[bucket] - first_B1
         num_all = static_shape(self._numbers_T)[0]
         nodes_BU = behind_BU.clamp(0, num_all - 1)
         seen_TBU = self._ancestors_TT.narrow(0, start, number)[:, nodes_BU] & (behind_BU < num_all)

@@ -68,10 +68,10 @@ def source(folder: Path) -> HeadSource:
     return of_target(files, files.head, tiny())
 
 
-def decode(  # noqa: ANN201
+def decode(
     target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
     tree: Tree | None = None,
-):  # fmt: skip
+) -> dict[int, Any]:  # fmt: skip
     """Texts with a head, whose drafts are watched."""
     head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
     assert isinstance(head, HeadRunner)
