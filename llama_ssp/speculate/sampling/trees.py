@@ -103,7 +103,7 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     num_children = static_shape(uniforms_BXP)[1]
     width = num_children // num_nodes
     rest_XV = probs_BMV.reshape(num_rows * num_nodes, vocab_size)
-    children = []
+    children: list[Tensor] = []
     for uniforms_XP in uniforms_BXP.reshape(num_rows * num_nodes, width, -1).unbind(1):
         if children:
             rest_XV = _others(rest_XV, children[-1])
