@@ -108,7 +108,10 @@ def _round(
         _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt)
     )
     target_logits_GNTV = torch.stack(
-        [target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)] for length in range(num_draft_tokens + 1)],
+        [
+            target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)]
+            for length in range(num_draft_tokens + 1)
+        ],
         dim=2,
     )
     verdict_law_GNTV = _verifying(

@@ -1,8 +1,9 @@
-"""The exact law of a round that drafts a tree, measured by driving its draw and its rule at the borders of their choices.
+"""The exact law of a round that drafts a tree, measured by driving its draw and its rule at their borders.
 
 As in `exact_law` every border is found by bisection of the answers. A child is taken to have one border in its own
 uniform number: the harness finds it where its ancestors have the number 0 and all other nodes the largest one. It then
 drives the rule through all combinations of numbers on either side of the borders, and adds up their volumes.
+Vocabularies have 3 or 4 tokens, for the reason that `choice_law` gives.
 
 Shapes: C drafted trees, N drafted tokens of a tree, T = N + 1, I nodes with children, V vocabulary, W children of a
 node, D depth, P = 2 numbers of a draw, S stops: pairs of a drafted tree and the node where the rule stops.
@@ -57,9 +58,7 @@ class _Round:
         self._tree, self._verify, self._vocab_size = tree, verify, target_probs[0].shape[-1]
         self._ids_CN = torch.zeros(1, 0, dtype=torch.long)
         self._law_C = torch.ones(1, dtype=torch.float64)
-        laws = [
-            _children_law(draw, draft_probs[depth], width=width) for depth, width in enumerate(tree.widths)
-        ]  # (V^depth, V^W) of each level
+        laws = [_children_law(draw, draft_probs[depth], width=width) for depth, width in enumerate(tree.widths)]
         for node in range(tree.num_parents):
             self._add_children(laws[int(tree.depths_T[node])], node)
         self._target_CTV = self._rows(target_probs, num_nodes=tree.num_drafted + 1)
@@ -92,9 +91,7 @@ class _Round:
         )
         path_ids_SD = self._ids_CN[trees_S].gather(1, verdict.path_BD[some_S] - 1)
         return [
-            self._text_law(
-                path_ids_SD[is_here_S, :num], (reach_S[:, None] * next_law_SV)[is_here_S]
-            )
+            self._text_law(path_ids_SD[is_here_S, :num], (reach_S[:, None] * next_law_SV)[is_here_S])
             for num in range(self._tree.depth + 1)
             for is_here_S in [verdict.num_accepted_B1[some_S, 0] == num]
         ]
@@ -162,6 +159,4 @@ def _children_law(draw: DrawChildren, probs_PV: Tensor, *, width: int) -> Tensor
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         return codes_of(draw(probs_PV[rows_B, None], uniforms_BC.unflatten(1, (width, PER_DRAW))), vocab_size)
 
-    return choice_law(
-        choose, num_rows=num_prefixes, num_coordinates=PER_DRAW * width, num_answers=vocab_size**width
-    )
+    return choice_law(choose, num_rows=num_prefixes, num_coordinates=PER_DRAW * width, num_answers=vocab_size**width)
