@@ -12,7 +12,7 @@ from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
-from llama_ssp.speculate.sampling.rules import Draft, Verdict, verify_greedy, verify_speculative
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative
 from llama_ssp.speculate.sampling.trees import (
     Tree,
     TreeVerdict,
@@ -130,7 +130,7 @@ def the_first_childs_numbers_again(probs_BMV: Tensor, uniforms_BXP: Tensor) -> T
     return draw_children(probs_BMV, torch.cat([uniforms_BXP[:, :1], uniforms_BXP[:, :-1]], dim=1))
 
 
-REJECTED, DRAW_NEXT = trees._rejected, trees.draw_next
+REJECTED, DRAW_NEXT = trees._rejected, draw_next
 FAULTS: dict[str, list[Callable[..., object]]] = {
     "_rejected": [draft_stays, residual_not_normalised, residual_not_clamped, target_stays],
     "draw_next": [without_any_residual],
@@ -241,11 +241,10 @@ def test_a_trace_gives_the_same_verdicts() -> None:
         return *sampled, *greedy, draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
 
     traced = Traced(decide, reads=(tree,))
-    wanted = decide(target_BTV, *draft, *draws)
-    others = target_BTV.roll(1, 0)
-    for _ in range(3):
-        assert all(map(torch.equal, traced("key", target_BTV, *draft, *draws), wanted))
-        assert all(map(torch.equal, traced("key", others, *draft, *draws), decide(others, *draft, *draws)))
+    drafted_before = draft.ids_BK, draft.probs_BTV, *draws
+    for turn in (0, 1, 0, 1):
+        given = target_BTV.roll(turn, 0), *drafted_before
+        assert all(map(torch.equal, traced("key", *given), decide(*given)))
     assert not traced.failed
     assert traced.replays["key"]
 
@@ -303,7 +302,7 @@ def node_of(verdict: TreeVerdict) -> Tensor:
 
 @pytest.mark.parametrize("shape", ["4x2x2", "1x3x1", "2x2"])
 def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
-    tree, draft, logits_BTV, _ = drafted(shape)
+    tree, _, logits_BTV, _ = drafted(shape)
     best_BT = logits_BTV.argmax(-1)
     places_N = (tree.children_TW[tree.parents_N] == torch.arange(1, tree.num_drafted + 1)[:, None]).long().argmax(1)
     best_places_BT = torch.randint(0, 1 + max(tree.widths), best_BT.shape, generator=torch.Generator().manual_seed(3))
