@@ -60,9 +60,9 @@ def law_error(
 @pytest.mark.parametrize(
     ("vocab_size", "shape"),
     [
-        *[(3, shape) for shape in ("1", "2", "3", "1x1", "2x1", "1x2", "2x2", "1x3", "1x1x1", "1x2x1")],
+        *[(3, shape) for shape in ("1", "2", "3", "1x1", "2x1", "1x2", "2x2", "1x3", "1x1x1", "1x2x1", "1x1x2")],
         *[(4, shape) for shape in ("2", "3", "2x1", "1x2")],
-        *[heavy(3, shape) for shape in ("3x1", "2x1x1", "1x1x2", "2x1x2")],
+        *[heavy(3, shape) for shape in ("3x1", "2x1x1", "2x1x2")],
         *[heavy(4, shape) for shape in ("2x2", "1x2x1", "1x3")],
     ],
 )
