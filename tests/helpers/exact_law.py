@@ -78,7 +78,7 @@ def round_law(
         path_law_GN = path_law_GN * keeps_N
     for num_accepted in range(num_draft_tokens + 1):
         text_law_GNV = path_law_GN[..., None] * verdict_law_GNTV[:, :, num_accepted]
-        accepted_N = _codes(paths_NK[:, :num_accepted], vocab_size)
+        accepted_N = codes_of(paths_NK[:, :num_accepted], vocab_size)
         text_codes = (accepted_N[:, None] * vocab_size + torch.arange(vocab_size)).flatten()
         law = target.logits[0].new_zeros(target.num_tables, vocab_size ** (num_accepted + 1))
         laws.append(law.index_add_(1, text_codes, text_law_GNV.flatten(1)))
@@ -108,7 +108,10 @@ def _round(
         _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt)
     )
     target_logits_GNTV = torch.stack(
-        [target.logits[length][:, _codes(paths_NK[:, :length], vocab_size)] for length in range(num_draft_tokens + 1)],
+        [
+            target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)]
+            for length in range(num_draft_tokens + 1)
+        ],
         dim=2,
     )
     verdict_law_GNTV = _verifying(
@@ -125,7 +128,7 @@ def draw_law(rule: Rule, logits: Tensor, prompt: tuple[int, ...] = ()) -> Tensor
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         return rule.draw(rows_BV[rows_B], uniforms_BC, _rows_of(context, rows_B))[0][:, 0]
 
-    return _law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
+    return choice_law(choose, num_rows=rows_BV.shape[0], num_coordinates=PER_DRAW, num_answers=logits.shape[-1]).view(
         logits.shape
     )
 
@@ -155,7 +158,7 @@ def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:
     """The law (G, N) of the drafted paths when every drafted token is the draft's best one."""
     path_law_GN = draft.logits[0].new_ones(draft.num_tables, paths_NK.shape[0])
     for position in range(paths_NK.shape[1]):
-        codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
+        codes_N = codes_of(paths_NK[:, :position], draft.vocab_size)
         best_GN = draft.logits[position].argmax(-1)[:, codes_N]
         path_law_GN = path_law_GN * (best_GN == paths_NK[:, position])
     return path_law_GN, None
@@ -169,7 +172,7 @@ def _drafting(
     kept_probs = []
     for position in range(paths_NK.shape[1]):
         logits = draft.logits[position]
-        codes_N = _codes(paths_NK[:, :position], draft.vocab_size)
+        codes_N = codes_of(paths_NK[:, :position], draft.vocab_size)
         path_law_GN = path_law_GN * draw_law(rule, logits, prompt)[:, codes_N, paths_NK[:, position]]
         some_BP = logits.new_full((logits.shape[0] * logits.shape[1], PER_DRAW), 0.5)
         _, probs = rule.draw(logits.flatten(0, 1), some_BP, _after_prefixes(prompt, logits))
@@ -202,7 +205,7 @@ def _verifying(
         verdict = rule.verify(draft, rule.process(target_logits_BTV[rows_B], _rows_of(context, rows_B)), draws=draws)
         return (verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
-    law_BA = _law(
+    law_BA = choice_law(
         choose,
         num_rows=num_tables * num_paths,
         num_coordinates=num_draft_tokens + PER_DRAW,
@@ -211,7 +214,7 @@ def _verifying(
     return law_BA.view(num_tables, num_paths, num_positions, vocab_size)
 
 
-def _codes(prefixes_NT: Tensor, vocab_size: int) -> Tensor:
+def codes_of(prefixes_NT: Tensor, vocab_size: int) -> Tensor:
     """The codes (N,) of prefixes (N, t)."""
     codes_N = torch.zeros(prefixes_NT.shape[0], dtype=torch.long)
     for ids_N in prefixes_NT.unbind(1):
@@ -219,7 +222,7 @@ def _codes(prefixes_NT: Tensor, vocab_size: int) -> Tensor:
     return codes_N
 
 
-def _law(choose: Choice, *, num_rows: int, num_coordinates: int, num_answers: int) -> Tensor:
+def choice_law(choose: Choice, *, num_rows: int, num_coordinates: int, num_answers: int) -> Tensor:
     """The law (B, answers) of a choice by independent uniform numbers, for every row.
 
     The pieces are taken to be boxes whose sides are found along lines through the corners of the unit cube: right for

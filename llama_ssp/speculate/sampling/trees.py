@@ -17,6 +17,7 @@ uniforms per draw.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,6 +97,10 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     with fewer possible tokens than children has some token again; `verify_tree` never accepts it. A node's only child
     is the token that `draw` draws.
 
+    Args:
+        probs_BMV: the draft's probabilities after each node of a level, after the processors.
+        uniforms_BXP: those of the children, at their places in `Draws.draft_BKP`.
+
     Returns:
         The ids (B, X), the children of a node side by side, as nodes are numbered.
     """
@@ -150,7 +155,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         passes = [passes_first_BT.gather(1, children_BW[:, :1])]
         if width > 1:
             rows = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
-            passes += _later_pass(rows, ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW))
+            passes += _later_passes(rows, ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW))
         for passes_B1, child_B1 in zip(reversed(passes), reversed(children_BW.split(1, dim=1)), strict=True):
             node_B1 = torch.where(passes_B1, child_B1, node_B1)
 
@@ -194,14 +199,14 @@ def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor)
     return rows[0], rows[1]
 
 
-def _later_pass(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
+def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
     """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
     passes = []
-    ids = ids_BW.split(1, dim=1)
-    for rejected_B1, ids_B1, numbers_B1 in zip(ids, ids[1:], numbers_BW.split(1, dim=1)[1:], strict=False):
+    ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
+    for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
         rows = _rejected(*rows, rejected_B1)
         target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
-        # A draft of 0 marks a token that repeats another, as there were too few.
+        # Where the draft had too few tokens, its probabilities are 0 by now.
         passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))
     return passes
 
@@ -217,6 +222,6 @@ def _others(probs_XV: Tensor, ids_X1: Tensor) -> Tensor:
 
 
 def _normalised(weights_XV: Tensor) -> Tensor:
-    """Make the sum of each row 1, in place, or 0 if nothing is there."""
+    """Make the sum of each row 1, in place, or 0 if nothing is there; NaN stays NaN."""
     sums_X1 = weights_XV.sum(-1, keepdim=True)
-    return weights_XV.mul_(torch.where(sums_X1 > _LEAST_MASS, sums_X1.reciprocal(), 0.0))
+    return weights_XV.mul_(sums_X1.reciprocal().masked_fill_(sums_X1 <= _LEAST_MASS, 0.0))

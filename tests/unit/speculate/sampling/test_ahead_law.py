@@ -15,7 +15,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, make_rule, verify_ahead
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
-from tests.helpers.exact_law import _law, draw_law
+from tests.helpers.exact_law import choice_law, draw_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 
@@ -103,7 +103,7 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
         )  # fmt: skip
         return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_B1)[:, 0]
 
-    return _law(
+    return choice_law(
         choose, num_rows=len(ids), num_coordinates=num_drafted + PER_DRAW, num_answers=2 * num_drafted * vocab_size
     )
 

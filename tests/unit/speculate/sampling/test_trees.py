@@ -1,0 +1,355 @@
+"""Trees of drafted tokens keep the target's law exactly, and a chain is what it always was."""
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.tracing import Traced
+from llama_ssp.speculate.sampling import trees
+from llama_ssp.speculate.sampling.processors import draw, processor
+from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative
+from llama_ssp.speculate.sampling.trees import (
+    Tree,
+    TreeVerdict,
+    best_children,
+    draw_children,
+    verify_tree,
+    verify_tree_greedy,
+)
+from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
+from tests.helpers.draws import draws_of
+from tests.helpers.lanes import heavy
+from tests.helpers.table_models import joint_law, random_table
+from tests.helpers.tree_law import DrawChildren, VerifyTree, tree_law
+
+CPU = torch.device("cpu")
+Rows = tuple[Tensor, Tensor]
+Drafted = tuple[Tree, Draft, Tensor, Draws]
+SAMPLINGS = {
+    "temperature": SamplingConfig(temperature=0.7),
+    "top-k": SamplingConfig(temperature=1.3, top_k=2),
+    "top-p": SamplingConfig(temperature=0.8, top_p=0.9),
+}
+
+
+def law_error(
+    shape: str,
+    sampling: SamplingConfig,
+    *,
+    seed: int = 20,
+    vocab_size: int = 3,
+    verify: VerifyTree = verify_tree,
+    draw: DrawChildren = draw_children,
+) -> float:
+    """The largest difference between the law of D + 1 tokens and the target's."""
+    tree, process = Tree.of(shape, CPU), processor(sampling)
+    target, draft = (
+        random_table(seed=seed + model, num_tables=1, max_length=tree.depth, vocab_size=vocab_size) for model in (1, 2)
+    )
+    measured = tree_law(tree, process, target=target, draft=draft, verify=verify, draw=draw)
+    expected = joint_law(tuple(process(logits) for logits in target.logits))[0]
+    return float((measured - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("vocab_size", "shape"),
+    [
+        *[(3, shape) for shape in ("1", "2", "3", "1x1", "2x1", "1x2", "2x2", "1x3", "1x1x1", "1x2x1", "1x1x2")],
+        *[(4, shape) for shape in ("2", "3", "2x1", "1x2")],
+        *[heavy(3, shape) for shape in ("3x1", "2x1x1", "2x1x2")],
+        *[heavy(4, shape) for shape in ("2x2", "1x2x1", "1x3")],
+    ],
+)
+def test_the_text_has_exactly_the_targets_law(vocab_size: int, shape: str, name: str) -> None:
+    """Some nodes have fewer possible tokens than children: top-k leaves two, and some logits are minus infinity."""
+    assert law_error(shape, SAMPLINGS[name], vocab_size=vocab_size) < 1e-12
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("shape", ["2", "3", "1x2"])
+def test_the_law_holds_where_the_first_residual_has_one_token(shape: str, name: str) -> None:
+    assert law_error(shape, SAMPLINGS[name], seed=10) < 1e-12
+
+
+def draft_stays(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
+    """The ratio of a later child has the probability that the draft had from the start.
+
+    It makes no difference whether the rejected child stays, since the target's residual lacks it.
+    """
+    return REJECTED(target_BV, draft_BV, ids_B1)[0], draft_BV.clone()
+
+
+def residual_not_normalised(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
+    return (target_BV - draft_BV).clamp_min(0), REJECTED(target_BV, draft_BV, ids_B1)[1]
+
+
+def residual_not_clamped(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
+    rest_BV = (target_BV - draft_BV).abs()
+    return rest_BV / rest_BV.sum(-1, keepdim=True), REJECTED(target_BV, draft_BV, ids_B1)[1]
+
+
+def target_stays(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> Rows:
+    return target_BV, REJECTED(target_BV, draft_BV, ids_B1)[1]
+
+
+def without_any_residual(
+    num_accepted_B1: Tensor, rest_BV: Tensor, target_row_BV: Tensor, uniforms_BP: Tensor
+) -> Verdict:
+    """The next token is drawn from the target's row."""
+    del rest_BV
+    return DRAW_NEXT(num_accepted_B1, target_row_BV.clone(), target_row_BV, uniforms_BP)
+
+
+def a_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+    """Off by one: the second child reads the first one's number."""
+    accept_BK = torch.cat([draws.accept_BK[:, :1], draws.accept_BK[:, :-1]], dim=1)
+    return verify_tree(tree, draft, target_BTV, draws=draws._replace(accept_BK=accept_BK))
+
+
+def the_last_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+    """Off by one: the next token reads the last child's number."""
+    residual_BP = torch.cat([draws.accept_BK[:, -1:], draws.residual_BP[:, 1:]], dim=1)
+    return verify_tree(tree, draft, target_BTV, draws=draws._replace(residual_BP=residual_BP))
+
+
+def with_replacement(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
+    """All children of a node have its probabilities."""
+    width = uniforms_BXP.shape[1] // probs_BMV.shape[1]
+    probs_XV = probs_BMV.repeat_interleave(width, dim=1).flatten(0, 1)
+    return draw(probs_XV, uniforms_BXP.flatten(0, 1)).view(uniforms_BXP.shape[:2])
+
+
+def the_first_childs_numbers_again(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
+    """Off by one: the second child is drawn by the numbers of the first."""
+    return draw_children(probs_BMV, torch.cat([uniforms_BXP[:, :1], uniforms_BXP[:, :-1]], dim=1))
+
+
+REJECTED, DRAW_NEXT = trees._rejected, draw_next
+FAULTS: dict[str, list[Callable[..., object]]] = {
+    "_rejected": [draft_stays, residual_not_normalised, residual_not_clamped, target_stays],
+    "draw_next": [without_any_residual],
+    "verify": [a_childs_number_again, the_last_childs_number_again],
+    "draw": [with_replacement, the_first_childs_numbers_again],
+}
+
+
+@pytest.mark.parametrize("shape", ["2x1", "1x2", "3"])
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [(place, fault) for place, faults in FAULTS.items() for fault in faults],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_harness_catches_a_planted_fault(
+    place: str, fault: Callable[..., object], shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "verify":
+        error = law_error(shape, SAMPLINGS["temperature"], vocab_size=4, verify=cast("VerifyTree", fault))
+    elif place == "draw":
+        error = law_error(shape, SAMPLINGS["temperature"], vocab_size=4, draw=cast("DrawChildren", fault))
+    else:
+        monkeypatch.setattr(trees, place, fault)
+        error = law_error(shape, SAMPLINGS["temperature"], vocab_size=4)
+    assert error > 1e-3
+
+
+def test_a_later_child_is_accepted_by_the_ratio_of_what_the_rejected_one_leaves() -> None:
+    target_V, draft_V = (torch.tensor(probs, dtype=torch.float64) for probs in ([1, 2, 3, 4], [4, 3, 2, 1]))
+    target_probs = (target_V / 10).expand(1, 3, 4).contiguous()
+    draft = Draft(torch.tensor([[0, 2]]), torch.stack([draft_V / 10, torch.zeros(4).double()])[None])
+    # Token 0 is accepted below 1/4. Then (0, 0, 1, 3) / 4 is left of the target, and (0, 3, 2, 1) / 6 of the draft.
+    for first, second, wanted in ((0.24, 0.9, [1, 2]), (0.26, 0.74, [2, 2]), (0.26, 0.76, None)):
+        draws = numbers(2, accept=[[first, second]])
+        verdict = verify_tree(Tree.of("2", CPU), draft, target_probs, draws=draws)
+        assert verdict.num_accepted_B1.item() == (wanted is not None)
+        assert verdict.path_BD.tolist() == [[wanted[0]]] if wanted else [[1]]
+        # (0, 0, 0, 1) is left after both.
+        assert wanted or verdict.next_ids_B1.item() == 3
+
+
+def numbers(num_drafted: int, *, accept: list[list[float]]) -> Draws:
+    """Draws of a round in which every other number is one half."""
+    half_BP = torch.full((len(accept), 2), 0.5, dtype=torch.float64)
+    draft_BKP = half_BP[:, None].expand(-1, num_drafted, -1)
+    return Draws(draft_BKP, torch.tensor(accept, dtype=torch.float64), half_BP, half_BP)
+
+
+def drafted(shape: str, *, num_rows: int = 64, vocab_size: int = 50, device: torch.device = CPU) -> Drafted:
+    """A tree, its draft from probabilities that depend on the node alone, the target's probabilities, and the draws."""
+    tree, process = Tree.of(shape, device), processor(SamplingConfig(temperature=0.8, top_k=20))
+    generator = torch.Generator().manual_seed(7)
+    target_BTV, noise_BTV = torch.randn(2, num_rows, tree.num_drafted + 1, vocab_size, generator=generator).to(device)
+    probs_BIV = process(target_BTV + 0.7 * noise_BTV)[:, : tree.num_parents]
+    index_B = torch.arange(num_rows, device=device)
+    draws = draws_of(UniformTable(tree.num_drafted, device), index_B, index_B)
+    ids, parent = [], 0
+    for level, width in zip(tree.levels, tree.widths, strict=True):
+        num_parents = len(level) // width
+        uniforms_BXP = draws.draft_BKP[:, level.start - 1 : level.stop - 1]
+        ids.append(draw_children(probs_BIV[:, parent : parent + num_parents], uniforms_BXP))
+        parent += num_parents
+    draft = Draft(torch.cat(ids, dim=1), pad(probs_BIV, (0, 0, 0, 1)))
+    return tree, draft, process(target_BTV), draws
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) -> None:
+    tree, draft, target_BTV, draws = drafted("x".join("1" * depth), num_rows=500)
+    assert draft.probs_BTV is not None
+    for place in range(depth):
+        ids_B1 = draw(draft.probs_BTV[:, place].contiguous(), draws.draft_BKP[:, place])
+        assert torch.equal(ids_B1, draft.ids_BK[:, place : place + 1])
+    chain = verify_speculative(draft, target_BTV, draws=draws)
+    verdict = verify_tree(tree, draft, target_BTV, draws=draws)
+    assert chain.num_accepted_B1.unique().numel() == depth + 1
+    for own, wanted in zip((verdict.num_accepted_B1, *verdict[2:]), chain, strict=True):
+        assert torch.equal(own, wanted)
+    assert torch.equal(verdict.path_BD, torch.arange(1, depth + 1).expand(500, -1))
+
+    chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
+    verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
+    for own, wanted in zip((verdict.num_accepted_B1, *verdict[2:]), chain, strict=True):
+        assert torch.equal(own, wanted)
+
+
+@pytest.mark.parametrize("shape", ["3x2x1", "1x3", "2x1x4"])
+def test_a_row_has_the_same_verdict_alone_and_in_a_batch(shape: str) -> None:
+    tree, draft, target_BTV, draws = drafted(shape)
+    assert draft.probs_BTV is not None
+    joint = verify_tree(tree, draft, target_BTV, draws=draws)
+    assert joint.num_accepted_B1.unique().numel() == tree.depth + 1
+    assert joint.path_BD[:, 0].unique().numel() == tree.widths[0]
+    for row in range(64):
+        one = slice(row, row + 1)
+        own = Draft(draft.ids_BK[one], draft.probs_BTV[one])
+        alone = verify_tree(tree, own, target_BTV[one], draws=Draws(*(each[one] for each in draws)))
+        assert all(map(torch.equal, alone, (each[one] for each in joint)))
+
+
+def test_a_trace_gives_the_same_verdicts() -> None:
+    tree, draft, target_BTV, draws = drafted("3x2x1")
+    assert draft.probs_BTV is not None
+
+    def decide(target_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
+        sampled = verify_tree(tree, Draft(ids_BK, probs_BTV), target_BTV, draws=Draws(*draws))
+        greedy = verify_tree_greedy(tree, Draft(ids_BK, None), target_BTV)
+        return *sampled, *greedy, draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
+
+    traced = Traced(decide, reads=(tree,))
+    drafted_before = draft.ids_BK, draft.probs_BTV, *draws
+    for turn in (0, 1, 0, 1):
+        given = target_BTV.roll(turn, 0), *drafted_before
+        assert all(map(torch.equal, traced("key", *given), decide(*given)))
+    assert not traced.failed
+    assert traced.replays["key"]
+
+
+def test_no_value_is_read_between_the_draw_and_the_verdict() -> None:
+    device = torch.device("meta")
+    tree, draft, target_BTV, draws = drafted("3x2x1", device=device)
+    sampled = verify_tree(tree, draft, target_BTV, draws=draws)
+    greedy = verify_tree_greedy(tree, draft, target_BTV)
+    assert [each.shape for each in sampled] == [each.shape for each in greedy] == [(64, n) for n in (1, 3, 1, 1)]
+
+
+def test_children_differ_until_no_possible_token_is_left() -> None:
+    _, draft, _, draws = drafted("3x2x1")
+    first_B3, second_BX = draft.ids_BK[:, :3], draft.ids_BK[:, 3:9]
+    assert first_B3.sort().values.diff().all()
+    assert second_BX.unflatten(1, (3, 2)).diff().all()
+    # With two possible tokens the third and fourth repeat one or cannot be; they are ids all the same.
+    probs_BMV = torch.zeros(64, 1, 50)
+    probs_BMV[..., 7], probs_BMV[..., 30] = 1.0, 2.0**-90
+    ids_B4 = draw_children(probs_BMV, draws.draft_BKP[:, :4])
+    assert ids_B4[:, :2].tolist() == [[7, 30]] * 64
+    assert ids_B4.ge(0).logical_and(ids_B4.lt(50)).all()
+
+
+def test_a_child_that_cannot_be_is_never_accepted() -> None:
+    """The draft has one possible token and three children, two of which are a token that only the target can say."""
+    probs_12V = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
+    target_1TV = torch.tensor([[[0.0, 0.0, 1.0]] * 4])
+    draft = Draft(torch.tensor([[1, 2, 2]]), probs_12V)
+    verdict = verify_tree(Tree.of("3", CPU), draft, target_1TV, draws=numbers(3, accept=[[0.0, 0.0, 0.0]]))
+    assert (verdict.num_accepted_B1.item(), verdict.path_BD.item(), verdict.next_ids_B1.item()) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("shape", ["3x2x1", "2", "1x3"])
+def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not(shape: str) -> None:
+    tree, draft, target_BTV, draws = drafted(shape)
+    clean = verify_tree(tree, draft, target_BTV, draws=draws)
+    assert not clean.weights_B1.isnan().any()
+    for node in range(tree.num_drafted + 1):
+        broken_BTV = target_BTV.clone()
+        broken_BTV[:, node] = float("nan")
+        verdict = verify_tree(tree, draft, broken_BTV, draws=draws)
+        is_reached_B = tree.ancestors_TT[node_of(clean), node]
+        assert torch.equal(verdict.weights_B1.isnan()[:, 0], is_reached_B)
+        assert verdict.next_ids_B1.lt(50).all()
+        greedy = verify_tree_greedy(tree, Draft(draft.ids_BK, None), broken_BTV)
+        assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)
+
+
+def node_of(verdict: TreeVerdict) -> Tensor:
+    """The last accepted node (B,)."""
+    return pad(verdict.path_BD, (1, 0)).gather(1, verdict.num_accepted_B1)[:, 0]
+
+
+@pytest.mark.parametrize("shape", ["4x2x2", "1x3x1", "2x2"])
+def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
+    tree, _, logits_BTV, _ = drafted(shape)
+    best_BT = logits_BTV.argmax(-1)
+    places_N = (tree.children_TW[tree.parents_N] == torch.arange(1, tree.num_drafted + 1)[:, None]).long().argmax(1)
+    best_places_BT = torch.randint(0, 1 + max(tree.widths), best_BT.shape, generator=torch.Generator().manual_seed(3))
+    is_best_BN = best_places_BT[:, tree.parents_N] == places_N
+    ids_BN = torch.where(is_best_BN, best_BT[:, tree.parents_N], 50 + places_N)
+    verdict = verify_tree_greedy(tree, Draft(ids_BN, None), logits_BTV)
+    for row, (ids, best) in enumerate(zip(ids_BN.tolist(), best_BT.tolist(), strict=True)):
+        node, path = 0, []
+        while found := [c for c in tree.children_TW[node].tolist() if c and ids[c - 1] == best[node]]:
+            node = found[-1]
+            path.append(ids[node - 1])
+        num = int(verdict.num_accepted_B1[row])
+        assert [ids[c - 1] for c in verdict.path_BD[row, :num].tolist()] == path
+        assert int(verdict.next_ids_B1[row]) == best[node_of(verdict)[row]]
+    assert verdict.num_accepted_B1.unique().numel() == tree.depth + 1
+
+
+def test_the_best_children_are_those_with_the_largest_scores() -> None:
+    scores_BMV = torch.tensor([[[0.0, 3.0, 1.0, 2.0], [5.0, 1.0, 5.0, 0.0]]])
+    assert best_children(scores_BMV, width=1).tolist() == [[1, 0]]
+    assert best_children(scores_BMV[:, :1], width=3).tolist() == [[1, 3, 2]]
+    assert best_children(scores_BMV, width=2)[0, 2:].sort().values.tolist() == [0, 2]
+
+
+def test_a_tree_is_numbered_level_by_level() -> None:
+    tree = Tree.of("2x1x2", CPU)
+    assert (tree.widths, tree.num_drafted, tree.depth, tree.num_parents) == ((2, 1, 2), 8, 3, 5)
+    assert tree.levels == (range(1, 3), range(3, 5), range(5, 9))
+    assert tree.parents_N.tolist() == [0, 0, 1, 2, 3, 3, 4, 4]
+    assert tree.depths_T.tolist() == [0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert tree.children_TW.tolist() == [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8], *[[0, 0]] * 4]
+    assert tree.paths_TD.tolist() == [
+        [1, 2, 3], [1, 2, 3], [2, 2, 3], [1, 3, 3], [2, 4, 3], [1, 3, 5], [1, 3, 6], [2, 4, 7], [2, 4, 8]
+    ]  # fmt: skip
+    assert [row.nonzero()[:, 0].tolist() for row in tree.ancestors_TT] == [
+        [0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5], [0, 1, 3, 6], [0, 2, 4, 7], [0, 2, 4, 8]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["", "0", "2x0", "-1", "2x", "x2", "2 x 2", "2X2", "1.5", "٢", "2x2\n"])
+def test_a_text_that_is_no_shape_is_refused(shape: str) -> None:
+    with pytest.raises(ValueError, match=r"not the shape of a tree.*at least 1.*such as 2x2x1x1"):
+        Tree.of(shape, CPU)
+
+
+@pytest.mark.parametrize(("shape", "given"), [("257", "257"), ("16x16", "272"), ("9999x9999x9999", "more than")])
+def test_a_tree_of_too_many_tokens_is_refused(shape: str, given: str) -> None:
+    with pytest.raises(ValueError, match=f"{given}.*drafted tokens; 256 is the most"):
+        Tree.of(shape, CPU)
+    assert Tree.of("16x15", CPU).num_drafted == 256
