@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -360,8 +358,11 @@ def tree_tokens(acceptance: float, widths: Sequence[int]) -> float:
     `acceptance` is that of a node's first child. A further one, which is examined if those before it are rejected, is
     taken to be accepted half as often.
     """
-    rejected = [(1 - acceptance) * (1 - acceptance / 2) ** (width - 1) for width in widths]
-    return 1 + sum(accumulate((1 - each for each in rejected), mul))
+    tokens = reaching = 1.0
+    for width in widths:
+        reaching *= 1 - (1 - acceptance) * (1 - acceptance / 2) ** (width - 1)
+        tokens += reaching
+    return tokens
 
 
 def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:

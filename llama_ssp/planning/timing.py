@@ -47,6 +47,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.acceptance import (
     Acceptance,
+    Gain,
     expected_of_job,
     fastest,
     overlapped_corrections,
@@ -724,7 +725,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     acceptance = expected_of_job(job)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
     overlapped = [costs.overlapped(number) for number in lengths if job.overlaps]
-    gain = overlapped_tokens if overlapped else tokens_per_round
+    gain: Gain = overlapped_tokens if overlapped else tokens_per_round
     if tree := job.tree:
         lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
     rounds_s = [one.round_s for one in overlapped] or [

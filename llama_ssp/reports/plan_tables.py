@@ -84,7 +84,7 @@ def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
-    for line in (*_times_of_parts(plan["time"]), *_basis(plan)):
+    for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
     for warning in plan["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
@@ -187,16 +187,19 @@ def _time_table(plan: Mapping[str, Any]) -> Table:
     return table
 
 
-def _times_of_parts(time: Mapping[str, Any]) -> list[str]:
+def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
     """What a plain step and a round are made of; lines, since a terminal of 80 columns has no room beside the table."""
+    time, tree = plan["time"], plan["job"]["tree"]
     forward = time["target_forward"]
     names = ("matrices", "attention", "operators", "collectives", "offload")
     parts = [f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS]
     lines = [f"plain step, ms: {', '.join(parts)}"] if parts else []
     if time["round_ms"] is not None:
+        steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
+        if tree:
+            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
         lines.append(
-            f"round of {time['round_ms']:.1f} ms: {time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft, "
-            f"verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}"
+            f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}"
         )
     return lines
 
