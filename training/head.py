@@ -82,16 +82,22 @@ class Target:
         )
 
     @torch.no_grad()
-    def read(self, ids_BT: Tensor, head: Head, pad_id: int) -> Reading:
-        """Runs the target over rows."""
+    def taps(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs over rows and returns the taps, one after the other in the last dimension, and the logits."""
         out = self.model(ids_BT, output_hidden_states=True, use_cache=False)
-        taps = [out.hidden_states[layer] for layer in tapped_layers(self.model.config.num_hidden_layers)]
+        layers = tapped_layers(self.model.config.num_hidden_layers)
+        return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1), out.logits
+
+    @torch.no_grad()
+    def read(self, ids_BT: Tensor, head: Head, pad_id: int) -> Reading:
+        """Runs over rows and returns what a head needs of it."""
+        taps_BTC, logits_BTV = self.taps(ids_BT)
         drafted_W = head.drafted_ids()
         places_V = torch.full((len(head.get_buffer("t2d")),), -1)
         places_V[drafted_W] = torch.arange(len(drafted_W))
-        rows = [(logits_PV.float() / TEMPERATURE).softmax(-1)[:, drafted_W] for logits_PV in out.logits[:, 1:]]
+        rows = [(logits_PV.float() / TEMPERATURE).softmax(-1)[:, drafted_W] for logits_PV in logits_BTV[:, 1:]]
         return Reading(
-            taps_BPC=torch.cat(taps, dim=-1)[:, :-1],
+            taps_BPC=taps_BTC[:, :-1],
             embeddings_BPE=self.embed(ids_BT)[:, 1:],
             target_BPW=torch.stack(rows),
             places_BP=functional.pad(places_V[ids_BT[:, 2:]], (0, 1), value=-1),
@@ -209,19 +215,22 @@ class Trainer:
         own = self._own_rows()
         self.held_BT, self.own = torch.stack(own[:HELD_ROWS]), own[HELD_ROWS:]
         self.target = Target(options.target)
+        tap_rms_C = self.target.taps(self.held_BT)[0].float().square().mean((0, 1)).sqrt()
         self.head = load_head(options.start) if options.start else self._new_head()
+        self.head.scale_taps(tap_rms_C.clamp(min=0.01 * float(tap_rms_C.mean())))
+        if not options.start:
+            model = self.target.model
+            self.head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
         self.optimiser = Optimisers(self.head, options.rate, 0.01)
         self.log = Log(options.scratch / "head.jsonl")
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
 
     def _new_head(self) -> Head:
-        options, model = self.options, self.target.model
+        options, vocabulary = self.options, self.target.model.config.vocab_size
         written = [row[generate.PROMPT :].tolist() for row in self.own]
-        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, model.config.vocab_size)
-        head = Head(self.target.head_shape(options.intermediate), drafted_W, model.config.vocab_size)
-        head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
-        return head
+        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
+        return Head(self.target.head_shape(options.intermediate), drafted_W, vocabulary)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
