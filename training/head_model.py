@@ -24,10 +24,17 @@ from training.model import FeedForward, RMSNorm, Shape, rope_tables, rotate
 from training.tokenizer import CONTEXT
 
 CONFIG = "config.json"
+LEAST_LAYERS = 6
 
 
 def tapped_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers of the target whose inputs the head reads."""
+    """Returns the layers of the target whose inputs the head reads.
+
+    Raises:
+        ValueError: The target is too shallow.
+    """
+    if num_layers < LEAST_LAYERS:
+        raise ValueError(f"the target has {num_layers} layers; a head needs one of {LEAST_LAYERS} or more")
     return 2, num_layers // 2, num_layers - 3
 
 
