@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
     parser.add_argument("--start", type=Path, help="folder of a head to go on from")
-    parser.add_argument("--minutes", type=float, default=45.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=26.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=12.0, help="of writing own text, where there is none")
     parser.add_argument("--own-rows", type=int, default=4, help="rows of own text among the 6 of a step")
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens that the head can draft")
