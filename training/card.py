@@ -1,7 +1,8 @@
 """The model card of the shipped pair, with the loss curves as a picture and as JSON lines.
 
 What it does: writes them from the measurement and the training logs, and copies the curves in
-compact form into this folder. Every figure in the card is read from those files.
+compact form into this folder. Every figure in the card is read from those files, but for the section on the
+head, which is copied from `head.md`.
 What it does not do: measure anything itself.
 """
 
@@ -18,6 +19,7 @@ from training.model import DRAFT, TARGET, Shape
 
 CURVES = Path(__file__).with_name("curves.jsonl")
 TEMPLATE = Path(__file__).with_name("card.md")
+HEAD = Path(__file__).with_name("head.md")
 Record = dict[str, Any]
 
 
@@ -127,7 +129,7 @@ def write_card(measured: Record, records: list[Record], notes: str, file: Path) 
         unseen=f"{100 * rates['unseen']:.1f}",
         seen=f"{100 * rates['seen']:.1f}",
     )
-    file.write_text(card, encoding="utf-8")
+    file.write_text(card + HEAD.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def main() -> None:

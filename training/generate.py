@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from training import batches, corpus, objectives
 from training.tokenizer import PAD_ID, Ends, load_tokenizer
@@ -24,7 +24,7 @@ FOLDER = "own"
 
 
 @torch.no_grad()
-def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends) -> Tensor:
+def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends, device: str = "cpu") -> Tensor:
     """Samples the target's continuation of prompts at the drafting temperature.
 
     Args:
@@ -32,11 +32,14 @@ def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends) 
         prompts_BT: Prompts of one length.
         length: Length of the rows to return.
         ends: The ids that end a row and fill it up.
+        device: Where the target runs.
 
     Returns:
         Rows of shape (B, length), padded after an end of sequence.
     """
-    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.to(device)
+    prompts_BT = prompts_BT.to(device)
     rows_BT: Tensor = model.generate(
         prompts_BT,
         attention_mask=torch.ones_like(prompts_BT),
@@ -49,7 +52,7 @@ def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends) 
         pad_token_id=ends.pad,
     )
     missing = length - rows_BT.shape[1]
-    return torch.nn.functional.pad(rows_BT, (0, missing), value=ends.pad)
+    return torch.nn.functional.pad(rows_BT, (0, missing), value=ends.pad).cpu()
 
 
 def load_rows(scratch: Path, pad_id: int = PAD_ID) -> list[Tensor]:
@@ -68,14 +71,14 @@ def write_rows(target: Path, sources: batches.SourceRows, scratch: Path, options
         target: The saved target.
         sources: Where the prompts come from.
         scratch: Where the rows go.
-        options: `minutes`, `rows` at a time, and `seed`, which names the files.
+        options: `minutes`, `rows` at a time, `device`, and `seed`, which names the files.
     """
     folder = scratch / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     end, count = time.monotonic() + options.minutes * 60, 0
     while time.monotonic() < end:
         prompts_BT = torch.tensor(sources.take(options.rows, PROMPT - 1))
-        rows_BT = continue_prompts(target, prompts_BT, LENGTH, sources.row_ends)
+        rows_BT = continue_prompts(target, prompts_BT, LENGTH, sources.row_ends, options.device)
         save_file({"rows_BT": rows_BT.to(torch.int32)}, folder / f"{options.seed}-{count:04}.safetensors")
         count += 1
 
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96, help="prompts at a time")
     parser.add_argument("--seed", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)

@@ -62,8 +62,8 @@ class Reading:
 class Target:
     """The frozen target in bf16."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    def __init__(self, folder: Path, device: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().to(device)
         self.model.requires_grad_(False)
         self.embed = self.model.get_input_embeddings()
 
@@ -82,16 +82,22 @@ class Target:
         )
 
     @torch.no_grad()
-    def read(self, ids_BT: Tensor, head: Head, pad_id: int) -> Reading:
-        """Runs the target over rows."""
+    def taps(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs over rows and returns the taps, one after the other in the last dimension, and the logits."""
         out = self.model(ids_BT, output_hidden_states=True, use_cache=False)
-        taps = [out.hidden_states[layer] for layer in tapped_layers(self.model.config.num_hidden_layers)]
+        layers = tapped_layers(self.model.config.num_hidden_layers)
+        return torch.cat([out.hidden_states[layer] for layer in layers], dim=-1), out.logits
+
+    @torch.no_grad()
+    def read(self, ids_BT: Tensor, head: Head, pad_id: int) -> Reading:
+        """Runs over rows and returns what a head needs of it."""
+        taps_BTC, logits_BTV = self.taps(ids_BT)
         drafted_W = head.drafted_ids()
-        places_V = torch.full((len(head.get_buffer("t2d")),), -1)
-        places_V[drafted_W] = torch.arange(len(drafted_W))
-        rows = [(logits_PV.float() / TEMPERATURE).softmax(-1)[:, drafted_W] for logits_PV in out.logits[:, 1:]]
+        places_V = torch.full((len(head.get_buffer("t2d")),), -1, device=ids_BT.device)
+        places_V[drafted_W] = torch.arange(len(drafted_W), device=ids_BT.device)
+        rows = [(logits_PV.float() / TEMPERATURE).softmax(-1)[:, drafted_W] for logits_PV in logits_BTV[:, 1:]]
         return Reading(
-            taps_BPC=torch.cat(taps, dim=-1)[:, :-1],
+            taps_BPC=taps_BTC[:, :-1],
             embeddings_BPE=self.embed(ids_BT)[:, 1:],
             target_BPW=torch.stack(rows),
             places_BP=functional.pad(places_V[ids_BT[:, 2:]], (0, 1), value=-1),
@@ -207,27 +213,30 @@ class Trainer:
         self.arithmetic = None if options.text else batches.ArithmeticRows(self.tokenizer, options.seed)
         self.ends = self.sources.row_ends
         own = self._own_rows()
-        self.held_BT, self.own = torch.stack(own[:HELD_ROWS]), own[HELD_ROWS:]
-        self.target = Target(options.target)
-        self.head = load_head(options.start) if options.start else self._new_head()
+        self.held_BT, self.own = torch.stack(own[:HELD_ROWS]).to(options.device), own[HELD_ROWS:]
+        self.target = Target(options.target, options.device)
+        tap_rms_C = self.target.taps(self.held_BT)[0].float().square().mean((0, 1)).sqrt()
+        self.head = (load_head(options.start) if options.start else self._new_head()).to(options.device)
+        self.head.scale_taps(tap_rms_C.clamp(min=0.01 * float(tap_rms_C.mean())))
+        if not options.start:
+            model = self.target.model
+            self.head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
         self.optimiser = Optimisers(self.head, options.rate, 0.01)
         self.log = Log(options.scratch / "head.jsonl")
         parameters = sum(parameter.numel() for parameter in self.head.parameters())
         self.log.write(kind="start", own_rows=len(own), parameters=parameters)
 
     def _new_head(self) -> Head:
-        options, model = self.options, self.target.model
+        options, vocabulary = self.options, self.target.model.config.vocab_size
         written = [row[generate.PROMPT :].tolist() for row in self.own]
-        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, model.config.vocab_size)
-        head = Head(self.target.head_shape(options.intermediate), drafted_W, model.config.vocab_size)
-        head.start_from(model.model.norm.weight, model.get_output_embeddings().weight)
-        return head
+        drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
+        return Head(self.target.head_shape(options.intermediate), drafted_W, vocabulary)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)
         if not rows:
-            options = argparse.Namespace(minutes=self.options.own_minutes, rows=96, seed=self.options.seed)
-            generate.write_rows(self.options.target, self.sources, self.options.scratch, options)
+            writing = argparse.Namespace(**vars(self.options) | {"minutes": self.options.own_minutes, "rows": 96})
+            generate.write_rows(self.options.target, self.sources, self.options.scratch, writing)
             rows = generate.load_rows(self.options.scratch, self.ends.pad)
         return rows
 
@@ -244,7 +253,7 @@ class Trainer:
         """Takes one step, over more drafted tokens and with more total variation as the run proceeds."""
         num_steps, mix = min(STEPS, 2 + int(6 * progress)), min(0.95, 0.3 + 0.8 * progress)
         reading = self.target.read(ids_BT, self.head, self.ends.pad)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.options.device, torch.bfloat16):
             logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, num_steps)
         chains = chain_gradients(reading, logits, mix)
         torch.autograd.backward(logits, chains.logits)
@@ -255,7 +264,7 @@ class Trainer:
     def evaluate(self) -> ChainGradients:
         """Drafts over the held rows."""
         reading = self.target.read(self.held_BT, self.head, self.ends.pad)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.options.device, torch.bfloat16):
             logits = self.head.unroll(reading.taps_BPC, reading.embeddings_BPE, STEPS)
         return chain_gradients(reading, logits, 0.0)
 
@@ -271,7 +280,7 @@ class Trainer:
         while progress < 1.0:
             warm = min(1.0, (step + 1) / 30)
             factor = warm * max(0.02, 1.0 - progress)
-            chains = self.train_step(self.rows(step), progress, factor)
+            chains = self.train_step(self.rows(step).to(self.options.device), progress, factor)
             step += 1
             minutes = (time.monotonic() - begin) / 60
             progress = minutes / self.options.minutes
@@ -291,7 +300,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
     parser.add_argument("--start", type=Path, help="folder of a head to go on from")
-    parser.add_argument("--minutes", type=float, default=45.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=26.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=12.0, help="of writing own text, where there is none")
     parser.add_argument("--own-rows", type=int, default=4, help="rows of own text among the 6 of a step")
     parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens that the head can draft")
@@ -299,6 +308,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=8e-3, help="peak rate of Muon")
     parser.add_argument("--seed", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     Trainer(options).run()

@@ -63,7 +63,7 @@ class HeadDrafter:
             self.target.probabilities(ids[:-1])
         known = min(len(self.target.taps_TC), len(ids) - 1)
         if self.num_pairs < known:
-            self._extend(self.head.fc(self.target.taps_TC[None, self.num_pairs : known]), ids)
+            self._extend(self.head.features(self.target.taps_TC[None, self.num_pairs : known]), ids)
             self.num_tapped = known
         while self.num_pairs < len(ids) - 1:
             self._extend(self.last_BPE, ids)

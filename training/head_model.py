@@ -24,10 +24,17 @@ from training.model import FeedForward, RMSNorm, Shape, rope_tables, rotate
 from training.tokenizer import CONTEXT
 
 CONFIG = "config.json"
+LEAST_LAYERS = 6
 
 
 def tapped_layers(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers of the target whose inputs the head reads."""
+    """Returns the layers of the target whose inputs the head reads.
+
+    Raises:
+        ValueError: The target is too shallow.
+    """
+    if num_layers < LEAST_LAYERS:
+        raise ValueError(f"the target has {num_layers} layers; a head needs one of {LEAST_LAYERS} or more")
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -154,6 +161,7 @@ class Head(nn.Module):
         self.register_buffer("d2t", drafted_W - torch.arange(len(drafted_W)))
         self.register_buffer("t2d", reachable_V)
         cos_TD, sin_TD = rope_tables(shape, CONTEXT)
+        self.register_buffer("tap_rms_C", torch.ones(3 * shape.hidden), persistent=False)
         self.register_buffer("cos_TD", cos_TD, persistent=False)
         self.register_buffer("sin_TD", sin_TD, persistent=False)
 
@@ -162,16 +170,28 @@ class Head(nn.Module):
         offsets_W = self.get_buffer("d2t")
         return offsets_W + torch.arange(len(offsets_W), device=offsets_W.device)
 
+    @torch.no_grad()
+    def scale_taps(self, rms_C: Tensor) -> None:
+        """Divides each channel of the taps by its size before `fc`, without a change of the function.
+
+        A residual stream is large and uneven. Read as it is, it would drown what the layer adds to it.
+        """
+        self.fc.weight *= rms_C / self.get_buffer("tap_rms_C")
+        self.get_buffer("tap_rms_C").copy_(rms_C)
+
     def start_from(self, norm_E: Tensor, rows_VE: Tensor) -> None:
-        """Starts from the target's last norm and output head, and from the last tap as it is."""
-        width = self.shape.hidden
+        """Starts from random matrices and the target's last norm and output head."""
         for name, parameter in self.named_parameters():
             if not name.endswith("norm.weight"):
                 nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():
-            self.fc.weight[:, 2 * width :] += torch.eye(width)
             self.norm.weight.copy_(norm_E)
             self.lm_head.weight.copy_(rows_VE[self.drafted_ids()])
+
+    def features(self, taps_BPC: Tensor) -> Tensor:
+        """Returns what takes the place of the states h where the target has been."""
+        f_BPE: Tensor = self.fc(taps_BPC / self.get_buffer("tap_rms_C").to(taps_BPC.dtype))
+        return f_BPE
 
     def states(self, f_BPE: Tensor, embeddings_BPE: Tensor, first: int, memory: Memory) -> Tensor:
         """Returns the states h of pairs at the positions from `first` on."""
@@ -201,7 +221,7 @@ class Head(nn.Module):
             the first s entries mean nothing.
         """
         memory, logits = Unrolled(), []
-        f_BPE = self.fc(taps_BPC)
+        f_BPE = self.features(taps_BPC)
         for _ in range(num_steps):
             h_BPE = self.states(f_BPE, embeddings_BPE, 0, memory)
             logits.append(self.logits(h_BPE))
@@ -212,10 +232,10 @@ class Head(nn.Module):
 def save_head(head: Head, folder: Path) -> None:
     """Writes the tensors as bf16, and the config."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
-        for name, value in head.state_dict().items()
-    }
+    state = head.state_dict()
+    state["fc.weight"] = state["fc.weight"] / head.get_buffer("tap_rms_C")
+    for name, value in state.items():
+        state[name] = (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
     partial = folder / "partial"
     save_file(state, partial, metadata={"format": "pt"})
     partial.chmod(READABLE)
