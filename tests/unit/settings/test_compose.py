@@ -127,7 +127,9 @@ def test_a_sweep_has_a_point_for_each_combination_of_values() -> None:
         for model, seed, file in product(["tiny", "'tiny-draft'"], [1, 2], ["a.txt", "b.txt"])
     ]
     assert {each.config.prompt for each in points} == {"a,b"}
-    assert [each.config.model.name for each in sweep("model=glob(tiny*)")] == ["tiny", "tiny-draft", "tinyllama_1B"]
+    assert [each.config.model.name for each in sweep("model=glob(tiny*)")] == [
+        "tiny", "tiny-draft", "tiny-eagle", "tinyllama_1B"
+    ]  # fmt: skip
     tasks = [each.config.task.name for each in sweep("task=compare,latency", "default_prompts=[a]")]
     assert tasks == ["compare", "latency"]
 
