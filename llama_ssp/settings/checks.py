@@ -202,7 +202,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
 def _pair(config: RunConfig) -> Iterator[str]:
     """Why a draft cannot draft for a target; tokenizers outside the catalogue are compared when they are read."""
     target, model = config.model, config.draft.model
-    if model is None or not (target.shape and model.shape):
+    if model is None or not (target.shape and model.shape) or model.shape.is_head:
         return
     if drafters.matching_of(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
@@ -294,10 +294,12 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
         yield f"model={target.name} is a draft head: give its target as the model, and draft={target.name}"
     if draft is None or not (draft.shape and draft.shape.is_head):
         return
-    if target.shape and target.shape.hidden_size != draft.shape.target_hidden_size:
+    own = (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
+    if target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
         yield (
-            f"draft={draft.name} is the head of a target of width {draft.shape.target_hidden_size}, and "
-            f"model={target.name} has width {target.shape.hidden_size}: choose a head of this target"
+            f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
+            f"model={target.name} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: choose a "
+            "head of this target"
         )
     if drafters.matching_of(config.draft):
         yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave draft.tokenizer=own out"
