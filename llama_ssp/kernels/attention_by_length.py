@@ -11,7 +11,7 @@ a forward alone decide, so it is the same kernel in every run:
     several, long, fewer blocks than a GPU needs  ours (`attention_gpu`)
     others, and prompts                           torch's, unsplit
 
-It runs where `architectures.sizes.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
+It runs where `settings.layout.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
 used (see `models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device,
 with the model's own heads.
 

@@ -1,6 +1,6 @@
 """Tensor parallelism with plain tensors: replaces each module in the model's `tp_plan` by a sharded one.
 
-A sharded module holds this rank's slice and calls one collective. `architectures.sharding` decides which slice that is;
+A sharded module holds this rank's slice and calls one collective. `architectures.matrices` decides which slice that is;
 `loading` fills it, using the module's `slices`.
 
     column:  every rank computes some of the outputs from the whole input, and keeps them or gathers all
