@@ -33,7 +33,8 @@ class HeadConfig:
         sizes: the fields of a config.json of its kind of layer, a Llama's or Qwen 3's; `vocab_size` is the target's.
         draft_vocab_size: the number of tokens that it can draft.
         target_hidden_size: the width of a tap.
-        layers: layers of the target whose inputs are tapped; None for the layout's default.
+        layers: layers of the target whose inputs are tapped; None for the layout's default. `eagle_config`, which
+            trainers for SGLang write, names the layers whose outputs they are.
         norm_before_residual: the layer adds to its normed hidden state, not to the hidden state itself.
         norm_output: the next step reads the normed output.
         norms_taps: `fc_norm`, an RMS norm of each tap, or `input_norm`, one of all taps together; None without.
@@ -76,7 +77,9 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         raise CheckpointError(f"{file} lacks {', '.join(missing)} of the head's layer: copy or download it again")
     if sizes.setdefault("num_hidden_layers", 1) != 1:
         raise CheckpointError(f"{file} describes a head of {sizes['num_hidden_layers']} layers, and one is required")
-    given = content.get(_LAYERS) or (content.get("eagle_config") or {}).get(_LAYERS)
+    given = content.get(_LAYERS)
+    if given is None and (outputs := (content.get("eagle_config") or {}).get(_LAYERS)):  # of the layers before
+        given = [layer + 1 if type(layer) is int else layer for layer in outputs]
     if given is not None and not (isinstance(given, list) and all(type(each) is int and each >= 0 for each in given)):
         raise CheckpointError(f"{file} has {_LAYERS} {given}, and a list of layer numbers is required")
     norms = [name for name, key in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if content.get(key)]

@@ -38,15 +38,15 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu import device
 from tests.stub_gpu.decoded import Left, decode_twice, requests_for
-from tests.stub_gpu.settings import ANOTHER_TOKENIZER, GROUPS, NGRAM, PLAIN, Group, Setting
+from tests.stub_gpu.settings import ANOTHER_TOKENIZER, GROUPS, HEAD, NGRAM, PLAIN, Group, Setting
 
 CONTEXT = 1024
 
 
 def load_group(group: Group, folder: Path) -> Pair:
     """Load the pair of a group onto the stub device."""
-    entries = [catalogue.load("tiny"), catalogue.load("tiny-draft")]
-    if group.family is not None:
+    entries = [catalogue.load("tiny"), catalogue.load("tiny-eagle" if group.family == HEAD else "tiny-draft")]
+    if group.family not in {None, HEAD}:
         _save(group.family, folder)
         entries = [ModelConfig(name="local", path=str(folder / part)) for part in ("target", "draft")]
     target, draft = (replace(entry, dtype=Dtype[group.dtype], quantization="none") for entry in entries)
@@ -80,7 +80,7 @@ def decode(pair: Pair, setting: Setting) -> Left:
         pair.config,
         sampling=setting.sampling,
         verification=VerificationConfig(rule=setting.rule),
-        speculation=SpeculationConfig(num_draft_tokens=setting.num_draft_tokens),
+        speculation=SpeculationConfig(num_draft_tokens=setting.num_draft_tokens, tree=setting.tree),
         batch_size=setting.batch_size,
         draft=NgramConfig(kind=NGRAM_DRAFT) if setting.drafter == NGRAM else pair.config.draft,
     )

@@ -7,6 +7,9 @@ from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers.models import FAMILIES
 
+HEAD = "draft head"
+"""The shipped target with its draft head."""
+TREE_OF_60 = "4x2x2x1x1"
 ANOTHER_TOKENIZER = "another tokenizer"
 """A pair with two tokenizers, whose draft draws among the tokens that both have."""
 NGRAM = "ngram"
@@ -20,6 +23,7 @@ class Setting:
     Attributes:
         drafter: the pair's draft (PAIR), prompt look-up (NGRAM), or none (PLAIN).
         num_draft_tokens: K, or `auto`.
+        tree: the shape of drafted trees; None for chains.
         breaks: each piece of a round reads a value on the host, which no capture allows.
     """
 
@@ -29,6 +33,7 @@ class Setting:
     batch_size: int = 1
     drafter: str = PAIR
     num_draft_tokens: int | str = 4
+    tree: str | None = None
     breaks: bool = False
 
 
@@ -86,10 +91,18 @@ _FEW = tuple(
         Setting(name=f"plain, batch {batch_size}", drafter=PLAIN, batch_size=batch_size),
     )
 )
+_TREES = (
+    Setting(name="tree of 60", tree=TREE_OF_60),
+    Setting(name="tree, greedy", tree="2x2x1", sampling=SAMPLINGS["greedy"]),
+    Setting(name="tree, batch 4", tree="2x2x1", batch_size=4),
+)
 GROUPS = (
     Group(name="fp16", settings=(*_samplings(), *_rules_and_drafters(), BROKEN)),
     *(Group(name=dtype, dtype=dtype, settings=_FEW) for dtype in ("bf16", "fp32")),
     *(Group(name=form, quantization=form, settings=_FEW) for form in ("int8_weight_only", "int4_weight_only")),
     *(Group(name=family, family=family, settings=_FEW[2:]) for family in FAMILIES),
+    Group(name=HEAD, family=HEAD, settings=(*_FEW[::2], *_TREES)),
+    Group(name="trees", settings=_TREES),
+    Group(name="trees by masks", dtype="fp32", settings=_TREES[1:]),
     Group(name=ANOTHER_TOKENIZER, family=ANOTHER_TOKENIZER, settings=(_FEW[0], _FEW[2])),
 )

@@ -95,7 +95,8 @@ class HeadRunner(LeanRunner):
         model: from `build_modules`, sharded; unusable afterwards.
         origin: of the head.
         comm: the ranks that share it.
-        fill, precision: see `LeanRunner`.
+        fill: see `LeanRunner`.
+        precision: see `LeanRunner`.
     """
 
     layer_class = HeadLayer

@@ -199,6 +199,12 @@ def test_a_faulty_head_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
         source(tmp_path / "head")
 
 
+def test_the_layers_of_an_eagle_config_are_those_before_the_tapped_inputs(tmp_path: Path) -> None:
+    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}
+    assert source(save_original(tmp_path / "named", make_tensors(), **named)).layers == LAYERS
+    assert source(save_original(tmp_path / "default", make_tensors())).layers == LAYERS
+
+
 @pytest.mark.parametrize("save", [original, speculator])
 def test_plans_read_the_sizes_that_are_loaded(save: Save, tmp_path: Path) -> None:
     folder = save(tmp_path / "head", make_tensors())
