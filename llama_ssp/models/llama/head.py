@@ -142,9 +142,10 @@ class HeadRunner(LeanRunner):
         bucket: int,
         score_positions_B1: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
         tree: TreePlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read pairs at consecutive positions, or those of a tree, into the cache.
+        """Read pairs into the cache.
 
         Args:
             ids_BT: the token behind each position.
@@ -153,6 +154,7 @@ class HeadRunner(LeanRunner):
             bucket: see `Runner.forward`.
             score_positions_B1: which of the T pairs to score; None for all.
             cache_rows_B: see `Runner.forward`.
+            consecutive: see `Runner.forward`.
             tree: see `Runner.forward`.
 
         Returns:
@@ -160,7 +162,8 @@ class HeadRunner(LeanRunner):
             tokens that it cannot draft.
         """
         batch_size, _ = static_shape(ids_BT)
-        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, tree=tree)
+        attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
+                                    tree=tree)  # fmt: skip
         (layer,), (window,) = self._layers, self._windows
         assert isinstance(layer, HeadLayer)
         stream = layer.extend(self._embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1), attention[window])

@@ -81,18 +81,18 @@ class HeadDrafter(StepwiseDrafter):
         """Read the pairs that may be new; returns hidden states (B, 1, E) and logits (B, 1, V) of the newest one."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
 
-        def read(distance: int, num_pairs: int) -> tuple[Tensor, Tensor]:
-            """Read pairs from `distance` before the newest one on; of a shorter row its first ones."""
-            start_B1 = (lengths_B1 - 1 - distance).clamp_min(0)
-            positions_BT = start_B1 + self._pairs_T[:num_pairs]
+        def read(positions_BT: Tensor, score_B1: Tensor, *, consecutive: bool) -> tuple[Tensor, Tensor]:
             return self._head.extend(
                 tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._tables.rows_B), positions_BT,
-                bucket=bucket, score_positions_B1=(lengths_B1 - 2 - start_B1).clamp_max(num_pairs - 1),
+                bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
             )  # fmt: skip
 
         for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
-            read(distance, CATCH_UP_CHUNK)
-        return read(self._width, self._width)
+            # A shorter row reads its first pair several times.
+            positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
+            read(positions_BT, torch.zeros_like(lengths_B1), consecutive=False)
+        start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
+        return read(start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, consecutive=True)
 
     def _reading_levels(
         self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int

@@ -70,8 +70,8 @@ class TapsSender:
         """Send those of the newest tokens of each row but the last, which the target has not read."""
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
-        start_B1 = (rows.lengths_B[:, None] - 1 - number).clamp_min(0)
-        self._taps.share(start_B1 + self._offsets[number], comm=comm, src=self._src)
+        positions_BT = (rows.lengths_B[:, None] - 1 - number + self._offsets[number]).clamp_min(0)
+        self._taps.share(positions_BT, comm=comm, src=self._src)
 
 
 class _SharedDrafter(HostTimed):

@@ -1,6 +1,6 @@
 """A draft head drafts by its own distribution at every step of every round, and a faulty one is one sentence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from llama_ssp.planning.spec import read_config
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.speculate.drafters.head import HeadDrafter
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource, of_target
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import ScriptedLength, make_decoder
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
@@ -70,7 +71,7 @@ def source(folder: Path) -> HeadSource:
 
 def decode(
     target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
-    tree: Tree | None = None,
+    tree: Tree | None = None, num_new: int = 12, choices: Sequence[DraftChoice] = (),
 ) -> dict[int, Any]:  # fmt: skip
     """Texts with a head, whose drafts are watched."""
     head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
@@ -94,7 +95,9 @@ def decode(
 
     decoder = make_decoder(target, None, temperature=TEMPERATURE, num_draft_tokens=NUM_DRAFTED, batch_size=batch_size,
                            make_drafter=make, replay=replay, taps=taps, tree=tree)  # fmt: skip
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=12) for index, ids in enumerate(PROMPTS)]
+    if choices:
+        decoder.length = ScriptedLength(choices)
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(PROMPTS)]
     done: dict[int, Any] = {}
     with torch.inference_mode():
         for updates in decoder.run(requests, to_length=True):
@@ -119,20 +122,43 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     stored = load_file(folder / "model.safetensors")
     embedding: Any = stored.get("embed_tokens.weight", library.get_input_embeddings().weight.detach())
     flags = {"norm_before_residual": True, "norm_output": True} if save is speculator else {}
-    checked = 0
+    assert checked(seen, tensors, embedding, library, tree, **flags) > 50
+
+
+def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
+    target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
+) -> None:  # fmt: skip
+    tensors = make_tensors()
+    seen: list[tuple[list[int], Tensor, Tensor]] = []
+
+    def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
+        seen.extend(zip(texts, draft.ids_BK.clone(), draft.probs_BTV.clone(), strict=True))
+
+    choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
+    origin = source(original(tmp_path / "head", tensors))
+    decode(target, origin, batch_size=3, watch=watch, replay=False, num_new=80, choices=choices)
+    assert checked(seen, tensors, library.get_input_embeddings().weight.detach(), library, None) > 10
+
+
+def checked(
+    seen: list[tuple[list[int], Tensor, Tensor]], tensors: dict[str, Tensor], embedding: Any, library: Any,  # noqa: ANN401
+    tree: Tree | None, **flags: bool,
+) -> int:  # fmt: skip
+    """Compare the distributions of texts and their drafts with the reference; returns how many there were."""
+    number = 0
     for text, ids_K, probs_TV in seen:
         if text == [0, 0]:  # a vacant row
             continue
         with torch.inference_mode():
             states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
         taps_LX = torch.cat([states[layer][0, : len(text) - 1] for layer in LAYERS], dim=-1)
-        for step in range(tree.num_parents if tree else NUM_DRAFTED):
+        for step in range(tree.num_parents if tree else len(ids_K)):
             path = [node - 1 for node in range(1, step + 1) if tree is None or tree.ancestors_TT[step, node]]
             embedded_LE = embedding[[*text[1:], *ids_K[path].tolist()]]
             wanted_V = (reference(tensors, embedded_LE, taps_LX, **flags) / TEMPERATURE).softmax(-1)
             torch.testing.assert_close(probs_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
-            checked += 1
-    assert checked > 50
+            number += 1
+    return number
 
 
 def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_together(
