@@ -105,4 +105,4 @@ def _parameters(shape: ModelShape) -> Inventory:
     return replace(whole, layer=layer, embeddings=(embedding,))
 
 
-HEAD = Family(model_type=MODEL_TYPE, parameters=_parameters, is_llama_kind=True)
+HEAD = Family(model_type=MODEL_TYPE, parameters=_parameters, is_llama_kind=True, is_head=True)

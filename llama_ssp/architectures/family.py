@@ -24,6 +24,7 @@ class Family:
     model_type: str
     parameters: Callable[[ModelShape], Inventory]  # lists the parameters of a model of given sizes.
     is_llama_kind: bool = False  # the lean decoder runs it.
+    is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
     # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
     # one; None if no layer has a sliding window.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None
@@ -66,7 +67,7 @@ def family_of(model_type: str) -> Family:
     """The family of a `model_type`; an unknown one raises PlacementError."""
     found = FAMILIES.find(model_type)
     if found is None:
-        *others, last = sorted(families())
+        *others, last = sorted(name for name, family in families().items() if not family.is_head)
         raise PlacementError(f"{model_type} models are not supported: one of {', '.join(others)} or {last} is required")
     return found
 
