@@ -16,7 +16,7 @@ from llama_ssp.architectures.family import families, family_of, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, drafts, matching_of
+from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
 from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -117,6 +117,7 @@ class PlanSpec:
         draft_whole: what each of several ranks that share the draft holds whole.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
+        drafts_greedily: drafted tokens are the most probable ones, without probabilities.
         tree: the children of each node, level by level; `num_draft_tokens` are its nodes then. None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
@@ -142,6 +143,7 @@ class PlanSpec:
     cuda_graphs: bool
     device: str
     tree: tuple[int, ...] | None = None
+    drafts_greedily: bool = False
     draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
@@ -280,6 +282,7 @@ def make_job(
         num_replicas=placement.num_replicas,
         num_draft_tokens=speculation.most_draft_tokens,
         adapts=speculation.adapts,
+        drafts_greedily=drafts_greedily(config.draft),
         tree=tree_widths(speculation.tree) if speculation.tree and drafts(config.draft) else None,
         overlap=speculation.overlap,
         acceptance=acceptance,

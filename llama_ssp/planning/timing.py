@@ -452,7 +452,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         found["taps"] = Message(rows * job.first_draft_rows * job.tap_bytes, layout.ranks)
     if drafts:
         found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
-    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text
+    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text and not job.drafts_greedily
     if drafts and layout.is_apart and has_probs:
         num_probs = num_nodes(job.tree[:-1]) + 1 if job.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size

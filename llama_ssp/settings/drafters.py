@@ -71,6 +71,13 @@ class ModelDraftConfig(DrafterConfig):
     # with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the draft's
     # text with the target's tokenizer, on the host.
     matching: Matching = Matching.intersection
+    # true drafts the most probable tokens at every temperature; the rules take them as certain.
+    greedy: bool = False
+
+
+def drafts_greedily(draft: DrafterConfig) -> bool:
+    """Whether a draft model takes its most probable tokens at every temperature."""
+    return isinstance(draft, ModelDraftConfig) and draft.greedy
 
 
 def matching_of(draft: DrafterConfig) -> Matching | None:

@@ -1,12 +1,14 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
+from dataclasses import replace
+
 import torch
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Mesh
-from llama_ssp.settings.drafters import Matching, drafter_of, drafters, matching_of
+from llama_ssp.settings.drafters import Matching, drafter_of, drafters, drafts_greedily, matching_of
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
@@ -45,6 +47,8 @@ def make_drafters(
     """
     layout, num_draft_tokens = mesh.layout, config.speculation.most_draft_tokens
     has_model = drafter_of(config.draft).has_model
+    if drafts_greedily(config.draft):
+        rule = make_rule(replace(config.sampling, temperature=0.0), config.verification)
     tree = tree_of(config, device)
     receiver = _receiver(config, mesh, vocab_size=vocab_size, device=device) if has_model else None
     if receiver and tree:
@@ -86,7 +90,8 @@ def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.d
     """Probabilities are sent only if no rank holds both models and the rule reads them."""
     layout, sampling = mesh.layout, config.sampling
     needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    has_probs = needs_probs and matching_of(config.draft) is not Matching.text
+    is_certain = matching_of(config.draft) is Matching.text or drafts_greedily(config.draft)
+    has_probs = needs_probs and not is_certain
     if not has_probs or layout.draft_source_rank == layout.verify_rank:
         return None
     # A GPU's messages have one size; on CPUs the draft counts what is left.

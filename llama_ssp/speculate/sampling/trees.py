@@ -134,17 +134,18 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     Args:
         tree: the shape of the draft.
         draft: ids (B, N) by `draw_children`, and the probabilities (B, I + 1, V) of the children of nodes 0..I - 1;
-            the last row is zero.
+            the last row is zero. Without probabilities every child is certain, as by `best_children`: its q is 1.
         target_probs_BTV: the target's probabilities after each node, after the same processors as the draft's.
         draws: the uniforms of a round of N drafted tokens, each node's at its own place.
 
     Source: Miao et al. 2023, arXiv:2305.09781, Algorithm 2; Chen et al. 2024, arXiv:2402.12374, Algorithm 2.
     """
-    assert draft.probs_BTV is not None
     # The first children of all nodes are examined at once. The later ones take whole rows, and wait for their turn.
     at_BN = draft.ids_BK + tree.parents_N * static_shape(target_probs_BTV)[-1]
-    target_at_BN, draft_at_BN = (probs.flatten(1).gather(1, at_BN) for probs in (target_probs_BTV, draft.probs_BTV))
-    passes_first_BT = pad(draws.accept_BK < target_at_BN.div_(draft_at_BN), (1, 0))
+    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN)
+    if draft.probs_BTV is not None:
+        ratio_BN = ratio_BN.div_(draft.probs_BTV.flatten(1).gather(1, at_BN))
+    passes_first_BT = pad(draws.accept_BK < ratio_BN, (1, 0))
     # Node 0 stands for a child that is not there: its uniform is above every ratio.
     ids_BT, numbers_BT = pad(draft.ids_BK, (1, 0)), pad(draws.accept_BK, (1, 0), value=float("inf"))
 
@@ -162,10 +163,16 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     target_row_BV, _ = target_BV, draft_BV = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
     ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
-    for rejected in range(max(tree.widths) - 1):
-        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_BW[:, rejected : rejected + 1])
-        draft_BV.mul_(is_there_BW[:, rejected + 1 : rejected + 2])
-    rest_BV = (target_BV - draft_BV).clamp_min_(0)
+    if draft_BV is None:
+        kept_BW = target_BV.gather(1, ids_BW).mul_(~is_there_BW)
+        rest_BV = target_BV.clone()
+        for ids_B1, kept_B1 in zip(ids_BW.split(1, dim=1), kept_BW.split(1, dim=1), strict=True):
+            rest_BV.scatter_(1, ids_B1, torch.minimum(rest_BV.gather(1, ids_B1), kept_B1))
+    else:
+        for rejected in range(max(tree.widths) - 1):
+            target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_BW[:, rejected : rejected + 1])
+            draft_BV.mul_(is_there_BW[:, rejected + 1 : rejected + 2])
+        rest_BV = (target_BV - draft_BV).clamp_min_(0)
     _, next_ids_B1, weights_B1 = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
     return _verdict(tree, node_B1, next_ids_B1, weights_B1)
 
@@ -188,23 +195,28 @@ def _verdict(tree: Tree, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tenso
     return TreeVerdict(num_accepted_B1, tree.paths_TD.index_select(0, node_B), next_ids_B1, weights_B1)
 
 
-def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The probabilities (B, V) of what follows one node of each row: the target's, and the draft's or zeros."""
-    rows = []
-    for probs in (target_probs_BTV, draft_probs_BTV):
+
+    def row(probs: Tensor) -> Tensor:
         num_rows, num_positions, _ = static_shape(probs)
         at_B1 = node_B1.clamp_max(num_positions - 1)  # nodes without children share the draft's last row
-        rows_B = rows_at(at_B1, num_rows=num_rows, num_positions=num_positions)
-        rows.append(probs.flatten(0, 1).index_select(0, rows_B))
-    return rows[0], rows[1]
+        return probs.flatten(0, 1).index_select(0, rows_at(at_B1, num_rows=num_rows, num_positions=num_positions))
+
+    return row(target_probs_BTV), None if draft_probs_BTV is None else row(draft_probs_BTV)
 
 
-def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
+def _later_passes(rows: tuple[Tensor, Tensor | None], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
     """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
     passes = []
     ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
     for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
-        rows = _rejected(*rows, rejected_B1)
+        target_BV, draft_BV = rows
+        if draft_BV is None:
+            rows = _others(target_BV, rejected_B1), None
+            passes.append(numbers_B1 < rows[0].gather(1, ids_B1))
+            continue
+        rows = _rejected(target_BV, draft_BV, rejected_B1)
         target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
         # Where the draft had too few tokens, its probabilities are 0 by now.
         passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))

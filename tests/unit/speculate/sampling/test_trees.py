@@ -72,6 +72,22 @@ def test_the_text_has_exactly_the_targets_law(vocab_size: int, shape: str, name:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("vocab_size", "shape"), [*[(3, each) for each in ("1", "2", "3", "2x1", "1x2", "2x2")], (4, "3")]
+)
+def test_the_text_has_the_targets_law_where_the_most_probable_tokens_are_drafted(
+    vocab_size: int, shape: str, name: str
+) -> None:
+    def draw(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
+        return best_children(probs_BMV, width=uniforms_BXP.shape[1] // probs_BMV.shape[1])
+
+    def verify(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+        return verify_tree(tree, Draft(draft.ids_BK, None), target_BTV, draws=draws)
+
+    assert law_error(shape, SAMPLINGS[name], vocab_size=vocab_size, draw=draw, verify=verify) < 1e-12
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("shape", ["2", "3", "1x2"])
 def test_the_law_holds_where_the_first_residual_has_one_token(shape: str, name: str) -> None:
     assert law_error(shape, SAMPLINGS[name], seed=10) < 1e-12
