@@ -37,18 +37,22 @@ FIXED = range(1, 9)
 PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draft"
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
 PEER_ASSISTED, PEER_NGRAM = f"transformers, assisted, K={PEERS_K}", f"transformers, prompt look-up, K={NGRAM_K}"
+HEADS = {f"draft head, K={k}": SpeculationConfig(num_draft_tokens=k) for k in (3, 4, 5)} | {
+    f"draft head, tree {tree}": SpeculationConfig(tree=tree) for tree in ("2x1x1", "3x2x1")
+}
+TREE = "tree 2x1x1"
 LOSING = "a draft larger than its target"
 Measured = dict[str, list[float]]
 _HEAD = """\
 # Drafts on three kinds of text
 
-`python -m benchmarks.drafts --write` writes this page. It runs `tiny` with `tiny-draft`, prompt look-up, and the
-counterparts in transformers: fp32, one rank with {threads} threads of an {processor}, temperature 0.8, {tokens} new
-tokens, all candidates in turns; torch {torch}, transformers {transformers}. The machine was shared: compare ratios, not
-milliseconds. Figures are medians of {repetitions} repetitions of one prompt, each with a seed of its own, with {builds}
-builds of each candidate; transformers, which takes longer, runs in the turns of {peer_builds} of them. Those of a draft
-that cannot gain are medians of {losing} repetitions with {losing_builds} builds. The best fixed K is in bold, and so is
-`K=auto`.
+`python -m benchmarks.drafts --write` writes this page. It runs `tiny` with `tiny-draft`, with the draft head
+`tiny-eagle`, with prompt look-up, and the counterparts in transformers: fp32, one rank with {threads} threads of an
+{processor}, temperature 0.8, {tokens} new tokens, all candidates in turns; torch {torch}, transformers
+{transformers}. The machine was shared: compare ratios, not milliseconds. Figures are medians of {repetitions}
+repetitions of one prompt, each with a seed of its own, with {builds} builds of each candidate; transformers, which
+takes longer, runs in the turns of {peer_builds} of them. Those of a draft that cannot gain are medians of {losing}
+repetitions with {losing_builds} builds. The best fixed K is in bold, and so is `K=auto`.
 """
 
 
@@ -106,12 +110,13 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
         NGRAM: replace(base, draft=copying, speculation=SpeculationConfig(num_draft_tokens=NGRAM_K)),
         NGRAM_AUTO: replace(adaptive, draft=copying),
         BEHIND: replace(adaptive, draft=replace(base.draft, fallback=NGRAM_DRAFT)),
+        TREE: replace(base, speculation=SpeculationConfig(tree=TREE.removeprefix("tree "))),
     }
 
 
 def measure(
     pair: Pair, texts: list[str], *, names: set[str], peers: dict[str, Peers], repetitions: int,
-    num_builds: int = NUM_BUILDS,
+    num_builds: int = NUM_BUILDS, head: Pair | None = None,
 ) -> Result:  # fmt: skip
     """Run the candidates in turns on one kind of text, with several builds of each.
 
@@ -119,7 +124,10 @@ def measure(
     once. No two turns share a seed: how many tokens the rounds of 64 tokens accept differs by a tenth between seeds.
     """
     prompts = [encode(text, pair.models.tokenizer, chat=False) for text in texts[:MOST_PROMPTS]]
-    chosen = {name: config for name, config in settings(pair).items() if name in names}
+    chosen = {name: (pair, config) for name, config in settings(pair).items() if name in names}
+    if head:
+        base = settings(head)[PLAIN]
+        chosen |= {name: (head, replace(base, speculation=each)) for name, each in HEADS.items()}
     ms, rounds = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
 
     def mine(each: Ours, build: int, repetition: int) -> float:
@@ -135,7 +143,7 @@ def measure(
         )
 
     for build in range(num_builds):
-        candidates = {name: ours(pair, config, prompts, speculative=name != PLAIN) for name, config in chosen.items()}
+        candidates = {name: ours(*each, prompts, speculative=name != PLAIN) for name, each in chosen.items()}
         runs = {name: partial(mine, each, build) for name, each in candidates.items()}
         if build < NUM_PEER_BUILDS:
             runs |= {name: partial(peer, name) for name in peers}
@@ -188,7 +196,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/drafts.md")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
-    pair = load("tiny", "tiny-draft", dtype=Dtype.fp32)
+    pair, head = (load("tiny", draft, dtype=Dtype.fp32) for draft in ("tiny-draft", "tiny-eagle"))
     folders = [hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft")]
     target, draft = (load_peer(folder, dtype=torch.float32, device=torch.device("cpu")) for folder in folders)
     peers = {
@@ -198,7 +206,9 @@ def main() -> None:
     results = {}
     for kind, texts in kinds_of_text().items():
         print(f"timing {kind}")
-        results[kind] = measure(pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions)
+        results[kind] = measure(
+            pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions, head=head
+        )
     print(f"timing {LOSING}")
     results[LOSING] = measure(
         load("tiny-draft", "tiny", dtype=Dtype.fp32), kinds_of_text()["code"], names={PLAIN, "K=1", "K=4", AUTO},
