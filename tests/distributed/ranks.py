@@ -229,7 +229,7 @@ def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], ob
         named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
     named |= cases_of_cells(world, folder, cells_of(size, lane))
     if size == 1:
-        other_rules = {on_one_rank(cell) for cell in cells_of(2, lane) if cell.rule != "speculative"}
+        other_rules = {on_one_rank(cell) for cell in cells_of(2, lane) if cell.rule != "speculative" or cell.tree}
         named |= cases_of_cells(world, folder, other_rules)
     for name in pairs_of(size, lane):
         for temperature in (0.0, 0.8):

@@ -132,7 +132,7 @@ def texts_of(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """What one rank makes of a pair, as far as the cells go, and what a cell makes of it."""
     alone = launched(1)[0]
-    if cell.rule == "speculative":
+    if cell.rule == "speculative" and not cell.tree:
         wanted = [ids[:CELL_TOKENS] for ids in alone[f"{cell.pair} at {temperature}"]]
     else:
         wanted = alone[f"{on_one_rank(cell)} at {temperature}"]["texts"]

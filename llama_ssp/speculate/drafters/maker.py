@@ -67,6 +67,10 @@ def make_drafters(
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)
         return drafter
 
+    sender = None
+    if taps and layout.is_apart:
+        most_accepted = tree.depth if tree else num_draft_tokens
+        sender = TapsSender(taps, layout.verify_rank, most_accepted=most_accepted)
     own = make(config.draft, runner) if runner or not has_model else None
     if has_model and (own is None or mesh.replica.size > 1):
         if split:
@@ -74,7 +78,7 @@ def make_drafters(
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
                 own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver, taps=TapsSender(taps, layout.verify_rank) if taps and layout.is_apart else None,
+                receiver=receiver, taps=sender,
             )  # fmt: skip
     assert own
     fallback = config.draft.fallback

@@ -53,10 +53,13 @@ class ProbsReceiver(NamedTuple):
 
 
 class TapsSender:
-    """Sends the target's taps from one of its ranks to those of a draft head that have no target."""
+    """Sends the target's taps from one of its ranks to those of a draft head that have no target.
 
-    def __init__(self, taps: Taps, src: int) -> None:
-        self._taps, self._src = taps, src
+    `most_accepted` is the most drafted tokens that a round accepts.
+    """
+
+    def __init__(self, taps: Taps, src: int, *, most_accepted: int) -> None:
+        self._taps, self._src, self._most_accepted = taps, src, most_accepted
         self._offsets: dict[int, Tensor] = {}
 
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
@@ -66,8 +69,9 @@ class TapsSender:
             positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
             self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
 
-    def send_newest(self, rows: Rows, number: int, *, comm: Comm) -> None:
+    def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
         """Send those of the newest tokens of each row but the last, which the target has not read."""
+        number = self._most_accepted + num_unread - 1
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
         positions_BT = (rows.lengths_B[:, None] - 1 - number + self._offsets[number]).clamp_min(0)
@@ -138,7 +142,7 @@ class BroadcastDrafter(_SharedDrafter):
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft on the ranks that hold the draft, and broadcast the ids of one; see `Drafter.propose`."""
         if self._taps:
-            self._taps.send_newest(rows, self.num_draft_tokens + num_unread - 1, comm=self._comm)
+            self._taps.send_newest(rows, num_unread=num_unread, comm=self._comm)
         if self._inner:
             ids_BK, probs_BTV = self._inner.propose(
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
