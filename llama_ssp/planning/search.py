@@ -34,7 +34,7 @@ from llama_ssp.planning.spec import (
     planned_model,
 )
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue
+from llama_ssp.settings import catalogue, trees
 from llama_ssp.settings.formats import format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
@@ -53,6 +53,9 @@ from llama_ssp.words import rounded
 GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
+TREES = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1), (4, 2, 2, 1, 1))
+FEW_ROWS = 4
+"""Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
 
 
 def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
@@ -105,7 +108,9 @@ def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
 
 
 def length_setting(job: PlanSpec) -> str:
-    """The setting of a job's K."""
+    """The setting of a job's K, or of its trees."""
+    if job.tree:
+        return f"speculation.tree={'x'.join(map(str, job.tree))}"
     return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
 
 
@@ -198,6 +203,7 @@ class _Priced:
             "draft_kind": job.draft_kind.name if job.draft else None,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
             "adapts": job.drafts and job.adapts,
+            "tree": job.tree and "x".join(map(str, job.tree)),
             "ms_per_token": 1e3 * self.token_s if fits else None,
             "tokens_per_s": job.batch_size * job.num_replicas / self.token_s if fits else None,
             "needed_bytes": full.needed_bytes if full else None,
@@ -255,7 +261,7 @@ def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
         "target": job.target.name,
         **{name: found[name] for name in ("quantization", "draft", "draft_kind", "num_draft_tokens")},
         "num_ranks": len(job.layout.ranks),
-        **{name: found[name] for name in ("num_replicas", "adapts")},
+        **{name: found[name] for name in ("num_replicas", "adapts", "tree")},
         "overlaps": job.overlaps,
         **{name: found[name] for name in ("ms_per_token", "tokens_per_s")},
         "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
@@ -281,14 +287,22 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
-            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False)
+            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False, tree=None)
             for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
                 yield base
                 for draft in drafts if fits(base, hardware) else ():
                     for drafted in on_block(replace(base, draft=draft), len(base.target_ranks)):
                         yield drafted
+                        yield from _with_trees(drafted)
                         if drafted.draft_kind is DraftLayout.own_gpu:
                             yield replace(drafted, overlap=True)
+
+
+def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
+    """The job with a few trees, where a head drafts on ranks of the target."""
+    if job.has_head and job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded} and job.batch_size <= FEW_ROWS:
+        for tree in TREES:
+            yield replace(job, tree=tree, num_draft_tokens=trees.num_nodes(tree), adapts=False)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:
@@ -350,6 +364,7 @@ class MachineChoice:
         num_replicas: replicas on all that is rented.
         num_draft_tokens: K; 0 for plain decoding, where a draft gains nothing.
         adapts: K is chosen for each round, up to this one.
+        tree: the shape of drafted trees; None for chains.
         ms_per_token: of each completion while it is decoded.
         tokens_per_s: of all rows of all replicas.
         usd_per_hour: of what is rented; None without a known price.
@@ -368,6 +383,7 @@ class MachineChoice:
     draft_kind: str | None = None
     num_draft_tokens: int = 0
     adapts: bool = False
+    tree: str | None = None
     ms_per_token: float | None = None
     tokens_per_s: float | None = None
     usd_per_hour: float | None = None

@@ -96,7 +96,8 @@ def headline(plan: Mapping[str, Any]) -> str:
     target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
     num_ranks = len({rank["rank"] for rank in plan["memory"]})
     drafter = f"{_named(draft)} {_placed(draft)}" if draft else job["free_draft"]
-    drafting = f", draft {drafter}, K={'auto' if job['adapts'] else job['num_draft_tokens']}" if drafter else ""
+    length = f"tree {job['tree']}" if job["tree"] else f"K={'auto' if job['adapts'] else job['num_draft_tokens']}"
+    drafting = f", draft {drafter}, {length}" if drafter else ""
     sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
     return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
 
@@ -332,7 +333,7 @@ def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _shown_length(choice: Mapping[str, Any]) -> str:
-    return ADAPTIVE if choice["adapts"] else str(choice["num_draft_tokens"] or "")
+    return ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
 
 
 def _row(choice: Mapping[str, Any]) -> list[str]:

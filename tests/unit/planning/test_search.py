@@ -48,6 +48,17 @@ def choice(
     )
 
 
+def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() -> None:
+    def trees_of(batch_size: int) -> set[tuple[str | None, str | None]]:
+        job = replace(make_job("llama3_8B", draft="llama3_1B"), batch_size=batch_size)
+        return {(row["draft"], row["tree"]) for row in search(job, hardware.load("1xh100"))}
+
+    few, many = trees_of(1), trees_of(64)
+    assert {("eagle3_llama3_8B", "2x1x1"), ("eagle3_llama3_8B", None), ("llama3_1B", None)} <= few
+    assert {tree for draft, tree in few if draft != "eagle3_llama3_8B"} == {None}
+    assert {tree for _, tree in many} == {None}
+
+
 def test_the_asked_model_comes_first_whatever_is_faster() -> None:
     assert choices()[0]["target"] == "65B"
     targets = list(dict.fromkeys(one["target"] for one in choices()))
