@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers import in_process
@@ -222,10 +223,11 @@ def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
 
 
 def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(launch: Launch) -> None:
+    held_bytes = anonymous_bytes() or 0  # by tests before, in this process
     ended = launch("prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu")
     summary = ended.summary
     assert summary["forecast"]["plain_ms_per_token"] > 0
     assert summary["forecast"]["speedup"] > 0
-    assert summary["memory"][0]["planned_bytes"] > summary["memory"][0]["measured_peak_bytes"] / 2
+    assert summary["memory"][0]["planned_bytes"] > summary["memory"][0]["measured_peak_bytes"] - held_bytes
     full = launch("model=30B", "dry_run=true", "hardware=laptop_cpu")
     assert (full.code, "rank 0 needs" in full.err) == (3, True)
