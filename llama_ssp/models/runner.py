@@ -1,4 +1,4 @@
-"""The interface of a model, which every implementation and backend provides.
+"""The interfaces of a model, which every implementation and backend provides, and of a draft head.
 
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
@@ -110,6 +110,58 @@ class Runner(Protocol):
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
+
+
+class Head(Protocol):
+    """A draft head on this rank, whole or in part, with its cache, which holds pair i in slot i.
+
+    `models.llama.head` says what pairs are.
+
+    Attributes:
+        num_token_ids: V of the target; other attributes are those of a `Runner`.
+    """
+
+    device: torch.device
+    vocab_size: int
+    num_token_ids: int
+    num_allocations: int
+    repeats_operators: bool
+    reads_by_length: bool
+
+    def allocate(self, *, batch_size: int, capacity: int) -> None:
+        """See `Runner.allocate`."""
+
+    def hidden_of(self, taps_BTX: Tensor) -> Tensor:
+        """The hidden states (B, T, E) that the target's taps stand for."""
+
+    def extend(
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        tree: TreePlaces | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read pairs into the cache.
+
+        Args:
+            ids_BT: the token behind each position.
+            hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
+            positions_BT: of the pairs.
+            bucket: see `Runner.forward`.
+            score_positions_B1: which of the T pairs to score; None for all.
+            cache_rows_B: see `Runner.forward`.
+            consecutive: see `Runner.forward`.
+            tree: see `Runner.forward`.
+
+        Returns:
+            The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
+            tokens that it cannot draft.
+        """
 
 
 @dataclass(kw_only=True, eq=False)

@@ -90,7 +90,7 @@ CELLS = {
         Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="2x2x1"),
         Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="3x2x1"),
         Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
-        Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, adapts=True, heavy=True),
+        Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, rule="coupled", adapts=True, heavy=True),
         Cell((1,), (0, 1), SHARDED, slow=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", slow=True),
         Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),

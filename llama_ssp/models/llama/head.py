@@ -123,7 +123,7 @@ class HeadRunner(LeanRunner):
         self._token_ids_D = None if drafts_all else origin.token_ids().to(self.device)
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
-        """The hidden states (B, T, E) that the target's taps stand for."""
+        """See `Head.hidden_of`."""
         taps_MX = taps_BTX.flatten(0, 1).to(self.dtype)
         if self._tap_norms:
             parts = taps_MX.chunk(len(self._tap_norms), dim=-1)
@@ -145,22 +145,7 @@ class HeadRunner(LeanRunner):
         consecutive: bool = True,
         tree: TreePlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read pairs into the cache.
-
-        Args:
-            ids_BT: the token behind each position.
-            hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
-            positions_BT: of the pairs.
-            bucket: see `Runner.forward`.
-            score_positions_B1: which of the T pairs to score; None for all.
-            cache_rows_B: see `Runner.forward`.
-            consecutive: see `Runner.forward`.
-            tree: see `Runner.forward`.
-
-        Returns:
-            The head's own hidden states (B, R, E) of the scored pairs, and logits (B, R, V) in fp32, minus infinity for
-            tokens that it cannot draft.
-        """
+        """See `Head.extend`."""
         batch_size, _ = static_shape(ids_BT)
         attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
                                     tree=tree)  # fmt: skip

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import PerBucket, Taps, Workspace
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.runner import Runner, TreePlaces
+from llama_ssp.models.runner import Head, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import DrafterConfig
@@ -36,6 +35,7 @@ class DrafterParts:
     Attributes:
         vocab_size: V of the target.
         runner: the draft model or this rank's slice of it, for kinds of draft that have a model.
+        head: the same of a draft that is a head.
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
         tree: of the drafted tokens; None for a chain.
@@ -48,7 +48,8 @@ class DrafterParts:
     num_draft_tokens: int
     vocab_size: int
     device: torch.device
-    runner: Runner | HeadRunner | None = None
+    runner: Runner | None = None
+    head: Head | None = None
     comm: Comm | None = None
     tokenizers: TokenizerPair | None = None
     taps: Taps | None = None
@@ -137,7 +138,7 @@ class StepwiseDrafter:
 
     def __init__(
         self,
-        runner: Runner | HeadRunner,
+        runner: Runner | Head,
         *,
         rule: Rule,
         num_draft_tokens: int,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, TreeTables
@@ -32,7 +32,7 @@ class HeadDrafter(StepwiseDrafter):
 
     def __init__(
         self,
-        head: HeadRunner,
+        head: Head,
         taps: Taps,
         *,
         rule: Rule,

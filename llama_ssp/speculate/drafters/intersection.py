@@ -115,6 +115,8 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     Source: Timor et al. 2025, arXiv:2502.05202, Algorithm 4 (token-level intersection).
     """
 
+    runner: Runner
+
     def __init__(
         self,
         runner: Runner,

@@ -1,12 +1,12 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.llama.head import HeadRunner
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Head, Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.settings.drafters import Matching, drafter_of, drafters, drafts_greedily, matching_of
 from llama_ssp.settings.registry import imported
@@ -31,7 +31,7 @@ def make_drafters(
     *,
     rule: Rule,
     mesh: Mesh,
-    runner: Runner | HeadRunner | None,
+    runner: Runner | Head | None,
     vocab_size: int,
     device: torch.device,
     split: BatchSplit | None = None,
@@ -56,12 +56,13 @@ def make_drafters(
     if receiver and receiver.num_left:
         rule = make_rule(config.sampling, config.verification, breaks_ties=True)
 
-    def make(draft: DrafterConfig, runner: Runner | HeadRunner | None) -> Drafter:
+    def make(draft: DrafterConfig, runner: Runner | Head | None) -> Drafter:
         record = drafter_of(draft)
         assert record.make, "a run without a draft needs no drafter"
         parts = DrafterParts(
             config=draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-            runner=runner, comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
+            runner=None if taps else cast("Runner | None", runner), head=cast("Head", runner) if taps else None,
+            comm=mesh.draft, tokenizers=tokenizers, taps=taps, tree=tree,
             first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
         )  # fmt: skip
         drafter: Drafter = imported(record.make, setting=f"draft.kind={record.name}")(parts)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.drafters import Matching, matching_of
@@ -33,11 +32,12 @@ class ModelDrafter(StepwiseDrafter):
     the cache lacks the last drafted token, and reading two keeps the shape the same whatever was accepted.
     """
 
+    runner: Runner
+
     def __init__(
         self, runner: Runner, *, rule: Rule, num_draft_tokens: int, vocab_size: int, tree: Tree | None = None
     ) -> None:
         super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
-        self._runner = runner
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
         if tree:
             self._tree_tables = TreeTables(tree)
@@ -89,13 +89,13 @@ class ModelDrafter(StepwiseDrafter):
             if ids_BX is None:
                 start_B1 = (lengths_B1 - 1 - tree.depth).clamp_min(0)
                 positions_BT = start_B1 + self._path_T
-                logits_BMV = self._runner.forward(
+                logits_BMV = self.runner.forward(
                     self._known(tokens_BS.gather(1, positions_BT)), positions_BT, bucket=bucket,
                     score_positions_BR=lengths_B1 - 1 - start_B1,
                 )  # fmt: skip
             else:
                 positions_BX, places = self._tree_tables.places(lengths_B1 - 1, tree.levels[depth - 1], bucket=bucket)
-                logits_BMV = self._runner.forward(self._known(ids_BX), positions_BX, bucket=bucket, tree=places)
+                logits_BMV = self.runner.forward(self._known(ids_BX), positions_BX, bucket=bucket, tree=places)
             missing = self.vocab_size - static_shape(logits_BMV)[-1]
             return pad(logits_BMV, (0, missing), value=float("-inf")) if missing else logits_BMV
 
@@ -110,10 +110,10 @@ class ModelDrafter(StepwiseDrafter):
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
     runner, tokenizers = parts.runner, parts.tokenizers
-    if isinstance(runner, HeadRunner):
-        assert parts.taps
+    if parts.taps:  # which only a head reads
+        assert parts.head
         return HeadDrafter(
-            runner,
+            parts.head,
             parts.taps,
             rule=parts.rule,
             num_draft_tokens=parts.num_draft_tokens,
