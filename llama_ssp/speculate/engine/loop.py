@@ -117,10 +117,10 @@ class Decoder:
                 else:
                     choice = self._choose()
                     bucket = self._bucket(choice)
-                    with self.threads.timed((choice, bucket)):
-                        result, in_flight_BTV = self.round.step(
-                            self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
-                        )
+                    result, in_flight_BTV = self.round.step(
+                        self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
+                    )
+                    self.threads.after_round((choice, bucket), time.perf_counter() - started)
                     self._launch(result, list(self._rows), choice, is_prefill=False)
                 running = [owner for owner in self._rows if owner]
                 updates = self._collect() if len(self._pending) > self._lag else []
@@ -155,8 +155,7 @@ class Decoder:
 
         with self.threads.in_use():
             while self.threads.is_undecided:
-                with self.threads.timed((choices[0], bucket)):
-                    time_round(choices[0])
+                self.threads.after_round((choices[0], bucket), time_round(choices[0]))
             seconds = [time_round(choice) for choice in choices]
         self.clock.forget()
         return seconds

@@ -9,7 +9,6 @@ Texts do not depend on the number: only decoders whose kernels compute the same 
 """
 
 import math
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ _MARGIN = 0.9
 """Share of its slowness below which another number takes over."""
 _UNDISTURBED = 1.5
 """Slowness up to which fewer threads are not tried again."""
+_BETWEEN_LOOKS_S = 0.01
+"""Time of rounds between two comparisons of the numbers, since a round may take a third of a millisecond."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 _HELD_S = 1.0
 """A number that was in use for so long begins with the first pause again."""
@@ -59,7 +60,8 @@ class ThreadChoice:
         self._works: dict[Hashable, tuple[int, float]] = {}
         self._now_s = 0.0
         self._tried: _Candidate | None = None
-        self._trial = [0.0, 0.0, 0.0]
+        self._trial = 0, 0.0, 0.0
+        self._next_look_s = 0.0
         if numbers:
             self._current = self._tried = self._candidates[0]
 
@@ -93,14 +95,13 @@ class ThreadChoice:
         finally:
             _use(before)
 
-    @contextmanager
-    def timed(self, work: Hashable) -> Iterator[None]:
-        """Take in the time of the block, a round; see `record`."""
-        started = time.perf_counter()
-        yield
+    def after_round(self, work: Hashable, seconds: float) -> None:
+        """Take in the time of a round, and compute the next one with the number that is chosen now."""
         if self._candidates:
-            self.record(work, time.perf_counter() - started)
-            _use(self.number)
+            before = self.number
+            self.record(work, seconds)
+            if self.number != before:
+                _use(self.number)
 
     def record(self, work: Hashable, seconds: float) -> None:
         """Take in the time of a round; rounds of equal `work` do the same."""
@@ -111,15 +112,16 @@ class ThreadChoice:
         if num_rounds < _NUM_UNTIMED:
             return
         if self._tried:
-            self._trial = [sum(pair) for pair in zip(self._trial, (1, seconds, fastest_s), strict=True)]
             num_tried, took_s, least_s = self._trial
+            self._trial = num_tried, took_s, least_s = num_tried + 1, took_s + seconds, least_s + fastest_s
             is_lost = took_s > _MOST_SLOWNESS * (self._current.slowness or math.inf) * least_s
             if is_lost or (num_tried >= _LEAST_ROUNDS and took_s >= _LEAST_S):
                 self._tried.slowness, self._tried.ended_s, self._tried = took_s / least_s, self._now_s, None
+                self._next_look_s = self._now_s
         elif self._current.slowness:
             self._current.slowness += _WEIGHT * (seconds / fastest_s - self._current.slowness)
-        if not self._tried:
-            self._tried, self._trial = self._choose(), [0.0, 0.0, 0.0]
+        if not self._tried and self._now_s >= self._next_look_s:
+            self._tried, self._trial, self._next_look_s = self._choose(), (0, 0.0, 0.0), self._now_s + _BETWEEN_LOOKS_S
 
     def _choose(self) -> _Candidate | None:
         """Use the fastest number from now on; returns one to try."""
