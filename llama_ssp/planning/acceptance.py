@@ -23,6 +23,7 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import draft_name, matching_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
+from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED, POINTS = "pairs.yaml", "measured_pairs.yaml", "acceptance.yaml"
 NUM_NEAREST = 3
@@ -352,17 +353,26 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
     return (1 - whole) / (1 + acceptance - whole)
 
 
-def tree_tokens(acceptance: float, widths: Sequence[int]) -> float:
+@lru_cache(maxsize=4096)
+def tree_tokens(acceptance: float, tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
     `acceptance` is that of a node's first child. A further one, which is examined if those before it are rejected, is
-    taken to be accepted half as often.
+    taken to be accepted half as often. Of a dynamic tree the nodes that are most often accepted count.
     """
-    tokens = reaching = 1.0
-    for width in widths:
-        reaching *= 1 - (1 - acceptance) * (1 - acceptance / 2) ** (width - 1)
-        tokens += reaching
-    return tokens
+    later = [(1 - acceptance) * (1 - acceptance / 2) ** rank * acceptance / 2 for rank in range(max(tree.widths) - 1)]
+    by_rank = [acceptance, *later]
+    if not tree.is_dynamic:
+        tokens = reaching = 1.0
+        for width in tree.widths:
+            reaching *= sum(by_rank[:width])
+            tokens += reaching
+        return tokens
+    level, reached = [1.0], [1.0]
+    for width in tree.widths:
+        level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
+        reached += level
+    return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1])
 
 
 def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:

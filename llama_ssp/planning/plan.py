@@ -165,7 +165,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "max_new_tokens": job.max_new_tokens,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
             "adapts": job.adapts,
-            "tree": job.tree and "x".join(map(str, job.tree)),
+            "tree": job.tree and job.tree.text,
             "overlaps": job.overlaps,
             "free_draft": job.free_draft,
             "num_slots": job.num_slots,

@@ -34,7 +34,7 @@ from llama_ssp.planning.spec import (
     planned_model,
 )
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue, trees
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
@@ -48,12 +48,13 @@ from llama_ssp.settings.schema import (
     PlanConfig,
     WholeParts,
 )
+from llama_ssp.settings.trees import tree_shape
 from llama_ssp.words import rounded
 
 GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
-TREES = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1), (4, 2, 2, 1, 1))
+TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
 """Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
 
@@ -110,7 +111,7 @@ def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
 def length_setting(job: PlanSpec) -> str:
     """The setting of a job's K, or of its trees."""
     if job.tree:
-        return f"speculation.tree={'x'.join(map(str, job.tree))}"
+        return f"speculation.tree={job.tree.text}"
     return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
 
 
@@ -203,7 +204,7 @@ class _Priced:
             "draft_kind": job.draft_kind.name if job.draft else None,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
             "adapts": job.drafts and job.adapts,
-            "tree": job.tree and "x".join(map(str, job.tree)),
+            "tree": job.tree and job.tree.text,
             "ms_per_token": 1e3 * self.token_s if fits else None,
             "tokens_per_s": job.batch_size * job.num_replicas / self.token_s if fits else None,
             "needed_bytes": full.needed_bytes if full else None,
@@ -302,7 +303,7 @@ def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
     """The job with a few trees, where a head drafts on ranks of the target."""
     if job.has_head and job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded} and job.batch_size <= FEW_ROWS:
         for tree in TREES:
-            yield replace(job, tree=tree, num_draft_tokens=trees.num_nodes(tree), adapts=False)
+            yield replace(job, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:

@@ -46,7 +46,7 @@ from llama_ssp.settings.schema import (
     WholeParts,
 )
 from llama_ssp.settings.tasks import task_of
-from llama_ssp.settings.trees import tree_widths
+from llama_ssp.settings.trees import TreeShape
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
@@ -117,8 +117,8 @@ class PlanSpec:
         draft_whole: what each of several ranks that share the draft holds whole.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
-        drafts_greedily: drafted tokens are the most probable ones, without probabilities.
-        tree: the children of each node, level by level; `num_draft_tokens` are its nodes then. None drafts chains.
+        is_certain: drafted tokens are the most probable ones, without probabilities.
+        tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
@@ -142,8 +142,8 @@ class PlanSpec:
     max_new_tokens: int
     cuda_graphs: bool
     device: str
-    tree: tuple[int, ...] | None = None
-    drafts_greedily: bool = False
+    tree: TreeShape | None = None
+    is_certain: bool = False
     draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
@@ -168,7 +168,7 @@ class PlanSpec:
     @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
-        return len(self.tree) if self.tree else self.num_draft_tokens
+        return self.tree.depth if self.tree else self.num_draft_tokens
 
     @property
     def has_head(self) -> bool:
@@ -261,6 +261,7 @@ def make_job(
             for model in models
         ]
         acceptance = config.synthetic.agreement if acceptance is None else acceptance
+    tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
@@ -282,8 +283,8 @@ def make_job(
         num_replicas=placement.num_replicas,
         num_draft_tokens=speculation.most_draft_tokens,
         adapts=speculation.adapts,
-        drafts_greedily=drafts_greedily(config.draft),
-        tree=tree_widths(speculation.tree) if speculation.tree and drafts(config.draft) else None,
+        is_certain=drafts_greedily(config.draft) or bool(tree and tree.is_dynamic),
+        tree=tree,
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,

@@ -37,8 +37,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
-from operator import itemgetter, mul
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.family import inventory
@@ -69,7 +69,6 @@ from llama_ssp.settings.layout import (
 )
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
-from llama_ssp.settings.trees import num_nodes
 
 _X = itemgetter(0)
 _Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
@@ -451,13 +450,14 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     if drafts and job.sends_taps:
         found["taps"] = Message(rows * job.first_draft_rows * job.tap_bytes, layout.ranks)
     if drafts:
-        found["ids"] = Message(ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
-    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text and not job.drafts_greedily
+        with_parents = 2 if job.tree and job.tree.is_dynamic else 1
+        found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
+    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text and not job.is_certain
     if drafts and layout.is_apart and has_probs:
-        num_probs = num_nodes(job.tree[:-1]) + 1 if job.tree else num_draft_tokens
+        num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * len(job.tree if drafts and job.tree else ())
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if drafts and job.tree else 0)
     found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 
@@ -612,10 +612,10 @@ class CostModel:
         if not (self.draft and num_draft_tokens):
             return 0.0
         first_s, later_s = self._draft_steps_s
-        if self.job.tree:  # a forward for the nodes of each level but the last
-            levels = list(accumulate(self.job.tree, mul))
-            forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in levels[:-1])
-            return first_s + forwards_s + (num_draft_tokens - 1) * self.draw_s(self.draft)
+        if tree := self.job.tree:
+            forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in tree.read)
+            num_draws = sum(tree.read) if self.job.is_certain else num_draft_tokens - 1
+            return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s
 
     @cached_property

@@ -19,7 +19,7 @@ from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
-from llama_ssp.settings.trees import tree_widths
+from llama_ssp.settings.trees import tree_shape
 
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
@@ -229,7 +229,7 @@ def _tree(config: RunConfig) -> Iterator[str]:
     if speculation.tree is None or not drafters.drafts(draft):
         return
     try:
-        tree_widths(speculation.tree)
+        tree_shape(speculation.tree)
     except ValueError as error:
         yield f"speculation.tree={speculation.tree}: {error}"
         return

@@ -11,7 +11,7 @@ import yaml
 
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.trees import num_nodes, tree_widths
+from llama_ssp.settings.trees import TreeShape, tree_shape
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
@@ -271,7 +271,7 @@ class SpeculationConfig:
     acceptance: float | None = None
     text: TextKind = TextKind.any  # kind of text, for that forecast: prose, code, or any where it is not known.
     # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
-    # 2, 4 and 4 nodes. Needs a draft model or head, and verification=speculative or temperature 0.
+    # 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or temperature 0.
     tree: str | None = None
     overlap: bool = False  # true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
 
@@ -281,10 +281,15 @@ class SpeculationConfig:
         return self.num_draft_tokens == ADAPTIVE and not self.tree
 
     @property
+    def tree_shape(self) -> TreeShape | None:
+        """The shape of a tree, if rounds draft trees; raises ValueError as `trees.tree_shape`."""
+        return tree_shape(self.tree) if self.tree else None
+
+    @property
     def most_draft_tokens(self) -> int:
         """K, the largest one of an adaptive run, or the nodes of a tree."""
-        if self.tree:
-            return num_nodes(tree_widths(self.tree))
+        if shape := self.tree_shape:
+            return shape.num_nodes
         return max(ADAPTIVE_LENGTHS) if self.adapts else int(self.num_draft_tokens)
 
 

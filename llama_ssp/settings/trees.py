@@ -1,39 +1,81 @@
-"""The shape of a tree of drafted tokens as settings write it: how many children each node has, level by level.
+"""The shape of a tree of drafted tokens as settings write it.
 
 `2x2x1` means that the newest token of the text has two children, each of them two, and each of those one. `1x1x1` is
-a chain of three tokens. `sampling.trees` has the trees themselves.
+a chain of three tokens. `dynamic-60x6x10` is the best 60 tokens of a tree that is 6 deep, in which the best 10 tokens
+of a level have 10 children each; `dynamic` means this one. `sampling.trees` has the trees themselves.
 """
 
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
 MOST_NODES = 256
 """The most drafted tokens of a tree."""
+DYNAMIC = "dynamic"
+_DEFAULT = "dynamic-60x6x10"  # as EAGLE-2's code
 
 
-def tree_widths(shape: str) -> tuple[int, ...]:
-    """The number of children of a node on each level, from the root on.
+@dataclass(frozen=True)
+class TreeShape:
+    """The shape of a tree.
+
+    Attributes:
+        text: as settings write it.
+        num_nodes: drafted tokens.
+        widths: the most children that a node has, level by level from the root on.
+        read: how many nodes the draft reads, in its forwards after the first.
+        is_dynamic: the probabilities of the draft decide which nodes a round has.
+    """
+
+    text: str
+    num_nodes: int
+    widths: tuple[int, ...]
+    read: tuple[int, ...]
+    is_dynamic: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The most drafted tokens that a round accepts."""
+        return len(self.widths)
+
+
+@lru_cache(maxsize=256)
+def tree_shape(text: str) -> TreeShape:
+    """The shape that a text such as `2x2x1` or `dynamic-60x6x10` means.
 
     Raises:
-        ValueError: the text is no list of numbers from 1 on, or the tree has more than `MOST_NODES` drafted tokens.
+        ValueError: it means none, or a tree with more than `MOST_NODES` drafted tokens or fewer than it needs.
     """
-    if not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", shape):
+    kind, _, sizes = _DEFAULT.partition("-") if text == DYNAMIC else text.rpartition("-")
+    numbers = [int(number) for number in sizes.split("x")] if _is_list(sizes) else []
+    if (kind and kind != DYNAMIC) or not numbers or (kind and len(numbers) != 3):  # noqa: PLR2004
         raise ValueError(
-            f"{shape!r} is not the shape of a tree: give the number of children of a node on each level, "
-            "at least 1, with x between them, such as 2x2x1x1"
+            f"{text!r} is not the shape of a tree: give the number of children of a node on each level, "
+            "at least 1, with x between them, such as 2x2x1x1; or dynamic-NODESxDEPTHxCHILDREN, such as "
+            f"{_DEFAULT}"
         )
-    widths = tuple(int(width) for width in shape.split("x"))
-    if (number := num_nodes(widths)) > MOST_NODES:
-        given = number if number < 10**6 else "more than a million"
+    if kind:
+        num_nodes, depth, width = numbers
+        shape = TreeShape(text, num_nodes, (width,) * depth, (width,) * (depth - 1), is_dynamic=True)
+        least, most = max(depth, width * (depth - 1)), width + (depth - 1) * width**2
+        if not least <= num_nodes <= max(most, least):
+            raise ValueError(
+                f"a tree of shape {text} has {num_nodes} drafted tokens: {depth} levels with {width} children need "
+                f"{least} to {most}"
+            )
+    else:
+        levels = tuple(accumulate(numbers, mul))
+        shape = TreeShape(text, sum(levels), tuple(numbers), levels[:-1])
+    if shape.num_nodes > MOST_NODES:
+        given = shape.num_nodes if shape.num_nodes < 10**6 else "more than a million"
         raise ValueError(
-            f"a tree of shape {shape} has {given} drafted tokens; {MOST_NODES} is the most: "
+            f"a tree of shape {text} has {given} drafted tokens; {MOST_NODES} is the most: "
             "give fewer children, or fewer levels"
         )
-    return widths
+    return shape
 
 
-def num_nodes(widths: Sequence[int]) -> int:
-    """The number of drafted tokens of a tree."""
-    return sum(accumulate(widths, mul))
+def _is_list(sizes: str) -> bool:
+    return bool(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", sizes))

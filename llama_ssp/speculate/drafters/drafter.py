@@ -25,7 +25,7 @@ from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft, Rule
-from llama_ssp.speculate.sampling.trees import Tree, best_children, draw_children
+from llama_ssp.speculate.sampling.trees import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,33 +160,17 @@ class StepwiseDrafter:
         """Returns a function that makes the logits (B, V) of a step from its number and the token drawn before."""
         raise NotImplementedError
 
-    def _reading_levels(
-        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
-    ) -> Callable[[int, Tensor | None], Tensor]:
-        """Returns a function that makes the logits (B, M, V) of a level from its depth and the tokens of its nodes."""
+    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
+        """Returns a function that makes the logits (B, M, V) after nodes of a level, or after the root of None."""
         raise NotImplementedError
-
-    def _propose_tree(self, tree: Tree, rows: Rows, *, uniforms_BKP: Tensor, bucket: int, num_unread: int) -> Draft:
-        """Draw the nodes of a tree, level by level; what they are drawn from stands in the order of their parents."""
-        logits_of = self._reading_levels(tree, rows, bucket=bucket, num_unread=num_unread)
-        ids_BX: Tensor | None = None
-        drafted: list[Tensor] = []
-        probs: list[Tensor] = []
-        for depth, (level, width) in enumerate(zip(tree.levels, tree.widths, strict=True)):
-            scores_BMV = self._rule.process(logits_of(depth, ids_BX))
-            if self._rule.takes_best:
-                ids_BX = best_children(scores_BMV, width=width)
-            else:
-                ids_BX = draw_children(scores_BMV, uniforms_BKP[:, level.start - 1 : level.stop - 1])
-                probs.append(scores_BMV)
-            drafted.append(ids_BX)
-        nothing_B1V = self._tables.nothing_BV[:, None]
-        return Draft(torch.cat(drafted, dim=1), torch.cat([*probs, nothing_B1V], dim=1) if probs else None)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
         """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""
         if self._tree:
-            return self._propose_tree(self._tree, rows, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread)
+            logits_of = self._reading_levels(rows, bucket=bucket, num_unread=num_unread)
+            return self._tree.draft(
+                lambda level: self._rule.process(logits_of(level)), uniforms_BKP, takes_best=self._rule.takes_best
+            )
         logits_of = self._reading(rows, bucket=bucket, num_unread=num_unread)
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         ids_B1: Tensor | None = None
@@ -207,27 +191,27 @@ class StepwiseDrafter:
 
 
 class TreeTables(Workspace):
-    """What the forwards of a tree look up: for each level, or for all nodes, who sees whom, and depths."""
+    """What the forwards of trees look up."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._depths_T, self._ancestors_TT = tree.depths_T, tree.ancestors_TT
-        device = tree.depths_T.device
-        self._numbers_T = torch.arange(tree.num_drafted + 1, device=device)
+    def __init__(self, num_nodes: int, device: torch.device) -> None:
+        self._numbers_T = torch.arange(num_nodes + 1, device=device)
         self._slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
 
-    def places(self, first_B1: Tensor, nodes: range, *, bucket: int) -> tuple[Tensor, TreePlaces]:
-        """Positions (B, T) and places of consecutive nodes, in rows whose root stands in slot `first_B1`.
+    def places(
+        self, root_B1: Tensor, first: int, depths_BM: Tensor | int, sees_BMA: Tensor, *, bucket: int
+    ) -> tuple[Tensor, TreePlaces]:
+        """Positions (B, M) and places of nodes side by side, in rows whose root stands in slot `root_B1`.
 
-        They see all slots before the root, and their ancestors, node j in the slot j after the root.
+        The first of them stands `first` slots behind it. They see all slots before the root, and of the A slots from
+        the root on those that `sees_BMA` says.
         """
-        start, number = nodes.start, len(nodes)
-        slots_BT = first_B1 + self._numbers_T.narrow(0, start, number)
-        behind_BU = self._slots[bucket] - first_B1
-        num_all = static_shape(self._numbers_T)[0]
-        nodes_BU = behind_BU.clamp(0, num_all - 1)
-        seen_TBU = self._ancestors_TT.narrow(0, start, number)[:, nodes_BU] & (behind_BU < num_all)
-        sees_BTU = (seen_TBU | (behind_BU < 0)).transpose(0, 1)
-        return first_B1 + self._depths_T.narrow(0, start, number), TreePlaces(slots_BT, sees_BTU)
+        num_rows, num_nodes, num_behind = static_shape(sees_BMA)
+        slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
+        behind_BU = self._slots[bucket] - root_B1
+        at_BMU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
+        seen_BMU = sees_BMA.gather(2, at_BMU) & (behind_BU < num_behind)[:, None]
+        positions_BM = (root_B1 + depths_BM).expand(num_rows, num_nodes)
+        return positions_BM, TreePlaces(slots_BM, seen_BMU | (behind_BU < 0)[:, None])
 
 
 def catch_up(

@@ -21,10 +21,11 @@ from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
+from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, TreeTables
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
-from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.speculate.sampling.trees import Level, Tree
 
 
 class HeadDrafter(StepwiseDrafter):
@@ -44,7 +45,7 @@ class HeadDrafter(StepwiseDrafter):
         self._head, self._taps, self._first_row = head, taps, first_row
         self._width = (tree.depth if tree else num_draft_tokens) + 1
         if tree:
-            self._tree_tables = TreeTables(tree)
+            self._tree_tables = TreeTables(tree.num_drafted, head.device)
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
 
     @property
@@ -94,22 +95,25 @@ class HeadDrafter(StepwiseDrafter):
         start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
         return read(start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, consecutive=True)
 
-    def _reading_levels(
-        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
-    ) -> Callable[[int, Tensor | None], Tensor]:
+    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
         """A node's pair has the output of its parent, and stands as far behind the newest pair as the node does."""
         newest_B1 = rows.lengths_B[:, None] - 2
         hidden_BME: Tensor | None = None
 
-        def logits_of(depth: int, ids_BX: Tensor | None) -> Tensor:
+        def logits_of(level: Level | None) -> Tensor:
             nonlocal hidden_BME
-            if ids_BX is None:
+            if level is None:
                 hidden_BME, logits_BMV = self._read(rows, bucket=bucket, num_unread=num_unread)
                 return logits_BMV
             assert hidden_BME is not None
-            positions_BX, places = self._tree_tables.places(newest_B1, tree.levels[depth - 1], bucket=bucket)
-            hidden_BXE = hidden_BME.repeat_interleave(tree.widths[depth - 1], dim=1)
-            hidden_BME, logits_BMV = self._head.extend(ids_BX, hidden_BXE, positions_BX, bucket=bucket, tree=places)
+            positions_BM, places = self._tree_tables.places(
+                newest_B1, level.first, level.depth, level.sees_BMA, bucket=bucket
+            )
+            above_BM1 = level.parents_BM[..., None]
+            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, static_shape(hidden_BME)[2]))
+            hidden_BME, logits_BMV = self._head.extend(
+                level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
+            )
             return logits_BMV
 
         return logits_of

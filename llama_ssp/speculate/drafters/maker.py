@@ -79,7 +79,7 @@ def make_drafters(
         else:
             own = (AheadDrafter if config.speculation.overlap else BroadcastDrafter)(
                 own, comm=mesh.replica, src=layout.draft_source_rank, num_draft_tokens=num_draft_tokens, device=device,
-                receiver=receiver, taps=sender,
+                receiver=receiver, taps=sender, has_parents=tree is not None and tree.shape.is_dynamic,
             )  # fmt: skip
     assert own
     fallback = config.draft.fallback
@@ -88,14 +88,16 @@ def make_drafters(
 
 def tree_of(config: RunConfig, device: torch.device) -> Tree | None:
     """The tree that a round drafts; None for chains."""
-    return Tree.of(config.speculation.tree, device) if config.speculation.tree else None
+    shape = config.speculation.tree_shape
+    return Tree(shape, device) if shape else None
 
 
 def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.device) -> ProbsReceiver | None:
     """Probabilities are sent only if no rank holds both models and the rule reads them."""
     layout, sampling = mesh.layout, config.sampling
     needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    is_certain = matching_of(config.draft) is Matching.text or drafts_greedily(config.draft)
+    is_dynamic = config.speculation.tree_shape and config.speculation.tree_shape.is_dynamic
+    is_certain = matching_of(config.draft) is Matching.text or drafts_greedily(config.draft) or is_dynamic
     has_probs = needs_probs and not is_certain
     if not has_probs or layout.draft_source_rank == layout.verify_rank:
         return None

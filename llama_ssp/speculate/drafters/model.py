@@ -19,7 +19,7 @@ from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, Vocab
 from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
-from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.speculate.sampling.trees import Level, Tree
 
 _NUM_READ = 2
 """Tokens that the first step of a round reads."""
@@ -40,8 +40,8 @@ class ModelDrafter(StepwiseDrafter):
         super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
         if tree:
-            self._tree_tables = TreeTables(tree)
-            self._path_T = torch.arange(tree.depth + 1, device=runner.device)
+            self._tree_tables = TreeTables(tree.num_drafted, runner.device)
+            self._depth, self._path_T = tree.depth, torch.arange(tree.depth + 1, device=runner.device)
 
     @property
     def num_allocations(self) -> int:
@@ -78,24 +78,24 @@ class ModelDrafter(StepwiseDrafter):
 
         return logits_of
 
-    def _reading_levels(
-        self, tree: Tree, rows: Rows, *, bucket: int, num_unread: int
-    ) -> Callable[[int, Tensor | None], Tensor]:
+    def _reading_levels(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[..., Tensor]:
         """The first forward reads what a path may have added, since accepted nodes stand elsewhere in the cache."""
         assert num_unread == _NUM_READ, "every round drafts"
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
 
-        def logits_of(depth: int, ids_BX: Tensor | None) -> Tensor:
-            if ids_BX is None:
-                start_B1 = (lengths_B1 - 1 - tree.depth).clamp_min(0)
+        def logits_of(level: Level | None) -> Tensor:
+            if level is None:
+                start_B1 = (lengths_B1 - 1 - self._depth).clamp_min(0)
                 positions_BT = start_B1 + self._path_T
                 logits_BMV = self.runner.forward(
                     self._known(tokens_BS.gather(1, positions_BT)), positions_BT, bucket=bucket,
                     score_positions_BR=lengths_B1 - 1 - start_B1,
                 )  # fmt: skip
             else:
-                positions_BX, places = self._tree_tables.places(lengths_B1 - 1, tree.levels[depth - 1], bucket=bucket)
-                logits_BMV = self.runner.forward(self._known(ids_BX), positions_BX, bucket=bucket, tree=places)
+                positions_BM, places = self._tree_tables.places(
+                    lengths_B1 - 1, level.first, level.depth, level.sees_BMA, bucket=bucket
+                )
+                logits_BMV = self.runner.forward(self._known(level.ids_BM), positions_BM, bucket=bucket, tree=places)
             missing = self.vocab_size - static_shape(logits_BMV)[-1]
             return pad(logits_BMV, (0, missing), value=float("-inf")) if missing else logits_BMV
 

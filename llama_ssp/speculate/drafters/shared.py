@@ -116,7 +116,8 @@ class _SharedDrafter(HostTimed):
 class BroadcastDrafter(_SharedDrafter):
     """Broadcasts the ids of `src`, a rank of `comm`, as soon as they are drafted.
 
-    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities.
+    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. Parents of the nodes of
+    dynamic trees travel beside the ids.
     """
 
     def __init__(
@@ -129,9 +130,11 @@ class BroadcastDrafter(_SharedDrafter):
         device: torch.device,
         receiver: ProbsReceiver | None = None,
         taps: TapsSender | None = None,
+        has_parents: bool = False,
     ) -> None:
         super().__init__(inner, num_draft_tokens=num_draft_tokens, device=device)
         self._comm, self._src, self._receiver, self._taps = comm, src, receiver, taps
+        self._has_parents = has_parents
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts on the ranks that draft, with the target's taps of them."""
@@ -144,12 +147,17 @@ class BroadcastDrafter(_SharedDrafter):
         if self._taps:
             self._taps.send_newest(rows, num_unread=num_unread, comm=self._comm)
         if self._inner:
-            ids_BK, probs_BTV = self._inner.propose(
+            ids_BK, probs_BTV, parents_BK = self._inner.propose(
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
             )
         else:
             ids_BK, probs_BTV = rows.lengths_B.new_empty(static_shape(rows.lengths_B)[0], num_tokens), None
-        ids_BK = self._comm.broadcast(ids_BK, src=self._src)
+            parents_BK = ids_BK if self._has_parents else None
+        if parents_BK is None:
+            ids_BK = self._comm.broadcast(ids_BK, src=self._src)
+        else:
+            both_BX = self._comm.broadcast(torch.cat([ids_BK, parents_BK], dim=1), src=self._src)
+            ids_BK, parents_BK = both_BX.split(num_tokens, dim=1)
         if self._comm.rank != self._src:  # which has written them
             self._write(ids_BK, rows)
         if self._receiver and probs_BTV is not None and self._comm.rank == self._src:
@@ -159,7 +167,7 @@ class BroadcastDrafter(_SharedDrafter):
             shape = (static_shape(ids_BK)[0], num_rows, self._receiver.vocab_size)
             probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
             probs_BTV = pad(probs_BKV, (0, 0, 0, 1))  # a row of zeros follows
-        return Draft(ids_BK, probs_BTV)
+        return Draft(ids_BK, probs_BTV, parents_BK)
 
 
 class AheadDrafter(BroadcastDrafter):
@@ -277,7 +285,7 @@ class BatchSplitDrafter(_SharedDrafter):
         batch_size, own = static_shape(rows.lengths_B)[0], self._own
         ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_tokens), None
         if self._inner and own.start < own.stop:
-            ids_RK, probs_RWV = self._inner.propose(
+            ids_RK, probs_RWV, _ = self._inner.propose(
                 Rows(*(each[own] for each in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
                 num_unread=num_unread, bucket=bucket,
             )  # fmt: skip

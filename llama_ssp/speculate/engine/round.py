@@ -208,6 +208,5 @@ class Round:
 
 
 def given(draft: Draft) -> tuple[Tensor, ...]:
-    """The tensors of a draft: ids, and probabilities if it has any."""
-    ids_BK, probs_BTV = draft
-    return (ids_BK,) if probs_BTV is None else (ids_BK, probs_BTV)
+    """The tensors of a draft: ids, and probabilities or parents if it has any."""
+    return tuple(each for each in draft if each is not None)

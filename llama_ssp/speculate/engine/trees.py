@@ -31,7 +31,7 @@ class TreeRound(Round):
         self, target: Runner, drafter: Drafter, *, verifier: Verifier, tree: Tree, taps: Taps | None = None
     ) -> None:
         super().__init__(target, drafter, verifier=verifier, taps=taps)
-        self._tree, self._tables = tree, TreeTables(tree)
+        self._tree, self._tables = tree, TreeTables(tree.num_drafted, target.device)
         self._steps_D = torch.arange(tree.depth, device=target.device)
 
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
@@ -42,17 +42,16 @@ class TreeRound(Round):
     def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, *drafted: Tensor) -> Tensor:
         if not drafted:
             return super()._verify(choice, bucket, state)
-        uniforms_BN, ids_BN, *probs = drafted
+        uniforms_BN, ids_BN, *others = drafted
+        draft = Draft(ids_BN, *((None, *others) if self._tree.shape.is_dynamic else (*others, None)[:1]))
+        shape = self._tree.topology_of(draft)
         lengths_B1 = state.lengths_B[:, None]
         root_B1 = lengths_B1 - 1
-        positions_BT, places = self._tables.places(root_B1, range(self._tree.num_drafted + 1), bucket=bucket)
+        positions_BT, places = self._tables.places(root_B1, 0, shape.depths_BT, shape.ancestors_BTT, bucket=bucket)
         ids_BT = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
         logits_BTV = self.target.forward(ids_BT, positions_BT, bucket=bucket, taps=self.taps, tree=places)
         decision, path_BD = self.verifier.verify_tree(
-            self._tree,
-            Draft(ids_BN, probs[0] if probs else None),
-            self.verifier.process(logits_BTV),
-            draws=self.uniforms.split(uniforms_BN),
+            self._tree, shape, draft, self.verifier.process(logits_BTV), draws=self.uniforms.split(uniforms_BN)
         )
         from_BD, to_BD = root_B1 + path_BD, lengths_B1 + self._steps_D
         self.target.move(from_BD, to_BD)

@@ -17,7 +17,14 @@ from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, verify_ahead
-from llama_ssp.speculate.sampling.trees import Tree, verify_tree, verify_tree_greedy
+from llama_ssp.speculate.sampling.trees import (
+    Topology,
+    Tree,
+    best_choices,
+    drawn_choices,
+    verify_certain,
+    verify_tree,
+)
 from llama_ssp.speculate.sampling.uniforms import Draws
 
 STOP_REQUESTED, NOT_A_NUMBER, GOES_ON = 1, 2, 4
@@ -93,14 +100,19 @@ class Verifier:
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
-    def verify_tree(self, tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> tuple[Decision, Tensor]:
+    def verify_tree(
+        self, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws
+    ) -> tuple[Decision, Tensor]:
         """Accept a path of a tree; returns the decision, and the nodes (B, D) of the path (`TreeVerdict.path_BD`)."""
         packed_BX = self._stop_11.new_empty(static_shape(draft.ids_BK)[0], 3 + tree.depth)
         if self._decides:
-            if self._rule.takes_best:
-                num_accepted_B1, path_BD, *others = verify_tree_greedy(tree, draft, target_BTV)
+            if draft.probs_BTV is not None:
+                verdict = verify_tree(tree, draft, target_BTV, draws=draws)
             else:
-                num_accepted_B1, path_BD, *others = verify_tree(tree, draft, target_BTV, draws=draws)
+                takes_best = self._rule.takes_best
+                chosen = best_choices(target_BTV) if takes_best else drawn_choices(target_BTV, draws)
+                verdict = verify_certain(shape, draft, *chosen)
+            num_accepted_B1, path_BD, *others = verdict
             decision = self._decision(Verdict(num_accepted_B1, *others))
             if self.comm.size == 1:
                 return decision, path_BD

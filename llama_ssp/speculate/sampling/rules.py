@@ -36,10 +36,12 @@ class Draft(NamedTuple):
     """Drafted ids, and the processed probabilities they were drawn from; None if greedy or a point mass.
 
     The last row of probabilities is zero: nothing was drafted there, so the residual is the target's distribution.
+    `parents_BK` has the parents of the nodes of a dynamic tree (`trees.Topology`); None for other drafts.
     """
 
     ids_BK: Tensor
     probs_BTV: Tensor | None
+    parents_BK: Tensor | None = None
 
 
 class Verdict(NamedTuple):

@@ -1,22 +1,24 @@
-"""Trees of drafted tokens: their shape, the draw of a node's children, and the rules that accept one path.
+"""Trees of drafted tokens: their shape, the choice of a node's children, and the rules that accept one path.
 
-A tree has one fixed shape, so that a round is the same operators every time. Nodes are numbered level by level; node 0
-is the row's newest text token, the others are drafted. A chain is a tree in which every node has one child.
+Nodes are numbered level by level; node 0 is the row's newest text token, the others are drafted. A chain is a tree in
+which every node has one child. A static tree has one shape, a dynamic one another shape in every row and round, but
+always as many nodes, so that a round is the same operators every time.
 
     2x2x1      0 ->  1 ->  3 ->  7         the target reads   0   1 2   3 4 5 6   7 8 9 10
                  |     `-> 4 ->  8         accepted                2     5           9
                  `-> 2 ->  5 ->  9         the path, N = 10        2     5           9
                        `-> 6 -> 10
 
-The children of a node are different tokens, drawn without replacement. The rules are pure functions on tensors,
-vectorised over rows, with loops over depth and width only; the host reads no value.
+The children of a node are drawn without replacement, or certain: a function of the text alone, such as the most
+probable tokens. The rules are pure functions on tensors, vectorised over rows, with loops over depth and width only;
+the host reads no value.
 
 Shapes: B sequences, N drafted tokens of a tree (K in `Draft` and `Draws`), T = N + 1 nodes with the root, D depth, W
-children of a node, M nodes of a level, X = M W children of a level, I nodes that have children, V vocabulary, P = 2
-uniforms per draw.
+children of a node, M nodes of a level, X children of a level, I nodes that have children, A slots behind the text, C
+candidates, V vocabulary, P = 2 uniforms per draw.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.settings.trees import tree_widths
+from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.sampling.processors import draw, rows_at
 from llama_ssp.speculate.sampling.rules import Draft, draw_next
@@ -34,54 +36,184 @@ _LEAST_MASS = 2.0**-100
 """Probabilities with a smaller sum count as none: their reciprocal, and shares of them, would not be exact."""
 
 
-class Tree:
-    """The shape of a tree of drafted tokens.
+class Topology(NamedTuple):
+    """Which node is whose child, in the trees of some rows.
 
     Attributes:
-        widths: how many children every node has, level by level.
-        num_drafted, depth, num_parents: N, D and I; nodes 0..I - 1 have children.
-        levels: for each depth from 1 on, the range of its nodes.
-        parents_N: the parent of each drafted node, int64.
-        depths_T: the depth of each node, 0 for the root.
-        ancestors_TT: whether row node sees column node: itself and its ancestors.
-        children_TW: the children of each node, W = the largest width; 0 where there is none.
-        paths_TD: the nodes from the root's child to each node. Beyond its depth the numbers count on as in a chain, so
+        parents_BN: the parent of each drafted node, int64.
+        depths_BT: the depth of each node, 0 for the root.
+        ancestors_BTT: whether row node sees column node: itself and its ancestors.
+        paths_BTD: the nodes from the root's child to each node. Beyond its depth the numbers count on as in a chain, so
             that moving slot `path[k]` to slot k + 1, in order, moves no slot after the path.
     """
 
-    def __init__(self, widths: Sequence[int], device: torch.device) -> None:
-        self.widths, self.depth = tuple(widths), len(widths)
+    parents_BN: Tensor
+    depths_BT: Tensor
+    ancestors_BTT: Tensor
+    paths_BTD: Tensor
+
+
+def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
+    """The topology of trees up to D = `depth` deep by the parents of their nodes, which have smaller numbers."""
+    up_BT = pad(parents_BN, (1, 0))  # the root is its own parent
+    nodes_BT = torch.ones_like(up_BT).cumsum(1) - 1
+    found = [nodes_BT]
+    for _ in range(depth):
+        found.append(up_BT.gather(1, found[-1]))
+    upwards_BTA = torch.stack(found, dim=-1)  # a node, its parent, ..., the root again and again
+    depths_BT = (upwards_BTA > 0).sum(-1)
+    num_rows, num_nodes = static_shape(up_BT)
+    ancestors_BTT = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=up_BT.device)
+    ancestors_BTT.scatter_(2, upwards_BTA, torch.ones_like(upwards_BTA, dtype=torch.bool))
+    steps_D = nodes_BT[0, :1] + torch.ones(depth, dtype=torch.int64, device=up_BT.device).cumsum(0) - 1
+    above_BTD = depths_BT[..., None] - 1 - steps_D
+    paths_BTD = torch.where(above_BTD >= 0, upwards_BTA.gather(2, above_BTD.clamp_min(0)), steps_D + 1)
+    return Topology(parents_BN, depths_BT, ancestors_BTT, paths_BTD)
+
+
+class Level(NamedTuple):
+    """Nodes of one depth, which the draft reads for the probabilities of their children.
+
+    They stand behind the text in the order in which the draft reads them.
+
+    Attributes:
+        depth: of these nodes.
+        first: the slot of the first of them, where the root has slot 0.
+        ids_BM: their tokens.
+        parents_BM: their parents, as places among the nodes of the level before.
+        sees_BMA: which slots from the root on each of them sees, its own included.
+    """
+
+    depth: int
+    first: int
+    ids_BM: Tensor
+    parents_BM: Tensor
+    sees_BMA: Tensor
+
+
+ReadLevel = Callable[[Level | None], Tensor]
+"""Reads nodes of the draft, None for the root, and returns what its rule made of the logits (B, M, V) after them."""
+
+
+class Tree:
+    """A tree of one shape, or one that the draft's probabilities shape.
+
+    Attributes:
+        shape: as settings have it.
+        num_drafted, depth, num_parents: N, D and I; nodes 0..I - 1 of a static tree have children.
+        levels: of a static tree, for each depth from 1 on, the range of its nodes.
+        topology: of a static tree, for one row.
+        children_TW: of a static tree, the children of each node, W = the largest width; 0 where there is none.
+    """
+
+    def __init__(self, shape: TreeShape, device: torch.device) -> None:
+        self.shape, self.num_drafted, self.depth = shape, shape.num_nodes, shape.depth
         levels, parents = [range(1)], []
-        for width in widths:
+        for width in shape.widths if not shape.is_dynamic else ():
             parents += [parent for parent in levels[-1] for _ in range(width)]
             levels.append(range(levels[-1].stop, len(parents) + 1))
-        self.levels = tuple(levels[1:])
-        self.num_drafted, self.num_parents = len(parents), levels[-1].start
-
-        children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
-        paths: list[list[int]] = [[]]
-        for node, parent in enumerate(parents, start=1):
-            children[parent].append(node)
-            paths.append([*paths[parent], node])
-        on_path = [[column in {0, *path} for column in range(len(paths))] for path in paths]
-        padded = [[*row, *[0] * (max(widths) - len(row))] for row in children]
-        counted_on = [[*path, *range(len(path) + 1, self.depth + 1)] for path in paths]
-        self.parents_N = torch.tensor(parents, device=device)
-        self.depths_T = torch.tensor([len(path) for path in paths], device=device)
-        self.ancestors_TT = torch.tensor(on_path, device=device)
-        self.children_TW = torch.tensor(padded, device=device)
-        self.paths_TD = torch.tensor(counted_on, device=device)
+        self.levels, self.num_parents = tuple(levels[1:]), levels[-1].start
+        width = shape.widths[0]
+        self._same_WW = torch.eye(width, dtype=torch.bool, device=device)
+        self._root_11 = torch.ones(1, 1, dtype=torch.bool, device=device)
+        if not shape.is_dynamic:
+            self.topology = find_topology(torch.tensor([parents], device=device), depth=self.depth)
+            children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+            for node, parent in enumerate(parents, start=1):
+                children[parent].append(node)
+            padded = [[*row, *[0] * (max(shape.widths) - len(row))] for row in children]
+            self.children_TW = torch.tensor(padded, device=device)
 
     @classmethod
-    def of(cls, shape: str, device: torch.device) -> "Tree":
-        """The tree of a shape such as `2x2x1`; raises ValueError as `tree_widths` does."""
-        return cls(tree_widths(shape), device)
+    def of(cls, text: str, device: torch.device) -> "Tree":
+        """The tree of a shape such as `2x2x1`; raises ValueError as `tree_shape` does."""
+        return cls(tree_shape(text), device)
+
+    def topology_of(self, draft: Draft) -> Topology:
+        """The topology of each row's tree."""
+        if draft.parents_BK is not None:
+            return find_topology(draft.parents_BK, depth=self.depth)
+        num_rows, _ = static_shape(draft.ids_BK)
+        return Topology(*(each.expand(num_rows, *static_shape(each)[1:]) for each in self.topology))
+
+    def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
+        """Draft a static tree, level by level: children drawn without replacement, or the most probable ones.
+
+        What they are drawn from stands in the order of their parents.
+
+        Args:
+            read: see `ReadLevel`.
+            uniforms_BKP: of all nodes; see `draw_children`.
+            takes_best: take the children with the largest scores, without probabilities.
+        """
+        if self.shape.is_dynamic:
+            return self._grow(read, takes_best=takes_best)
+        level: Level | None = None
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        num_rows = static_shape(uniforms_BKP)[0]
+        above = range(1)
+        for depth, (nodes, width) in enumerate(zip(self.levels, self.shape.widths, strict=True), start=1):
+            scores_BMV = read(level)
+            if takes_best:
+                ids_BX = best_children(scores_BMV, width=width)
+            else:
+                ids_BX = draw_children(scores_BMV, uniforms_BKP[:, nodes.start - 1 : nodes.stop - 1])
+                probs.append(scores_BMV)
+            drafted.append(ids_BX)
+            parents_1X = self.topology.parents_BN[:, nodes.start - 1 : nodes.stop - 1] - above.start
+            sees_1XA = self.topology.ancestors_BTT[:, nodes.start : nodes.stop]
+            level = Level(
+                depth, nodes.start, ids_BX, parents_1X.expand(num_rows, -1), sees_1XA.expand(num_rows, -1, -1)
+            )
+            above = nodes
+        nothing = [torch.zeros_like(each[:, :1]) for each in probs[:1]]  # no children are drawn from the last row
+        return Draft(torch.cat(drafted, dim=1), torch.cat([*probs, *nothing], dim=1) if probs else None)
+
+    def _grow(self, read: ReadLevel, *, takes_best: bool) -> Draft:
+        """Draft a dynamic tree: the N most probable of the candidates, by the draft's probability of their paths.
+
+        The root has W candidates as children, and so have the W most probable candidates of each level but the last.
+        Probabilities are those of the logits if the rule takes the best token, else those that it draws from. A parent
+        comes before its children among equal ones, so the chosen ones are a tree.
+
+        Source: Li et al. 2024, arXiv:2406.16858, section 4.
+        """
+        width, _ = static_shape(self._same_WW)
+        given_BMV = read(None)
+        num_rows = static_shape(given_BMV)[0]
+        # Of the nodes that were read last: their numbers as candidates, the logarithms of their paths, what they see.
+        numbers_BM = torch.zeros_like(given_BMV[..., 0], dtype=torch.int64)
+        paths_BM = torch.zeros_like(given_BMV[..., 0])
+        sees_BMA = self._root_11.expand(num_rows, 1, 1)
+        candidates: list[tuple[Tensor, ...]] = []
+        for depth in range(1, self.depth + 1):
+            probs_BMW, ids_BMW = (given_BMV.softmax(-1) if takes_best else given_BMV).topk(width)
+            scores_BX = (paths_BM[..., None] + probs_BMW.log()).flatten(1)
+            ids_BX = ids_BMW.flatten(1)
+            candidates.append((ids_BX, numbers_BM.repeat_interleave(width, dim=1), scores_BX))
+            if depth < self.depth:
+                paths_BM, best_BM = scores_BX.topk(width)
+                first = 1 + (width + (depth - 2) * width**2 if depth > 1 else 0)
+                numbers_BM, parents_BM = best_BM + first, best_BM // width
+                above_BMA = sees_BMA.gather(1, parents_BM[..., None].expand(-1, -1, static_shape(sees_BMA)[2]))
+                sees_BMA = torch.cat([above_BMA, self._same_WW.expand(num_rows, -1, -1)], dim=-1)
+                level = Level(depth, 1 + (depth - 1) * width, ids_BX.gather(1, best_BM), parents_BM, sees_BMA)
+                given_BMV = read(level)
+        ids_BC, parents_BC, scores_BC = (torch.cat(each, dim=1) for each in zip(*candidates, strict=True))
+        order_BC = scores_BC.sort(dim=1, descending=True, stable=True).indices
+        chosen_BN = order_BC[:, : self.num_drafted].sort(dim=1).values  # level by level
+        # The new number of each candidate, and of the root.
+        numbers_BN = torch.ones_like(chosen_BN).cumsum(1)
+        numbers_BC = pad(torch.zeros_like(ids_BC), (1, 0)).scatter(1, chosen_BN + 1, numbers_BN)
+        parents_BN = numbers_BC.gather(1, parents_BC.gather(1, chosen_BN))
+        return Draft(ids_BC.gather(1, chosen_BN), None, parents_BN)
 
 
 class TreeVerdict(NamedTuple):
     """How many drafted tokens are accepted, 0..D, which ones, and the token that follows them: resampled or bonus.
 
-    `path_BD` is the last accepted node's row of `Tree.paths_TD`. For `weights_B1` see `Verdict`.
+    `path_BD` is the last accepted node's row of `Topology.paths_BTD`. For `weights_B1` see `Verdict`.
     """
 
     num_accepted_B1: Tensor
@@ -134,23 +266,23 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     Args:
         tree: the shape of the draft.
         draft: ids (B, N) by `draw_children`, and the probabilities (B, I + 1, V) of the children of nodes 0..I - 1;
-            the last row is zero. Without probabilities every child is certain, as by `best_children`: its q is 1.
+            the last row is zero.
         target_probs_BTV: the target's probabilities after each node, after the same processors as the draft's.
         draws: the uniforms of a round of N drafted tokens, each node's at its own place.
 
     Source: Miao et al. 2023, arXiv:2305.09781, Algorithm 2; Chen et al. 2024, arXiv:2402.12374, Algorithm 2.
     """
     # The first children of all nodes are examined at once. The later ones take whole rows, and wait for their turn.
-    at_BN = draft.ids_BK + tree.parents_N * static_shape(target_probs_BTV)[-1]
-    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN)
-    if draft.probs_BTV is not None:
-        ratio_BN = ratio_BN.div_(draft.probs_BTV.flatten(1).gather(1, at_BN))
+    assert draft.probs_BTV is not None, "certain children have `verify_certain`"
+    shape = tree.topology_of(draft)
+    at_BN = draft.ids_BK + shape.parents_BN * static_shape(target_probs_BTV)[-1]
+    ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN).div_(draft.probs_BTV.flatten(1).gather(1, at_BN))
     passes_first_BT = pad(draws.accept_BK < ratio_BN, (1, 0))
     # Node 0 stands for a child that is not there: its uniform is above every ratio.
     ids_BT, numbers_BT = pad(draft.ids_BK, (1, 0)), pad(draws.accept_BK, (1, 0), value=float("inf"))
 
     node_B1 = torch.zeros_like(draft.ids_BK[:, :1])
-    for width in tree.widths:
+    for width in tree.shape.widths:
         # A row that has stopped on an earlier level examines the same children again, and rejects them again.
         children_BW = tree.children_TW.index_select(0, node_B1.flatten())[:, :width]
         passes = [passes_first_BT.gather(1, children_BW[:, :1])]
@@ -163,60 +295,75 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     target_row_BV, _ = target_BV, draft_BV = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
     ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
-    if draft_BV is None:
-        kept_BW = target_BV.gather(1, ids_BW).mul_(~is_there_BW)
-        rest_BV = target_BV.clone()
-        for ids_B1, kept_B1 in zip(ids_BW.split(1, dim=1), kept_BW.split(1, dim=1), strict=True):
-            rest_BV.scatter_(1, ids_B1, torch.minimum(rest_BV.gather(1, ids_B1), kept_B1))
-    else:
-        for rejected in range(max(tree.widths) - 1):
-            target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_BW[:, rejected : rejected + 1])
-            draft_BV.mul_(is_there_BW[:, rejected + 1 : rejected + 2])
-        rest_BV = (target_BV - draft_BV).clamp_min_(0)
+    for rejected in range(max(tree.shape.widths) - 1):
+        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_BW[:, rejected : rejected + 1])
+        draft_BV.mul_(is_there_BW[:, rejected + 1 : rejected + 2])
+    rest_BV = (target_BV - draft_BV).clamp_min_(0)
     _, next_ids_B1, weights_B1 = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
-    return _verdict(tree, node_B1, next_ids_B1, weights_B1)
+    return _verdict(shape, node_B1, next_ids_B1, weights_B1)
 
 
-def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> TreeVerdict:
-    """Accept the longest path of drafted tokens that have the target's largest logit; the next token has it too."""
-    best_BT = target_logits_BTV.argmax(-1)  # NaN counts as the largest
-    largest_BT = target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
-    differs_BN = best_BT.index_select(1, tree.parents_N) != draft.ids_BK
-    is_off_BT = (pad(differs_BN, (1, 0))[:, None] & tree.ancestors_TT).any(-1)
-    # Deeper nodes have larger numbers; the root is never off.
-    node_B1 = (~is_off_BT * torch.arange(tree.num_drafted + 1, device=best_BT.device)).amax(1, keepdim=True)
-    return _verdict(tree, node_B1, best_BT.gather(1, node_B1), largest_BT.gather(1, node_B1))
+def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> TreeVerdict:
+    """Accept the path of the tokens that the target chooses, as far as they were drafted.
+
+    The children of each node are certain, so which ones there are says nothing about the target's choices: the text has
+    the law of these. Each node of a path holds the token that was chosen at its parent. Of equal children the first
+    counts: to take the one whose path goes on would prefer drafted tokens.
+
+    Args:
+        shape: of each row's tree.
+        draft: ids (B, N) without probabilities.
+        chosen_BT: the token that the target draws after each node, or its best one.
+        weights_BT: the weights of these.
+    """
+    _, num_nodes, depth = static_shape(shape.paths_BTD)
+    fits_BN = chosen_BT.gather(1, shape.parents_BN) == draft.ids_BK
+    places_BN = num_nodes - torch.ones_like(draft.ids_BK).cumsum(1)  # the largest is the first
+    node_B1 = torch.zeros_like(draft.ids_BK[:, :1])
+    for _ in range(depth):
+        place_B1 = (places_BN * (fits_BN & (shape.parents_BN == node_B1))).amax(1, keepdim=True)
+        node_B1 = torch.where(place_B1 > 0, num_nodes - place_B1, node_B1)
+    return _verdict(shape, node_B1, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1))
 
 
-def _verdict(tree: Tree, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> TreeVerdict:
+def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's best token after each node, and its logit, (B, T) each; NaN counts as the largest."""
+    best_BT = target_logits_BTV.argmax(-1)
+    return best_BT, target_logits_BTV.gather(-1, best_BT[..., None])[..., 0]
+
+
+def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """A token drawn after each node by numbers of its own, which its children are not drawn by: ids and weights."""
+    uniforms_BTP = torch.cat([draws.residual_BP[:, None], draws.draft_BKP], dim=1)
+    num_rows, num_nodes, _ = static_shape(target_probs_BTV)
+    drawn_BT = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP.flatten(0, 1)).view(num_rows, num_nodes)
+    return drawn_BT, target_probs_BTV.gather(-1, drawn_BT[..., None])[..., 0]
+
+
+def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> TreeVerdict:
     """The verdict that accepts the path to a node."""
-    node_B = node_B1.flatten()
-    num_accepted_B1 = tree.depths_T.index_select(0, node_B)[:, None]
-    return TreeVerdict(num_accepted_B1, tree.paths_TD.index_select(0, node_B), next_ids_B1, weights_B1)
+    depth = static_shape(shape.paths_BTD)[2]
+    path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, depth))[:, 0]
+    return TreeVerdict(shape.depths_BT.gather(1, node_B1), path_BD, next_ids_B1, weights_B1)
 
 
-def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:
     """The probabilities (B, V) of what follows one node of each row: the target's, and the draft's or zeros."""
 
-    def row(probs: Tensor) -> Tensor:
-        num_rows, num_positions, _ = static_shape(probs)
+    def row(probs_BTV: Tensor) -> Tensor:
+        num_rows, num_positions, _ = static_shape(probs_BTV)
         at_B1 = node_B1.clamp_max(num_positions - 1)  # nodes without children share the draft's last row
-        return probs.flatten(0, 1).index_select(0, rows_at(at_B1, num_rows=num_rows, num_positions=num_positions))
+        return probs_BTV.flatten(0, 1).index_select(0, rows_at(at_B1, num_rows=num_rows, num_positions=num_positions))
 
-    return row(target_probs_BTV), None if draft_probs_BTV is None else row(draft_probs_BTV)
+    return row(target_probs_BTV), row(draft_probs_BTV)
 
 
-def _later_passes(rows: tuple[Tensor, Tensor | None], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
+def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
     """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
     passes = []
     ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
     for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
-        target_BV, draft_BV = rows
-        if draft_BV is None:
-            rows = _others(target_BV, rejected_B1), None
-            passes.append(numbers_B1 < rows[0].gather(1, ids_B1))
-            continue
-        rows = _rejected(target_BV, draft_BV, rejected_B1)
+        rows = _rejected(*rows, rejected_B1)
         target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
         # Where the draft had too few tokens, its probabilities are 0 by now.
         passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))
