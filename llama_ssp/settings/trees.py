@@ -48,15 +48,16 @@ def tree_shape(text: str) -> TreeShape:
     Raises:
         ValueError: it means none, or a tree with more than `MOST_NODES` drafted tokens or fewer than it needs.
     """
-    kind, _, sizes = _DEFAULT.partition("-") if text == DYNAMIC else text.rpartition("-")
+    whole = _DEFAULT if text == DYNAMIC else text
+    is_dynamic, sizes = whole.startswith(f"{DYNAMIC}-"), whole.removeprefix(f"{DYNAMIC}-")
     numbers = [int(number) for number in sizes.split("x")] if _is_list(sizes) else []
-    if (kind and kind != DYNAMIC) or not numbers or (kind and len(numbers) != 3):  # noqa: PLR2004
+    if not numbers or (is_dynamic and len(numbers) != 3):  # noqa: PLR2004
         raise ValueError(
             f"{text!r} is not the shape of a tree: give the number of children of a node on each level, "
             "at least 1, with x between them, such as 2x2x1x1; or dynamic-NODESxDEPTHxCHILDREN, such as "
             f"{_DEFAULT}"
         )
-    if kind:
+    if is_dynamic:
         num_nodes, depth, width = numbers
         shape = TreeShape(text, num_nodes, (width,) * depth, (width,) * (depth - 1), is_dynamic=True)
         least, most = max(depth, width * (depth - 1)), width + (depth - 1) * width**2

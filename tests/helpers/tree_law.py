@@ -58,9 +58,9 @@ class _Round:
         self._tree, self._verify, self._vocab_size = tree, verify, target_probs[0].shape[-1]
         self._ids_CN = torch.zeros(1, 0, dtype=torch.long)
         self._law_C = torch.ones(1, dtype=torch.float64)
-        laws = [_children_law(draw, draft_probs[depth], width=width) for depth, width in enumerate(tree.widths)]
+        laws = [_children_law(draw, draft_probs[depth], width=width) for depth, width in enumerate(tree.shape.widths)]
         for node in range(tree.num_parents):
-            self._add_children(laws[int(tree.depths_T[node])], node)
+            self._add_children(laws[int(tree.topology.depths_BT[0][node])], node)
         self._target_CTV = self._rows(target_probs, num_nodes=tree.num_drafted + 1)
         self._draft_CIV = pad(self._rows(draft_probs, num_nodes=tree.num_parents), (0, 0, 0, 1))
 
@@ -105,19 +105,19 @@ class _Round:
         """Extend every tree by the children of a node in all ways that can be drawn."""
         law_CA = law_PA[self._codes(node)] * self._law_C[:, None]
         trees, answers = law_CA.nonzero(as_tuple=True)
-        width = self._tree.widths[int(self._tree.depths_T[node])]
+        width = self._tree.shape.widths[int(self._tree.topology.depths_BT[0][node])]
         children = torch.tensor(list(product(range(self._vocab_size), repeat=width)))[answers]
         self._ids_CN = torch.cat([self._ids_CN[trees], children], dim=1)
         self._law_C = law_CA[trees, answers]
 
     def _codes(self, node: int) -> Tensor:
         """The code (C,) of the drafted tokens up to a node."""
-        path_D = self._tree.paths_TD[node, : int(self._tree.depths_T[node])]
+        path_D = self._tree.topology.paths_BTD[0, node, : int(self._tree.topology.depths_BT[0][node])]
         return codes_of(self._ids_CN[:, path_D - 1], self._vocab_size)
 
     def _rows(self, probs: list[Tensor], *, num_nodes: int) -> Tensor:
         return torch.stack(
-            [probs[int(self._tree.depths_T[node])][self._codes(node)] for node in range(num_nodes)], dim=1
+            [probs[int(self._tree.topology.depths_BT[0][node])][self._codes(node)] for node in range(num_nodes)], dim=1
         )
 
     def _decide(self, trees_B: Tensor, accept_BN: Tensor, residual_BP: Tensor | None = None) -> TreeVerdict:
@@ -134,8 +134,8 @@ class _Round:
         tree, (num_trees, num_drafted) = self._tree, self._ids_CN.shape
         trees_X = torch.arange(num_trees).repeat_interleave(num_drafted)
         node_X = torch.arange(1, num_drafted + 1).repeat(num_trees)
-        level_X1 = tree.depths_T[node_X, None] - 1
-        accept_XN = torch.where(tree.ancestors_TT[node_X, 1:], 0.0, LARGEST_UNIFORM).double()
+        level_X1 = tree.topology.depths_BT[0][node_X, None] - 1
+        accept_XN = torch.where(tree.topology.ancestors_BTT[0][node_X, 1:], 0.0, LARGEST_UNIFORM).double()
 
         def is_accepted(at_X: Tensor) -> Tensor:
             verdict = self._decide(trees_X, accept_XN.scatter(1, node_X[:, None] - 1, at_X[:, None]))

@@ -95,6 +95,7 @@ _TREES = (
     Setting(name="tree of 60", tree=TREE_OF_60),
     Setting(name="tree, greedy", tree="2x2x1", sampling=SAMPLINGS["greedy"]),
     Setting(name="tree, batch 4", tree="2x2x1", batch_size=4),
+    Setting(name="dynamic tree, batch 4", tree="dynamic-12x4x4", batch_size=4),
 )
 GROUPS = (
     Group(name="fp16", settings=(*_samplings(), *_rules_and_drafters(), BROKEN)),

@@ -28,6 +28,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import TextKind
+from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_job
 
@@ -228,5 +229,10 @@ def test_a_head_is_forecast_by_heads_alone_and_a_model_by_models() -> None:
 
 
 def test_a_tree_of_one_child_each_has_the_tokens_of_a_chain_and_more_children_add_some() -> None:
-    assert tree_tokens(0.7, (1, 1, 1)) == pytest.approx(tokens_per_round(0.7, 3))
-    assert tokens_per_round(0.7, 3) < tree_tokens(0.7, (2, 1, 1)) < tree_tokens(0.7, (2, 2, 1)) < 4
+    def tokens(text: str) -> float:
+        return tree_tokens(0.7, tree_shape(text))
+
+    assert tokens("1x1x1") == tokens("dynamic-3x3x1") == pytest.approx(tokens_per_round(0.7, 3))
+    assert tokens_per_round(0.7, 3) < tokens("2x1x1") < tokens("2x2x1") < 4
+    # The best nodes of a dynamic tree are at least as good as as many of a fixed shape.
+    assert tokens("2x1x1") < tokens("dynamic-6x3x2") < tokens("2x2x2") < tokens("dynamic-14x3x4") < 4

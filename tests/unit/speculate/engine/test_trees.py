@@ -22,6 +22,7 @@ from tests.helpers.prefix_runner import PrefixRunner
 CPU = torch.device("cpu")
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 1, 2), (3, 3), (9, 1))
 SHAPES = ("1", "1x1x1", "3", "2x2x1", "3x2", "2x1x3")
+DYNAMIC = "dynamic-7x3x3"
 NUM_NEW = 17
 
 
@@ -43,7 +44,7 @@ def decoded(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, DYNAMIC])
 def test_greedy_text_is_that_of_plain_decoding(shape: str, batch_size: int) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=1)
     found = decoded(target, draft, shape, temperature=0.0, batch_size=batch_size)
@@ -61,7 +62,7 @@ def test_of_a_draft_that_is_the_target_whole_paths_are_accepted(shape: str, temp
         assert len(each.token_ids) == NUM_NEW
 
 
-@pytest.mark.parametrize("shape", ["2x2x1", "3x2"])
+@pytest.mark.parametrize("shape", ["2x2x1", "3x2", DYNAMIC])
 def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: str) -> None:
     """Nor do traces depend on the bucket of the cache, which grows here."""
 
@@ -82,6 +83,15 @@ def test_a_chain_written_as_a_tree_has_the_text_of_the_chain() -> None:
     assert [each.token_ids for each in as_tree] == [each.token_ids for each in as_chain]
 
 
+def test_a_dynamic_tree_accepts_more_than_a_static_one_of_as_many_nodes() -> None:
+    """The drafts are certain in both, and of a draft that is nearly right."""
+    means = []
+    for shape in ("2x1x1x1", "dynamic-8x4x2"):
+        found = decoded(_shipped("tiny"), _shipped("tiny-draft"), shape, temperature=0.0, prompts=((31, 77, 90),))
+        means.append(sum(found[0].accepted_lengths) / len(found[0].accepted_lengths))
+    assert means[1] >= means[0]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_lean_decoder_reads_trees_as_it_reads_texts(temperature: float) -> None:
     """A shipped model that drafts for itself is right on every path; its text is the plain one."""
@@ -92,6 +102,8 @@ def test_the_lean_decoder_reads_trees_as_it_reads_texts(temperature: float) -> N
         *full, _ = each.accepted_lengths
         assert set(full) == {3}
     if temperature == 0:
+        dynamic = decoded(target, draft, DYNAMIC, temperature=0.0, batch_size=2, prompts=prompts)
+        assert [each.token_ids for each in dynamic] == [each.token_ids for each in found]
         plain = decoded(target, None, None, temperature=0.0, prompts=prompts)
         assert [each.token_ids for each in plain] == [each.token_ids for each in found]
 

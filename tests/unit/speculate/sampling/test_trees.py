@@ -1,6 +1,7 @@
 """Trees of drafted tokens keep the target's law exactly, and a chain is what it always was."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import cast
 
 import pytest
@@ -9,20 +10,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative
 from llama_ssp.speculate.sampling.trees import (
+    Level,
+    Topology,
     Tree,
     TreeVerdict,
     best_children,
+    best_choices,
     draw_children,
+    drawn_choices,
+    verify_certain,
     verify_tree,
-    verify_tree_greedy,
 )
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from tests.helpers.draws import draws_of
+from tests.helpers.exact_law import codes_of
 from tests.helpers.lanes import heavy
 from tests.helpers.table_models import joint_law, random_table
 from tests.helpers.tree_law import DrawChildren, VerifyTree, tree_law
@@ -35,6 +42,11 @@ SAMPLINGS = {
     "top-k": SamplingConfig(temperature=1.3, top_k=2),
     "top-p": SamplingConfig(temperature=0.8, top_p=0.9),
 }
+
+
+def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> TreeVerdict:
+    """At temperature 0 the target chooses its best tokens."""
+    return verify_certain(tree.topology_of(draft), draft, *best_choices(target_logits_BTV))
 
 
 def law_error(
@@ -71,20 +83,100 @@ def test_the_text_has_exactly_the_targets_law(vocab_size: int, shape: str, name:
     assert law_error(shape, SAMPLINGS[name], vocab_size=vocab_size) < 1e-12
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(
-    ("vocab_size", "shape"), [*[(3, each) for each in ("1", "2", "3", "2x1", "1x2", "2x2")], (4, "3")]
-)
-def test_the_text_has_the_targets_law_where_the_most_probable_tokens_are_drafted(
-    vocab_size: int, shape: str, name: str
-) -> None:
-    def draw(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
-        return best_children(probs_BMV, width=uniforms_BXP.shape[1] // probs_BMV.shape[1])
+CERTAIN = ("1", "2", "3", "2x1", "1x2", "2x2", "1x1x1", "2x1x1", "dynamic-3x2x2", "dynamic-4x3x2", "dynamic-5x2x3")
 
-    def verify(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
-        return verify_tree(tree, Draft(draft.ids_BK, None), target_BTV, draws=draws)
 
-    assert law_error(shape, SAMPLINGS[name], vocab_size=vocab_size, draw=draw, verify=verify) < 1e-12
+def certain_law_error(
+    text: str, *, vocab_size: int = 3, ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
+    verify: Callable[..., TreeVerdict] = verify_certain,
+) -> float:  # fmt: skip
+    """The largest difference between the law of D + 1 tokens and the target's, over all choices at all nodes.
+
+    What the target chooses after a node is drawn from its row there, independently of all else.
+    """
+    tree, process = Tree.of(text, CPU), processor(SAMPLINGS["temperature"])
+    target, draft = (
+        random_table(seed=30 + model, num_tables=1, max_length=tree.depth, vocab_size=vocab_size) for model in (1, 2)
+    )
+    target_probs, draft_probs = ([process(logits[0]) for logits in model.logits] for model in (target, draft))
+
+    def codes(level: Level | None) -> Tensor:
+        """The text (1, M) from the root to each node, as a number."""
+        nonlocal known
+        if level is None:
+            known = torch.zeros(1, 1, dtype=torch.int64)
+        else:
+            known = known.gather(1, level.parents_BM) * vocab_size + level.ids_BM
+        return known
+
+    known = torch.zeros(1, 1, dtype=torch.int64)
+    uniforms_BKP = torch.full((1, tree.num_drafted, 2), 0.5, dtype=torch.float64)
+
+    def read(level: Level | None) -> Tensor:
+        return draft_probs[level.depth if level else 0][codes(level)]
+
+    drafted = tree.draft(read, uniforms_BKP, takes_best=not tree.shape.is_dynamic)
+    drafted = drafted._replace(ids_BK=ids(drafted.ids_BK))
+    shape = tree.topology_of(drafted)
+    texts: list[list[int]] = [[]]
+    for node in range(1, tree.num_drafted + 1):
+        texts.append([*texts[int(shape.parents_BN[0, node - 1])], int(drafted.ids_BK[0, node - 1])])
+    rows = torch.stack(
+        [target_probs[len(each)][codes_of(torch.tensor([each]), vocab_size)[0] if each else 0] for each in texts]
+    )
+    chosen_CT = torch.tensor(list(product(range(vocab_size), repeat=len(texts))))
+    law_C = torch.stack([rows[node][chosen_CT[:, node]] for node in range(len(texts))]).prod(0)
+    num_cases = law_C.shape[0]
+    wide = Topology(*(each.expand(num_cases, *each.shape[1:]) for each in shape))
+    verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1), None), chosen_CT, chosen_CT.double())
+    path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (verdict.path_BD - 1).clamp_max(tree.num_drafted - 1))
+    law = torch.zeros(1, dtype=torch.float64)
+    for length in range(tree.depth + 1):
+        is_here_C = verdict.num_accepted_B1[:, 0] == length
+        new = torch.zeros(vocab_size ** (length + 1), dtype=torch.float64)
+        said_CL = torch.cat([path_ids_CD[:, :length], verdict.next_ids_B1], dim=1)[is_here_C]
+        new.index_add_(0, codes_of(said_CL, vocab_size), law_C[is_here_C])
+        law = new + ((law[:, None] * target_probs[length]).flatten() if length else 0)
+    expected = joint_law(tuple(process(logits) for logits in target.logits))[0]
+    return float((law - expected).abs().max())
+
+
+@pytest.mark.parametrize("shape", CERTAIN)
+def test_the_text_has_the_targets_law_where_children_are_certain(shape: str) -> None:
+    assert certain_law_error(shape) < 1e-12
+
+
+@pytest.mark.parametrize("shape", ["2x1", "3x1", "2x2"])
+def test_equal_children_of_a_node_change_no_law(shape: str) -> None:
+    """Draftsmen that find too few continuations may repeat one."""
+    assert certain_law_error(shape, ids=torch.zeros_like) < 1e-12
+
+
+def test_the_harness_catches_a_rule_that_prefers_the_child_whose_path_goes_on() -> None:
+    assert certain_law_error("2x1", ids=torch.zeros_like, verify=deepest_child) > 1e-3
+
+
+def deepest_child(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> TreeVerdict:
+    """The accepted node is the last one whose path was chosen."""
+    differs_BN = chosen_BT.gather(1, shape.parents_BN) != draft.ids_BK
+    is_off_BT = (pad(differs_BN, (1, 0))[:, None] & shape.ancestors_BTT).any(-1)
+    node_B1 = (~is_off_BT * torch.arange(is_off_BT.shape[1])).amax(1, keepdim=True)
+    path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, shape.paths_BTD.shape[2]))[:, 0]
+    return TreeVerdict(
+        shape.depths_BT.gather(1, node_B1), path_BD, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1)
+    )
+
+
+def test_each_node_has_a_draw_of_its_own() -> None:
+    """The token chosen after a node depends on its row and its numbers alone."""
+    _, _, target_BTV, draws = drafted("3x2x1")
+    chosen_BT, weights_BT = drawn_choices(target_BTV, draws)
+    uniforms_BTP = torch.cat([draws.residual_BP[:, None], draws.draft_BKP], dim=1)
+    assert uniforms_BTP.flatten().unique().numel() == uniforms_BTP.numel()
+    for node in range(target_BTV.shape[1]):
+        alone_B1 = draw(target_BTV[:, node].contiguous(), uniforms_BTP[:, node])
+        assert torch.equal(chosen_BT[:, node : node + 1], alone_B1)
+        assert torch.equal(weights_BT[:, node : node + 1], target_BTV[:, node].gather(1, alone_B1))
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -204,7 +296,7 @@ def drafted(shape: str, *, num_rows: int = 64, vocab_size: int = 50, device: tor
     index_B = torch.arange(num_rows, device=device)
     draws = draws_of(UniformTable(tree.num_drafted, device), index_B, index_B)
     ids, parent = [], 0
-    for level, width in zip(tree.levels, tree.widths, strict=True):
+    for level, width in zip(tree.levels, tree.shape.widths, strict=True):
         num_parents = len(level) // width
         uniforms_BXP = draws.draft_BKP[:, level.start - 1 : level.stop - 1]
         ids.append(draw_children(probs_BIV[:, parent : parent + num_parents], uniforms_BXP))
@@ -239,7 +331,7 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(shape: str) -> None:
     assert draft.probs_BTV is not None
     joint = verify_tree(tree, draft, target_BTV, draws=draws)
     assert joint.num_accepted_B1.unique().numel() == tree.depth + 1
-    assert joint.path_BD[:, 0].unique().numel() == tree.widths[0]
+    assert joint.path_BD[:, 0].unique().numel() == tree.shape.widths[0]
     for row in range(64):
         one = slice(row, row + 1)
         own = Draft(draft.ids_BK[one], draft.probs_BTV[one])
@@ -304,7 +396,7 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
         broken_BTV = target_BTV.clone()
         broken_BTV[:, node] = float("nan")
         verdict = verify_tree(tree, draft, broken_BTV, draws=draws)
-        is_reached_B = tree.ancestors_TT[node_of(clean), node]
+        is_reached_B = tree.topology.ancestors_BTT[0][node_of(clean), node]
         assert torch.equal(verdict.weights_B1.isnan()[:, 0], is_reached_B)
         assert verdict.next_ids_B1.lt(50).all()
         greedy = verify_tree_greedy(tree, Draft(draft.ids_BK, None), broken_BTV)
@@ -320,10 +412,16 @@ def node_of(verdict: TreeVerdict) -> Tensor:
 def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
     tree, _, logits_BTV, _ = drafted(shape)
     best_BT = logits_BTV.argmax(-1)
-    places_N = (tree.children_TW[tree.parents_N] == torch.arange(1, tree.num_drafted + 1)[:, None]).long().argmax(1)
-    best_places_BT = torch.randint(0, 1 + max(tree.widths), best_BT.shape, generator=torch.Generator().manual_seed(3))
-    is_best_BN = best_places_BT[:, tree.parents_N] == places_N
-    ids_BN = torch.where(is_best_BN, best_BT[:, tree.parents_N], 50 + places_N)
+    places_N = (
+        (tree.children_TW[tree.topology.parents_BN[0]] == torch.arange(1, tree.num_drafted + 1)[:, None])
+        .long()
+        .argmax(1)
+    )
+    best_places_BT = torch.randint(
+        0, 1 + max(tree.shape.widths), best_BT.shape, generator=torch.Generator().manual_seed(3)
+    )
+    is_best_BN = best_places_BT[:, tree.topology.parents_BN[0]] == places_N
+    ids_BN = torch.where(is_best_BN, best_BT[:, tree.topology.parents_BN[0]], 50 + places_N)
     verdict = verify_tree_greedy(tree, Draft(ids_BN, None), logits_BTV)
     for row, (ids, best) in enumerate(zip(ids_BN.tolist(), best_BT.tolist(), strict=True)):
         node, path = 0, []
@@ -345,17 +443,101 @@ def test_the_best_children_are_those_with_the_largest_scores() -> None:
 
 def test_a_tree_is_numbered_level_by_level() -> None:
     tree = Tree.of("2x1x2", CPU)
-    assert (tree.widths, tree.num_drafted, tree.depth, tree.num_parents) == ((2, 1, 2), 8, 3, 5)
+    assert (tree.shape.widths, tree.num_drafted, tree.depth, tree.num_parents) == ((2, 1, 2), 8, 3, 5)
     assert tree.levels == (range(1, 3), range(3, 5), range(5, 9))
-    assert tree.parents_N.tolist() == [0, 0, 1, 2, 3, 3, 4, 4]
-    assert tree.depths_T.tolist() == [0, 1, 1, 2, 2, 3, 3, 3, 3]
+    assert tree.topology.parents_BN[0].tolist() == [0, 0, 1, 2, 3, 3, 4, 4]
+    assert tree.topology.depths_BT[0].tolist() == [0, 1, 1, 2, 2, 3, 3, 3, 3]
     assert tree.children_TW.tolist() == [[1, 2], [3, 0], [4, 0], [5, 6], [7, 8], *[[0, 0]] * 4]
-    assert tree.paths_TD.tolist() == [
+    assert tree.topology.paths_BTD[0].tolist() == [
         [1, 2, 3], [1, 2, 3], [2, 2, 3], [1, 3, 3], [2, 4, 3], [1, 3, 5], [1, 3, 6], [2, 4, 7], [2, 4, 8]
     ]  # fmt: skip
-    assert [row.nonzero()[:, 0].tolist() for row in tree.ancestors_TT] == [
+    assert [row.nonzero()[:, 0].tolist() for row in tree.topology.ancestors_BTT[0]] == [
         [0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5], [0, 1, 3, 6], [0, 2, 4, 7], [0, 2, 4, 8]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["dynamic-24x4x4", "dynamic-6x6x1", "dynamic-5x1x5", "dynamic-12x3x6"])
+def test_a_dynamic_tree_has_the_most_probable_paths(text: str) -> None:
+    """Every node is compared with all candidates, by the draft's probability of its path; parents come first."""
+    tree, vocab_size, num_rows = Tree.of(text, CPU), 12, 3
+    width = tree.shape.widths[0]
+    generator = torch.Generator().manual_seed(5)
+    tables = [torch.randn(num_rows, vocab_size**depth, vocab_size, generator=generator) for depth in range(3)]
+    seen: dict[int, Tensor] = {}
+
+    def probs_after(row: int, path: tuple[int, ...]) -> Tensor:
+        code = 0
+        for token in path[-2:]:  # the draft knows two tokens
+            code = code * vocab_size + token
+        return (3 * tables[min(len(path), 2)][row, code]).softmax(-1)
+
+    def read(level: Level | None) -> Tensor:
+        if level is None:
+            seen[0] = torch.zeros(num_rows, 1, 0, dtype=torch.int64)
+            paths = seen[0]
+        else:
+            above = seen[level.depth - 1]
+            at = level.parents_BM[..., None].expand(-1, -1, above.shape[2])
+            paths = seen[level.depth] = torch.cat([above.gather(1, at), level.ids_BM[..., None]], dim=2)
+            assert level.sees_BMA.sum(-1).eq(level.depth + 1).all()
+        return torch.stack(
+            [torch.stack([probs_after(row, tuple(path)) for path in paths[row].tolist()]) for row in range(num_rows)]
+        )
+
+    drafted = tree.draft(read, torch.empty(num_rows, tree.num_drafted, 2), takes_best=False)
+    assert drafted.parents_BK is not None
+    assert drafted.probs_BTV is None
+    for row in range(num_rows):
+        wanted: dict[tuple[int, ...], float] = {}
+        level_paths = {(): 1.0}
+        for _ in range(tree.depth):
+            best = sorted(level_paths, key=lambda path: -level_paths[path])[:width]
+            level_paths = {
+                (*path, int(token)): level_paths[path] * float(probs)
+                for path in best
+                for probs, token in zip(*probs_after(row, path).topk(width), strict=True)
+            }
+            wanted |= level_paths
+        chosen = sorted(wanted, key=lambda path: -wanted[path])[: tree.num_drafted]
+        found: list[tuple[int, ...]] = [()]
+        for token, parent in zip(drafted.ids_BK[row].tolist(), drafted.parents_BK[row].tolist(), strict=True):
+            assert parent < len(found)
+            found.append((*found[parent], token))
+        assert sorted(found[1:]) == sorted(chosen)
+
+
+def test_equal_probabilities_leave_no_node_without_its_parent() -> None:
+    """All candidates are as probable as the root, or not possible at all."""
+    tree = Tree.of("dynamic-9x3x4", CPU)
+    certain = torch.zeros(2, 4, 6)
+    certain[..., 2] = 1.0
+    drafted = tree.draft(lambda level: certain[:, : 1 if level is None else 4], torch.empty(2, 9, 2), takes_best=False)
+    shape = tree.topology_of(drafted)
+    assert shape.depths_BT.amax(1).tolist() == [3, 3]
+    for row, path in enumerate(shape.paths_BTD[:, -1].tolist()):
+        assert drafted.ids_BK[row, path[0] - 1] == 2
+
+
+def test_dynamic_means_the_tree_of_its_paper() -> None:
+    shape = tree_shape("dynamic")
+    assert (shape.num_nodes, shape.depth, set(shape.widths), shape.read) == (60, 6, {10}, (10,) * 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dynamic-", "dynamic-60", "dynamic-60x6", "dynamic-60x6x10x1", "Dynamic", "static-60x6x10", "dynamic-0x1x1"],
+)
+def test_a_text_that_is_no_dynamic_shape_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not the shape of a tree.*or dynamic-NODESxDEPTHxCHILDREN, such as dynamic-"):
+        tree_shape(text)
+
+
+@pytest.mark.parametrize(("text", "least", "most"), [("dynamic-11x4x4", 12, 52), ("dynamic-9x2x2", 2, 6)])
+def test_a_dynamic_tree_has_the_nodes_that_its_draft_reads_and_no_more_than_there_are(
+    text: str, least: int, most: int
+) -> None:
+    with pytest.raises(ValueError, match=f"need {least} to {most}$"):
+        tree_shape(text)
 
 
 @pytest.mark.parametrize("shape", ["", "0", "2x0", "-1", "2x", "x2", "2 x 2", "2X2", "1.5", "٢", "2x2\n"])
