@@ -120,11 +120,13 @@ class Decoder:
                     result, in_flight_BTV = self.round.step(
                         self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
                     )
-                    self.threads.after_round((choice, bucket), time.perf_counter() - started)
                     self._launch(result, list(self._rows), choice, is_prefill=False)
                 running = [owner for owner in self._rows if owner]
                 updates = self._collect() if len(self._pending) > self._lag else []
-                self._record_time(running, time.perf_counter() - started, is_round=not admitted)
+                seconds = time.perf_counter() - started
+                if not admitted:
+                    self.threads.after_round((choice, bucket), seconds)
+                self._record_time(running, seconds, is_round=not admitted)
                 if updates:
                     yield updates
 
