@@ -153,7 +153,9 @@ def checked(
             states = library(torch.tensor([text]), output_hidden_states=True).hidden_states
         taps_LX = torch.cat([states[layer][0, : len(text) - 1] for layer in LAYERS], dim=-1)
         for step in range(tree.num_parents if tree else len(ids_K)):
-            path = [node - 1 for node in range(1, step + 1) if tree is None or tree.ancestors_TT[step, node]]
+            path = [
+                node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
+            ]
             embedded_LE = embedding[[*text[1:], *ids_K[path].tolist()]]
             wanted_V = (reference(tensors, embedded_LE, taps_LX, **flags) / TEMPERATURE).softmax(-1)
             torch.testing.assert_close(probs_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)

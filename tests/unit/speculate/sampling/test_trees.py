@@ -100,6 +100,8 @@ def certain_law_error(
     )
     target_probs, draft_probs = ([process(logits[0]) for logits in model.logits] for model in (target, draft))
 
+    known = torch.zeros(1, 1, dtype=torch.int64)
+
     def codes(level: Level | None) -> Tensor:
         """The text (1, M) from the root to each node, as a number."""
         nonlocal known
@@ -109,7 +111,6 @@ def certain_law_error(
             known = known.gather(1, level.parents_BM) * vocab_size + level.ids_BM
         return known
 
-    known = torch.zeros(1, 1, dtype=torch.int64)
     uniforms_BKP = torch.full((1, tree.num_drafted, 2), 0.5, dtype=torch.float64)
 
     def read(level: Level | None) -> Tensor:
@@ -489,7 +490,7 @@ def test_a_dynamic_tree_has_the_most_probable_paths(text: str) -> None:
     assert drafted.probs_BTV is None
     for row in range(num_rows):
         wanted: dict[tuple[int, ...], float] = {}
-        level_paths = {(): 1.0}
+        level_paths: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(tree.depth):
             best = sorted(level_paths, key=lambda path: -level_paths[path])[:width]
             level_paths = {
