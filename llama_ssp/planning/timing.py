@@ -457,7 +457,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if drafts and job.tree else 0)
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if job.tree and num_draft_tokens else 0)
     found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 
