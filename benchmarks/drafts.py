@@ -43,7 +43,7 @@ PEER_ASSISTED, PEER_NGRAM = f"transformers, assisted, K={PEERS_K}", f"transforme
 HEADS = {f"draft head, K={k}": SpeculationConfig(num_draft_tokens=k) for k in (3, 4, 5)} | {
     f"draft head, tree {tree}": SpeculationConfig(tree=tree) for tree in ("2x1x1", "3x2x1", "dynamic-12x4x3")
 }
-TREE, HEAD = "tree 2x1x1", "draft head, K=4"
+TREE, NGRAM_TREE, HEAD = "tree 2x1x1", "prompt look-up, tree 3x1x1", "draft head, K=4"
 LOSING, ARITHMETIC = "a draft larger than its target", "arithmetic"
 SUMS = ["12 + 30 = 42\n7 + 15 = 22\n9 + 8 =", "total = 3 * 14\nassert total == 42\nhalf = total / 2\nassert half =="]
 Measured = dict[str, list[float]]
@@ -115,6 +115,7 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
         AUTO: adaptive,
         NGRAM: replace(base, draft=copying, speculation=SpeculationConfig(num_draft_tokens=NGRAM_K)),
         NGRAM_AUTO: replace(adaptive, draft=copying),
+        NGRAM_TREE: replace(base, draft=copying, speculation=SpeculationConfig(tree=NGRAM_TREE.split()[-1])),
         BEHIND: replace(adaptive, draft=replace(base.draft, fallback=NGRAM_DRAFT)),
         TREE: replace(base, speculation=SpeculationConfig(tree=TREE.removeprefix("tree "))),
     }
@@ -235,7 +236,12 @@ def main() -> None:
         )
     print(f"timing {ARITHMETIC}")
     results[ARITHMETIC] = measure(
-        pair, SUMS, names={PLAIN, "K=4", NGRAM, TREE}, peers={}, repetitions=arguments.repetitions, head=head
+        pair,
+        SUMS,
+        names={PLAIN, "K=4", NGRAM, NGRAM_TREE, TREE},
+        peers={},
+        repetitions=arguments.repetitions,
+        head=head,
     )
     print(f"timing {LOSING}")
     results[LOSING] = measure(
