@@ -115,9 +115,9 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
         AUTO: adaptive,
         NGRAM: replace(base, draft=copying, speculation=SpeculationConfig(num_draft_tokens=NGRAM_K)),
         NGRAM_AUTO: replace(adaptive, draft=copying),
-        NGRAM_TREE: replace(base, draft=copying, speculation=SpeculationConfig(tree=NGRAM_TREE.split()[-1])),
+        NGRAM_TREE: replace(base, draft=copying, speculation=SpeculationConfig(tree="3x1x1")),
         BEHIND: replace(adaptive, draft=replace(base.draft, fallback=NGRAM_DRAFT)),
-        TREE: replace(base, speculation=SpeculationConfig(tree=TREE.removeprefix("tree "))),
+        TREE: replace(base, speculation=SpeculationConfig(tree="2x1x1")),
     }
 
 
