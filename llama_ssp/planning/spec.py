@@ -382,6 +382,9 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
+        if model_type not in families():
+            message = f"no plan for {model_type} models: {file} does not give {', '.join(missing)}, as a Llama's would"
+            raise PlacementError(message)
         raise _incomplete(file, ", ".join(missing))
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     unsaid = {
