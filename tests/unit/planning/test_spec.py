@@ -237,7 +237,7 @@ def test_every_size_of_such_a_family_must_be_known(key: str, tmp_path: Path) -> 
 def test_a_kind_without_the_sizes_of_a_llama_is_named_and_its_file_not_called_faulty(tmp_path: Path) -> None:
     """Falcon has no intermediate_size, whose file is as it should be."""
     folder = _folder(tmp_path, model_type="falcon", architectures=["FalconForCausalLM"], intermediate_size=None)
-    with pytest.raises(PlacementError, match="^no plan for falcon models: ") as raised:
+    with pytest.raises(PlacementError, match=r"^no plan for falcon models: ") as raised:
         read_config(folder, any_family=True)
     assert "lacks" not in str(raised.value)
     assert "copy" not in str(raised.value)
