@@ -19,6 +19,7 @@ import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.settings.formats import format_of, problem_of
+from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
 
 _given: list[Path] = []
@@ -166,7 +167,7 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
-GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub.
+GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)
 
@@ -179,6 +180,18 @@ def ending_of(path: str) -> str:
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form `owner/name`; whether the hub has it shows when its files are read."""
     return _ID.fullmatch(name) is not None
+
+
+def is_folder(name: str) -> bool:
+    """Whether a value of `model=` or `draft=` is a folder: an existing path with a separator, or that begins so.
+
+    What could be an id of the hub is one, unless the folder holds a model or an adapter and no entry has this name.
+    """
+    path = os.path.expanduser(name)  # noqa: PTH111 - as in `user_dir`
+    if not ("/" in name or name.startswith((".", "~"))) or not os.path.isdir(path):  # noqa: PTH112 - as in `_is_dir`
+        return False
+    holds_model = any(_is_file(Path(path) / file) for file in (CONFIG_FILE, ADAPTER_CONFIG_FILE))
+    return not is_hub_id(name) or (holds_model and find("model", name) is None)
 
 
 def load(name: str) -> ModelConfig:

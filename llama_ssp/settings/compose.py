@@ -34,15 +34,16 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
-from llama_ssp.settings.catalogue import GROUPS, is_hub_id
+from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
-from llama_ssp.settings.tasks import task_of, task_specs
+from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {
     "run_dir", "prompts", "model.path", "model.manifest", "draft.model.path", "draft.model.manifest", "figure",
 }  # fmt: skip
+_QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -80,7 +81,8 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
             values += [] if found else [_values(word)]
         options: dict[tuple[str, ...], DictConfig] = {}
         composed = []
-        for each in product(*values):
+        for choice in product(*values):
+            each = [part for word in choice for part in _expanded(word)]
             chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
             if chosen not in options:
                 of_hydra = any(word.is_for_hydra for word in each)
@@ -110,7 +112,9 @@ def _read(text: str, *, multirun: bool = False) -> _Word | None:
     key, sign, value = text.partition("=")
     is_path = key in _PATHS or any(key.rpartition(".")[2] in task.paths for task in task_specs().values())
     is_one = not (multirun and "," in value) and "${" not in value
-    is_literal = value not in {"", "null"} and not value.startswith(("'", '"')) and is_one
+    is_literal = value not in {"", "null"} and not value.startswith((*_QUOTES,)) and is_one
+    if key in GROUPS and is_one and is_folder(value.strip(_QUOTES)):
+        return _Word(text=f"{key}={value.strip(_QUOTES)}", key=key)
     if sign and (key == "prompt" or (is_path and is_literal)):
         return _Word(text=text, key=key)
     try:
@@ -145,7 +149,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         ways = "separate values by commas" if multirun else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word)]
+        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word) if each.override]
         yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
@@ -156,6 +160,19 @@ def _values(word: _Word) -> list[_Word]:
     if word.override is None or not word.override.is_sweep_override():
         return [word]
     return [*filter(None, (_read(f"{word.key}={value}") for value in word.override.sweep_string_iterator()))]
+
+
+def _expanded(word: _Word) -> list[_Word]:
+    """The word, or for a folder as a model the two settings that it stands for."""
+    if word.override is not None or word.key not in GROUPS:
+        return [word]
+    folder = word.text.removeprefix(f"{word.key}=")
+    return [*filter(None, map(_read, (f"{word.key}={LOCAL}", f"{_model_key(word.key)}.path={folder}")))]
+
+
+def _model_key(group: str) -> str:
+    """The key of a model's fields."""
+    return "model" if group == "model" else f"{group}.model"
 
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
@@ -430,7 +447,7 @@ def _as_settings(words: Sequence[str]) -> str | None:
     for word in words:
         if word in tasks:
             settings.append(tasks[word])
-        elif roles and (word in catalogue.names("model") or word == "none"):
+        elif roles and (word in catalogue.names("model") or word == "none" or is_folder(word)):
             settings.append(f"{roles.pop(0)}={word}")
         else:
             return None
@@ -463,16 +480,15 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
 
 
 def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    sentence, key = unknown_name(group, name, known), "model" if group == "model" else f"{group}.model"
+    sentence = unknown_name(group, name, known)
     if group not in GROUPS:
         yield sentence
-    elif os.path.isfile(f"{name}/config.json"):  # noqa: PTH113 - a name can be no path at all
-        of_hub = f", or {group}=local {key}.hub_id={name} for the model of the hub" if is_hub_id(name) else ""
-        yield f"{group}={name} is a folder here: give {group}=local {key}.path={name}{of_hub}"
+    elif "/" not in name and is_folder(f"./{name}"):
+        yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
     elif not is_hub_id(name):
         yield (
-            f"{group}={name} is neither a name of the catalogue nor an id of the hub, owner/name: for a folder give "
-            f"{group}=local {key}.path=DIR"
+            f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "
+            "owner/name: another one is required"
         )

@@ -14,6 +14,7 @@ from typing import Any
 from llama_ssp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"

@@ -3,7 +3,7 @@
     llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge
     llama-ssp plan model=65B_8bit hardware=g5_12xlarge format=json
     llama-ssp plan model=30B hardware=8xa100_80gb search=true
-    llama-ssp plan model=local model.path=DIR draft=none hardware=laptop_cpu
+    llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
     llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
 

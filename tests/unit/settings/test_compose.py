@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -217,3 +218,43 @@ def test_a_run_and_its_folder_are_named_by_what_its_ranks_share(monkeypatch: pyt
         assert run_id.__wrapped__() == name
         monkeypatch.delenv(variable)
     assert re.fullmatch(r"20\d\d-.*", run_id.__wrapped__())
+
+
+def test_a_folder_as_a_model_is_short_for_local_and_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("acme/model", "acme/empty", "a b, it's"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "acme/model/config.json").touch()
+    paths = (str(tmp_path), "./acme/empty", "~/acme", "acme/", ".", "acme/model", "./a b, it's")
+    for path in paths:
+        config, explicit = compose_run(f"model={path}", f"draft={path}")
+        draft = config.draft.model
+        assert draft
+        assert [(each.name, each.path, each.hub_id) for each in (config.model, draft)] == [("local", path, None)] * 2
+        assert {"model", "model.path", "draft", "draft.model.path"} <= explicit
+    config, _ = compose_run("model='~/acme'", "model.dtype=bf16", "draft=none")
+    assert (config.model.path, config.model.dtype) == ("~/acme", Dtype.bf16)
+    assert compose_run("model=acme/empty", "draft=none")[0].model.hub_id == "acme/empty"
+
+
+def test_a_folder_as_a_model_is_swept_and_recorded_with_its_full_settings(tmp_path: Path) -> None:
+    words = [f"model={tmp_path},7B", "draft=none"]
+    folder, name = compose(words, multirun=True)
+    assert folder.settings == ("model=local", f"model.path={tmp_path}", "draft=none")
+    assert name.settings == ("model=7B", "draft=none")
+    assert compose([f"model={tmp_path}"], root="plan")[0].config.model.path == str(tmp_path)
+
+
+def test_an_entry_of_the_catalogue_wins_over_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_conf: OwnConf
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("7B", "acme/mine", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").touch()
+    own_conf("model/acme/mine.yaml", "name: acme/mine\nhub_id: acme/other\n")
+    assert compose_run("model=7B")[0].model.name == "7B"
+    assert compose_run("model=acme/mine", "draft=none")[0].model.hub_id == "acme/other"
+    with pytest.raises(ConfigError, match=r"model=mine is a folder here: give model=\./mine"):
+        compose_run("model=mine")

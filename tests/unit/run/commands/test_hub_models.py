@@ -100,8 +100,8 @@ def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: 
     [
         (["model=tyni"], "did you mean tiny?"),
         (["model=mistral"], "; model=owner/name takes a model of the hub"),
-        (["draft=a/b/c"], "neither a name of the catalogue nor an id of the hub, owner/name: for a folder give draft="),
-        (["model=./weights"], "neither a name of the catalogue nor an id of the hub"),
+        (["draft=a/b/c"], "neither a name of the catalogue, nor a folder that exists, nor an id of the hub"),
+        (["model=./weights"], "nor a folder that exists, nor an id of the hub, owner/name"),
         (["model=acme/absent", "draft=none"], "acme/absent on the hub is not in"),
         (["model=acme/absent", "draft=none", "dry_run=true"], "HF_HUB_OFFLINE is set: run hf download acme/absent"),
         (["hardware=acme/box"], "unknown hardware 'acme/box'"),
@@ -117,12 +117,15 @@ def test_a_name_that_is_no_model_gets_its_sentence(settings: list[str], sentence
 
 @pytest.mark.heavy
 @pytest.mark.usefixtures("cache")
-def test_a_folder_with_the_name_of_an_id_is_never_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_the_name_of_an_id_is_taken_if_it_holds_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path(TARGET).mkdir(parents=True)
-    Path(TARGET, "config.json").touch()
-    ended = run(tmp_path / "a", f"model={TARGET}", "draft=none")
+    assert run(tmp_path / "a", f"model={TARGET}", "draft=none").summary["model"] == TARGET
+    Path(TARGET, "config.json").write_text("{}")
+    ended = run(tmp_path / "b", f"model={TARGET}", "draft=none")
     assert ended.code == 2
-    assert f"model={TARGET} is a folder here: give model=local model.path={TARGET}, or model=local" in ended.err
-    hub_alone = run(tmp_path / "b", "model=local", f"model.hub_id={TARGET}", "draft=none")
+    assert f"{TARGET}/config.json has no model_type" in ended.err
+    hub_alone = run(tmp_path / "c", "model=local", f"model.hub_id={TARGET}", "draft=none")
     assert hub_alone.code == 0, hub_alone.err
