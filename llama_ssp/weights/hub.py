@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub import constants, errors, get_token, model_info, snapshot_download
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import read_path
@@ -36,7 +36,7 @@ def resolve(model: ModelConfig) -> Path:
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     if not any(folder.glob(WEIGHTS)):
         with _one_sentence(model):  # the client also returns a folder of its cache if it did not reach the hub
-            names = [] if constants.HF_HUB_OFFLINE else list_repo_files(model.hub_id, revision=model.revision)
+            names = [] if constants.HF_HUB_OFFLINE else _names(model)
         raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(WEIGHTS) for name in names)))
     return folder
 
@@ -44,7 +44,17 @@ def resolve(model: ModelConfig) -> Path:
 def find_config(model: ModelConfig) -> Path:
     """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`."""
     with _one_sentence(model):
-        return Path(hf_hub_download(str(model.hub_id), CONFIG_FILE, revision=model.revision)).parent
+        # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.
+        folder = Path(snapshot_download(str(model.hub_id), revision=model.revision, allow_patterns=[CONFIG_FILE]))
+        if not (folder / CONFIG_FILE).is_file():
+            has_it = constants.HF_HUB_OFFLINE or CONFIG_FILE in _names(model)
+            raise (errors.LocalEntryNotFoundError if has_it else errors.EntryNotFoundError)(CONFIG_FILE)
+    return folder
+
+
+def _names(model: ModelConfig) -> list[str]:
+    """The names of a model's files on the hub, in a single request."""
+    return [file.rfilename for file in model_info(str(model.hub_id), revision=model.revision).siblings or []]
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Holds each way of naming a model to its folder, and each refusal of the hub to one sentence with the way out."""
 
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -16,11 +18,13 @@ from huggingface_hub.errors import (
 )
 
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights import hub
+from tests.helpers.hub import put
+from tests.helpers.starters import run_program
 
-DOWNLOAD, DOWNLOAD_ONE = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.hf_hub_download"
-LIST = "llama_ssp.weights.hub.list_repo_files"
+DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub._names"
 ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
 
 
@@ -69,8 +73,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(
     find: Callable[[ModelConfig], Path],
 ) -> None:
     """HF_HUB_OFFLINE is set for all tests."""
-    for download in (DOWNLOAD, DOWNLOAD_ONE):
-        monkeypatch.setattr(download, refuse(error))
+    monkeypatch.setattr(DOWNLOAD, refuse(error))
     monkeypatch.setattr("llama_ssp.weights.hub.get_token", lambda: state.get("token"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", state.get("offline", True))
     with pytest.raises(CheckpointError, match=reason) as caught:
@@ -103,6 +106,41 @@ def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
     """With the library's own download."""
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: run hf download owner/llama-7b"):
         hub.resolve(ENTRY)
+
+
+@pytest.mark.parametrize(("names", "reason"), [([], r"has no config\.json"), (["config.json"], "cannot be reached")])
+def test_a_folder_without_its_config_says_whether_the_hub_has_one(
+    names: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr(LIST, lambda *_args: names)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match=reason):
+        hub.find_config(ENTRY)
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has_config: bool, tmp_path: Path) -> None:
+    """The hub's client waits 23 s and writes a line for each retry. A plan is at its end with a config in the cache."""
+    with socket.socket() as closed:  # bound, but it does not listen
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        env = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        if has_config:
+            put(tmp_path / "hub", "acme/model", [hub.resolve(catalogue.load("tiny")) / "config.json"])
+        of_run = ["ranks=1", "task=generate", "prompt=x", f"run_dir={tmp_path}/run"]
+        words = ["hardware=laptop_cpu"] if command == "plan" else of_run
+        begin = time.monotonic()
+        ended = run_program(command, "model=acme/model", "draft=none", *words, more=env)
+        elapsed_s = time.monotonic() - begin
+    if has_config and command == "plan":
+        assert ended.returncode == 0, ended.stderr
+    else:
+        assert ended.returncode == 2
+        (said,) = [line for line in ended.stderr.splitlines() if not line.startswith("starting 1 rank")]
+        assert said.startswith("acme/model on the hub c")
+    assert elapsed_s < 20
 
 
 def test_only_files_that_a_run_needs_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
