@@ -30,7 +30,7 @@ from llama_ssp.settings.layout import (
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder
+from llama_ssp.settings.model_files import CONFIG_FILE, read_json, refuse_other_kinds, require_folder
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -398,6 +398,7 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     JSON, or without a size raises CheckpointError, a family that is not read PlacementError.
     """
     file = folder / CONFIG_FILE
+    refuse_other_kinds(folder)
     content: Mapping[str, Any] = read_json(file)
     head = read_head_config(content, file)
     content = content if head is None else head.sizes

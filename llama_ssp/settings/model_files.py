@@ -29,6 +29,7 @@ _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest p
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Where transformers searches for settings that a model config itself lacks."""
 _SHOWN = 60
+GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 
 
 _Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an error, and whether a value meets it.
@@ -113,9 +114,29 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
 
 
 def require_folder(folder: Path) -> None:
-    """Raise CheckpointError if a model's folder does not exist."""
+    """Raise CheckpointError if a model's folder does not exist, or as `refuse_other_kinds` does."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
+    refuse_other_kinds(folder)
+
+
+def refuse_other_kinds(folder: Path) -> None:
+    """Raise CheckpointError if a folder without config.json holds an adapter, or nothing but GGUF weights."""
+    if (folder / CONFIG_FILE).exists():
+        return
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} {GGUF_ALONE}")
+
+
+def adapter_alone(where: str, config: Path) -> str:
+    """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
+    base = read_json(config).get("base_model_name_or_path")
+    of_base = f"of {shown(base)}" if base else "of another model, which it does not name"
+    return (
+        f"{where} is an adapter {of_base}, not a model: a folder with config.json and safetensors weights is required"
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -17,7 +17,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder, shown
+from llama_ssp.settings.model_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GGUF_ALONE,
+    adapter_alone,
+    read_json,
+    require_folder,
+    shown,
+)
 from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of
 from llama_ssp.weights.packed import PackedTensor, combine
@@ -180,6 +188,8 @@ def _is_file_name(name: object) -> bool:
 
 
 def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        return CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     if pickles and is_head:
         return CheckpointError(
@@ -193,6 +203,8 @@ def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
             f'python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
         )
+    if any(folder.glob("*.gguf")):
+        return CheckpointError(f"{folder} {GGUF_ALONE}")
     shards = sorted(file.name for file in folder.glob("*.safetensors"))
     if shards:
         return CheckpointError(f"{folder} holds {summary(shards)} but no {INDEX_FILE}: copy or download the index too")

@@ -13,7 +13,7 @@ from huggingface_hub import constants, errors, get_token, model_info, snapshot_d
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.model_files import CONFIG_FILE
+from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF_ALONE, adapter_alone
 from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
@@ -35,26 +35,42 @@ def resolve(model: ModelConfig) -> Path:
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     if not any(folder.glob(WEIGHTS)):
-        with _one_sentence(model):  # the client also returns a folder of its cache if it did not reach the hub
-            names = [] if constants.HF_HUB_OFFLINE else _names(model)
-        raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(WEIGHTS) for name in names)))
+        names = _names(model)  # the client also returns a folder of its cache if it did not reach the hub
+        has_them = any(Path(name).match(WEIGHTS) for name in names)
+        raise CheckpointError(_other_kind(model, folder, names) or _without_weights(model, has_them=has_them))
     return folder
 
 
 def find_config(model: ModelConfig) -> Path:
     """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`."""
+    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE]
     with _one_sentence(model):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.
-        folder = Path(snapshot_download(str(model.hub_id), revision=model.revision, allow_patterns=[CONFIG_FILE]))
-        if not (folder / CONFIG_FILE).is_file():
-            has_it = constants.HF_HUB_OFFLINE or CONFIG_FILE in _names(model)
-            raise (errors.LocalEntryNotFoundError if has_it else errors.EntryNotFoundError)(CONFIG_FILE)
-    return folder
+        folder = Path(snapshot_download(str(model.hub_id), revision=model.revision, allow_patterns=wanted))
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    names = _names(model)
+    if said := _other_kind(model, folder, names):
+        raise CheckpointError(said)
+    is_elsewhere = constants.HF_HUB_OFFLINE or CONFIG_FILE in names
+    with _one_sentence(model):
+        raise (errors.LocalEntryNotFoundError if is_elsewhere else errors.EntryNotFoundError)(CONFIG_FILE)
 
 
 def _names(model: ModelConfig) -> list[str]:
-    """The names of a model's files on the hub, in a single request."""
-    return [file.rfilename for file in model_info(str(model.hub_id), revision=model.revision).siblings or []]
+    """The names of a model's files on the hub, in a single request; none with HF_HUB_OFFLINE."""
+    if constants.HF_HUB_OFFLINE:
+        return []
+    with _one_sentence(model):
+        return [file.rfilename for file in model_info(str(model.hub_id), revision=model.revision).siblings or []]
+
+
+def _other_kind(model: ModelConfig, folder: Path, names: list[str]) -> str | None:
+    """Say what a repository without a model's files holds instead; None if it is neither an adapter nor GGUF."""
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        return adapter_alone(f"{model.hub_id} on the hub", folder / ADAPTER_CONFIG_FILE)
+    endings = {Path(name).suffix for name in names}
+    return f"{model.hub_id} on the hub {GGUF_ALONE}" if ".gguf" in endings and ".safetensors" not in endings else None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ssp.errors import CheckpointError
+from llama_ssp.planning.spec import check_family, read_config
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
 from llama_ssp.weights.source import StoredTensor
@@ -97,6 +98,38 @@ def test_a_faulty_folder_is_refused_in_one_sentence(folder: Path, fault: Fault, 
         inspect(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def as_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
+    (folder / SINGLE_FILE).rename(folder / "adapter_model.safetensors")
+
+
+def as_gguf(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / SINGLE_FILE).rename(folder / "model-Q4_K_M.gguf")
+
+
+def as_gguf_with_config(folder: Path) -> None:
+    (folder / SINGLE_FILE).rename(folder / "model-Q4_K_M.gguf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (as_adapter, 'is an adapter of "acme/base", not a model'),
+        (as_gguf, "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"),
+        (as_gguf_with_config, "holds GGUF weights, which are not read"),
+    ],
+)
+def test_an_adapter_and_gguf_are_named_by_runs_and_plans(folder: Path, kind: Fault, reason: str) -> None:
+    kind(folder)
+    readers: list[Fault] = [inspect] if (folder / "config.json").exists() else [inspect, read_config, check_family]
+    for read in readers:
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            read(folder)
+        assert str(caught.value).startswith(f"{folder} ")
 
 
 def edit_index(change: Callable[[dict[str, str]], object]) -> Fault:

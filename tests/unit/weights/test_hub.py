@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -24,7 +25,7 @@ from llama_ssp.weights import hub
 from tests.helpers.hub import put
 from tests.helpers.starters import run_program
 
-DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub._names"
+DOWNLOAD, LIST = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.model_info"
 ENTRY = ModelConfig(name="7B", hub_id="owner/llama-7b", revision="v2")
 
 
@@ -33,6 +34,10 @@ def refuse(error: Exception) -> Callable[..., NoReturn]:
         raise error
 
     return download
+
+
+def listing(*names: str) -> Callable[..., object]:
+    return lambda *_args, **_options: SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
 
 def http_error(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
@@ -94,12 +99,26 @@ def test_a_folder_without_weights_says_whether_the_hub_has_them(
     offline: bool, names: list[str] | None, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without a network the hub's client returns what an earlier plan left: a folder with config.json."""
-    listed = refuse(ConnectionError("no route to host")) if names is None else lambda *_args, **_options: names
+    listed = refuse(ConnectionError("no route to host")) if names is None else listing(*names)
     monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
     monkeypatch.setattr(LIST, listed)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     with pytest.raises(CheckpointError, match=reason):
         hub.resolve(ENTRY)
+
+
+@pytest.mark.parametrize("find", [hub.resolve, hub.find_config])
+def test_an_adapter_and_gguf_on_the_hub_are_named(
+    find: Callable[[ModelConfig], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr(LIST, listing("llama-7b-q4.gguf", "README.md"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match="owner/llama-7b on the hub holds GGUF weights, which are not read: use"):
+        find(ENTRY)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
+    with pytest.raises(CheckpointError, match='owner/llama-7b on the hub is an adapter of "acme/base", not a model'):
+        find(ENTRY)
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
@@ -113,7 +132,7 @@ def test_a_folder_without_its_config_says_whether_the_hub_has_one(
     names: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
-    monkeypatch.setattr(LIST, lambda *_args: names)
+    monkeypatch.setattr(LIST, listing(*names))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(CheckpointError, match=reason):
         hub.find_config(ENTRY)
