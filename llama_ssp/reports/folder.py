@@ -25,6 +25,7 @@ CHANGEABLE = (
     "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
+    "model.adapter", "draft.model.adapter",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
 _MOST_STATUS_BYTES = 4096

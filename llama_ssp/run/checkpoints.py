@@ -26,6 +26,7 @@ from llama_ssp.settings.model_files import (
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
+from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect
 from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.head import HeadSource, of_target
@@ -145,10 +146,10 @@ def offload_folder(config: RunConfig, world: World) -> Path:
 
 
 def _inspect(entry: ModelConfig) -> WeightSource:
-    """Inspect the files of a model, and compare them with the shape in its catalogue entry."""
+    """Inspect the files of a model and of its adapter, and compare them with the shape in its catalogue entry."""
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    return checkpoint
+    return checkpoint if entry.adapter is None else with_adapter(checkpoint, read_path(entry.adapter))
 
 
 def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:

@@ -18,7 +18,7 @@ from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint
+from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint, fingerprint_of_adapter
 
 _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
 
@@ -71,7 +71,10 @@ def _files_of(source: Source, config: RunConfig) -> _Files:
     folder = source.origin.folder
     manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
     is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
-    return _Files(files=fingerprint(folder), manifest=read_json(manifest) if is_verified else {})
+    files = fingerprint(folder)
+    if source.entry.adapter and config.weights is WeightsKind.checkpoint:
+        files |= fingerprint_of_adapter(read_path(source.entry.adapter))
+    return _Files(files=files, manifest=read_json(manifest) if is_verified else {})
 
 
 def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[str]:

@@ -481,7 +481,7 @@ _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], b
     ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
     ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
-        "path hub_id revision verify",
+        "path hub_id revision verify adapter",
         lambda c, m: is_synthetic(c) and m.shape is not None,
         "with weights=synthetic, which reads no files",
     ),

@@ -92,6 +92,12 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
         "attention_types": ("a list of pairs of kinds and a count", _is_counted_kinds),
         _SPECIAL_IDS: _TOKEN_IDS,
     },
+    ADAPTER_CONFIG_FILE: {
+        "r": _POSITIONS,
+        "lora_alpha": _LARGE,
+        "use_rslora use_dora fan_in_fan_out lora_bias": _FLAG,
+        "base_model_name_or_path peft_type bias": _TEXT,
+    },
     GENERATION_CONFIG_FILE: {
         "temperature repetition_penalty encoder_repetition_penalty guidance_scale": _LARGE,
         "top_p min_p typical_p epsilon_cutoff eta_cutoff": _SHARE,
@@ -134,9 +140,8 @@ def adapter_alone(where: str, config: Path) -> str:
     """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
     base = read_json(config).get("base_model_name_or_path")
     of_base = f"of {shown(base)}" if base else "of another model, which it does not name"
-    return (
-        f"{where} is an adapter {of_base}, not a model: a folder with config.json and safetensors weights is required"
-    )
+    remedy = "give that one as the model, and the folder of the adapter as model.adapter=DIR"
+    return f"{where} is an adapter {of_base}, not a model: {remedy}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -206,7 +206,8 @@ class BenchmarkConfig(TaskConfig):
     prompt_tokens: list[int] = field(default_factory=list)  # lengths of the prompt.
     batch_sizes: list[int] = field(default_factory=list)  # sequences decoded together.
     repetitions: int = 3  # measured repetitions of each cell, after one that is not counted; the table has medians.
-    # false leaves out transformers, which needs one rank, files, and weights not quantized by llama-ssp.
+    # false leaves out transformers, which needs one rank, files without an adapter, and weights not quantized by
+    # llama-ssp.
     peers: bool = True
     # text that prompts of each length are cut from, without prompt= or prompts=.
     default_prompts: list[str] = field(default_factory=list)

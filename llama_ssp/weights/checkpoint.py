@@ -74,7 +74,7 @@ class Checkpoint:
             pieces = [tensor.read(*before, part) for part in wanted["parts"]]
             piece = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
         # A copy, because it may be a view of the mapped file.
-        dtype = wanted.get("dtype") or piece.dtype
+        dtype = wanted.get("dtype") or tensor.dtype or piece.dtype
         return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
 
 

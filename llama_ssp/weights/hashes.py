@@ -17,12 +17,14 @@ from pathlib import Path
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
+    ADAPTER_CONFIG_FILE,
     AGREEMENT_FILE,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
+from llama_ssp.weights.adapter import ADAPTER_FILE
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, summary
 
 MANIFEST_FILE = "sha256.json"
@@ -116,6 +118,16 @@ def fingerprint(folder: Path) -> dict[str, str]:
         return hashes | {name: _sampled(folder / name, most_blocks=_MOST_BLOCKS // len(weights)) for name in weights}
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} cannot be read ({error}): copy or download it again") from error
+
+
+def fingerprint_of_adapter(folder: Path) -> dict[str, str]:
+    """The same for an adapter that is merged into the checkpoint."""
+    try:
+        config = hashlib.sha256((folder / ADAPTER_CONFIG_FILE).read_bytes()).hexdigest()
+        weights = _sampled(folder / ADAPTER_FILE, most_blocks=_MOST_BLOCKS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}): copy or download it again") from error
+    return {ADAPTER_CONFIG_FILE: config, ADAPTER_FILE: weights}
 
 
 def _sampled(file: Path, *, most_blocks: int) -> str:

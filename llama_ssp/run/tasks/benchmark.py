@@ -151,9 +151,9 @@ class Peers:
 
 
 def _has_peers(config: RunConfig, *, world_size: int) -> bool:
-    """Whether a benchmark also measures transformers: one rank, checkpoints, no quantization, penalties that it has."""
+    """Whether a benchmark also measures transformers: one rank, files as they are, penalties that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
-    is_whole = not any(format_of(entry.quantization).is_quantized for entry in entries)
+    is_whole = not any(format_of(entry.quantization).is_quantized or entry.adapter for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
     is_known = config.sampling.frequency_penalty == config.sampling.presence_penalty == 0
     return is_requested and world_size == 1 and config.weights is WeightsKind.checkpoint and is_whole and is_known

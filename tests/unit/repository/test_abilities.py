@@ -13,6 +13,7 @@ import pytest
 
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
+from tests.helpers.adapters import save_adapter
 from tests.helpers.in_process import launch
 from tests.helpers.other_tokenizer import save_pair
 from tests.helpers.repository import ROOT
@@ -43,6 +44,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     (folder / "own" / "model" / "mine.yaml").write_text(entry)
     save_pair(folder / "pair")
+    save_adapter(folder / "adapter", tiny)
     write_run(folder / "runs" / "0", PLAIN, FAST)
     return {"dir": folder, "tiny": tiny, "draft": draft, "chat": folder / "chat"}
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from llama_ssp.run.commands import manifest
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
+from llama_ssp.weights.adapter import ADAPTER_FILE
+from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 
@@ -97,6 +99,27 @@ def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
     for file in folder.glob("*/*.*"):
         os.utime(file, (1, 1))
     assert [line["text"] for line in complete(folder, target="copy").lines] == [line["text"] for line in lines]
+
+
+def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_run_is_resumed(folder: Path) -> None:
+    for name in ("tiny", "tiny-draft"):
+        round_weights(folder / name)
+        save_adapter(folder / f"adapter-{name}", folder / name)
+        save_merged(folder / f"merged-{name}", folder / name, folder / f"adapter-{name}")
+    draft, other = f"draft.model.path={folder}/merged-tiny-draft", f"run_dir={folder}/other"
+    merged = complete(folder, draft, other, target="merged-tiny")
+    words = [f"model.adapter={folder}/adapter-tiny", f"draft.model.adapter={folder}/adapter-tiny-draft"]
+    ended = complete(folder, *words)
+    assert ended.code == 0, ended.err
+    assert [line["text"] for line in ended.lines] == [line["text"] for line in merged.lines]
+    assert [line["accepted_lengths"] for line in ended.lines] == [line["accepted_lengths"] for line in merged.lines]
+    base = complete(folder, f"run_dir={folder}/base")
+    assert [line["text"] for line in ended.lines] != [line["text"] for line in base.lines]
+    tear(folder)
+    assert "(adapter_config.json of model=local is missing" in complete(folder, words[1]).err
+    file = folder / "adapter-tiny" / ADAPTER_FILE
+    save_file({name: -each for name, each in load_file(file).items()}, file)
+    assert f"({ADAPTER_FILE} of model=local differs)" in complete(folder, *words).err
 
 
 @pytest.mark.heavy

@@ -1,0 +1,123 @@
+"""A LoRA adapter in a folder as PEFT writes it, merged into the weights of a checkpoint while slices are read.
+
+    adapter_config.json          r, lora_alpha, use_rslora
+    adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R)
+
+A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Of a slice, only the
+rows of B or the columns of A that it has are read. The sum is in fp32, and is rounded once, to the number format that
+the weight is loaded in, before any quantization.
+
+Shapes: O outputs, I inputs, R rank.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, read_json, shown
+from llama_ssp.weights.checkpoint import Checkpoint, summary
+from llama_ssp.weights.source import StoredTensor, read_header
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_OTHER_METHODS = (
+    "use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication",
+    "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
+)  # fmt: skip
+"""Fields that change what is merged; all are refused."""
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the weights of the base as they are; others, such as pissa, change them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedTensor(StoredTensor):
+    """A stored weight (O, I), to which `scale` times the product of `up` (O, R) and `down` (R, I) is added."""
+
+    up: StoredTensor
+    down: StoredTensor
+    scale: float
+
+    def read(self, *parts: range) -> Tensor:
+        """Read the sum, or parts of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
+        weight_OI = super().read(*parts)
+        dtype = torch.promote_types(weight_OI.dtype, torch.float32)
+        rows, *columns = parts or (range(self.shape[0]),)
+        up_OR, down_RI = self.up.read(rows), self.down.read(range(self.down.shape[0]), *columns)
+        return torch.addmm(weight_OI.to(dtype), up_OR.to(dtype), down_RI.to(dtype), alpha=self.scale)
+
+
+def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """The checkpoint with the adapter of a folder in its weights; CheckpointError if it cannot be merged exactly."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist: a folder with {ADAPTER_CONFIG_FILE} is required")
+    config = read_json(folder / ADAPTER_CONFIG_FILE)
+    if problems := [*_unsupported(config)]:
+        raise CheckpointError(
+            f"{folder} cannot be merged ({', '.join(problems)}): merge it with PEFT, or use plain LoRA"
+        )
+    if not (folder / ADAPTER_FILE).is_file():
+        pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
+        raise CheckpointError(f"{folder} holds no {ADAPTER_FILE}{pickled}: save it in safetensors")
+    stored = read_header(folder / ADAPTER_FILE)
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if found := _KEY.fullmatch(name):
+            pairs.setdefault(found[1], {})[found[2]] = tensor
+    if strays := [name for name in stored if not _KEY.fullmatch(name)]:
+        raise CheckpointError(
+            f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"
+        )
+    rank, root = config["r"], math.sqrt(config["r"])
+    scale = config["lora_alpha"] / (root if config.get("use_rslora") else rank)
+    targets = {module: _target(checkpoint.tensors, module) for module in pairs}
+    if not targets or (absent := [module for module, name in targets.items() if name is None]):
+        lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if targets else "nothing"
+        raise CheckpointError(f"{folder} changes {lacks}: give the adapter of this model")
+    merged = {
+        name: _merged(checkpoint.tensors[name], pairs[module], rank, scale) for module, name in targets.items() if name
+    }
+    if unfit := [name for name, tensor in merged.items() if tensor is None]:
+        raise CheckpointError(
+            f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank {rank} and "
+            "of the sizes of a weight in 16 or 32 bits are required"
+        )
+    return replace(checkpoint, tensors={**checkpoint.tensors, **{name: each for name, each in merged.items() if each}})
+
+
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of a config that no sum W + scale B A stands for."""
+    kind, init = config.get("peft_type"), config.get("init_lora_weights")
+    if kind != "LORA":
+        yield f"peft_type {shown(kind)}"
+    yield from (f"{name} {shown(config[name])}" for name in _OTHER_METHODS if config.get(name))
+    if config.get("bias", "none") != "none":
+        yield f"bias {shown(config['bias'])}"
+    if init not in _KEEPS_BASE:
+        yield f"init_lora_weights {shown(init)}"
+    yield from (f"no {name}" for name in ("r", "lora_alpha") if config.get(name) is None)
+
+
+def _target(tensors: Mapping[str, object], module: str) -> str | None:
+    """The stored name of a module's weight, which may lack the prefix of the base model."""
+    parts = f"{module}.weight".split(".")
+    return next((name for begin in range(2) if (name := ".".join(parts[begin:])) in tensors), None)
+
+
+def _merged(weight: object, pair: Mapping[str, StoredTensor], rank: int, scale: float) -> MergedTensor | None:
+    """The weight with its pair; None if they do not fit each other."""
+    if not isinstance(weight, StoredTensor) or pair.keys() != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+        return None
+    down, up = pair["A"], pair["B"]
+    if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):
+        return None
+    if None in {weight.dtype, down.dtype, up.dtype}:
+        return None
+    return MergedTensor(**vars(weight), up=up, down=down, scale=scale)

@@ -1,0 +1,179 @@
+"""Holds a merged adapter to the whole matrices that it stands for, on every rank and format, and names what it refuses.
+
+The numbers are chosen so that all sums are exact in fp32, so equal means equal in every bit.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.weights.adapter import ADAPTER_FILE, with_adapter
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+
+pytestmark = pytest.mark.seconds
+
+CPU = torch.device("cpu")
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+class Folders(NamedTuple):
+    """A checkpoint, an adapter, and the checkpoint with the adapter in it."""
+
+    base: Path
+    adapter: Path
+    merged: Path
+
+
+def make(
+    folder: Path, *, dtype: torch.dtype = torch.float32, layers: Sequence[str] = LAYERS, use_rslora: bool = False
+) -> Folders:
+    found = Folders(folder / "base", folder / "adapter", folder / "merged")
+    build_checkpoint(found.base, "llama", dtype=dtype)
+    round_weights(found.base)
+    save_adapter(found.adapter, found.base, layers=layers, use_rslora=use_rslora)
+    save_merged(found.merged, found.base, found.adapter)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return make(tmp_path_factory.mktemp("adapter"))
+
+
+def adapted(folders: Folders) -> Checkpoint:
+    return with_adapter(inspect(folders.base), folders.adapter)
+
+
+def logits_of(origin: Checkpoint, *, num_ranks: int, quantization: str) -> list[Tensor]:
+    comms = thread_comms(num_ranks)
+    precision = Precision(quantization=quantization)
+    runners = [load_model(origin, device=CPU, comm=comm, dtype=None, precision=precision) for comm in comms]
+    ids_BT = torch.randint(0, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(2))
+
+    def forward(comm: Comm) -> Tensor:
+        runner = runners[comm.rank]
+        assert isinstance(runner, LeanRunner)
+        runner.allocate(batch_size=2, capacity=16)
+        return runner.forward(ids_BT, torch.arange(8).expand(2, -1), bucket=16)
+
+    return on_ranks(comms, forward)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_weight_only"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_logits_are_those_of_the_merged_checkpoint(folders: Folders, num_ranks: int, quantization: str) -> None:
+    found = logits_of(adapted(folders), num_ranks=num_ranks, quantization=quantization)
+    wanted = logits_of(inspect(folders.merged), num_ranks=num_ranks, quantization=quantization)
+    without = logits_of(inspect(folders.base), num_ranks=num_ranks, quantization=quantization)
+    for found_BTV, wanted_BTV, without_BTV in zip(found, wanted, without, strict=True):
+        assert torch.equal(found_BTV, wanted_BTV)
+        assert (found_BTV - without_BTV).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("layers", "use_rslora"), [(LAYERS, False), (LAYERS, True), (("lm_head", "k_proj"), False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_are_those_of_the_merged_matrices(
+    tmp_path: Path, dtype: torch.dtype, layers: Sequence[str], use_rslora: bool
+) -> None:
+    """Rounded once: products of the adapter alone have more digits than bf16 holds."""
+    folders = make(tmp_path, dtype=dtype, layers=layers, use_rslora=use_rslora)
+    found, wanted = adapted(folders), inspect(folders.merged)
+    assert found.dtype == dtype
+    changed = 0
+    for name, facts in found.tensors.items():
+        assert torch.equal(found.read(name), wanted.read(name)), name
+        assert found.read(name).dtype == dtype
+        changed += not torch.equal(found.read(name), inspect(folders.base).read(name))
+        for dim, size in enumerate(facts.shape):
+            parts = [range(size // 2, size), range(size // 4)]
+            piece = found.read(name, dim=dim, parts=parts)
+            assert torch.equal(piece, wanted.read(name, dim=dim, parts=parts)), name
+    assert changed == len(load_file(folders.adapter / ADAPTER_FILE)) // 2
+
+
+def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path: Path, folders: Folders) -> None:
+    base = Path(shutil.copytree(folders.base, tmp_path / "base"))
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    found = with_adapter(inspect(base), folders.adapter)
+    assert torch.equal(found.read(Q_PROJ.removeprefix("model.")), inspect(folders.merged).read(Q_PROJ))
+
+
+Fault = Callable[[Path], object]
+
+
+def config(**changes: object) -> Fault:
+    def edit(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        content = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}, default=str))
+
+    return edit
+
+
+def tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Fault:
+    return lambda folder: save_file(change(load_file(folder / ADAPTER_FILE)), folder / ADAPTER_FILE)
+
+
+KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (shutil.rmtree, "does not exist: a folder with adapter_config.json is required"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), r"adapter_config.json cannot be read"),
+        (config(use_dora=True, bias="all"), r"cannot be merged \(use_dora true, bias \"all\"\): merge it with PEFT"),
+        (config(modules_to_save=["lm_head"]), r'modules_to_save \["lm_head"\]'),
+        (config(rank_pattern={"q_proj": 8}), "rank_pattern"),
+        (config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
+        (config(fan_in_fan_out=True), "fan_in_fan_out true"),
+        (config(peft_type="IA3"), 'peft_type "IA3"'),
+        (config(init_lora_weights="pissa"), 'init_lora_weights "pissa"'),
+        (config(lora_alpha=None), "no lora_alpha"),
+        (config(r="four"), 'has r "four", and a whole number'),
+        (config(r=RANK + 1), f"does not fit .* lora_A and lora_B of rank {RANK + 1}"),
+        (
+            lambda folder: (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin"),
+            "pickle weights, adapter_model.bin",
+        ),
+        (lambda folder: (folder / ADAPTER_FILE).unlink(), "holds no adapter_model.safetensors: save it"),
+        (lambda folder: (folder / ADAPTER_FILE).write_bytes(b"x"), "is truncated or corrupt"),
+        (tensors(lambda _: {}), "changes nothing"),
+        (
+            tensors(lambda found: found | {"base_model.model.lm_head.weight": torch.ones(2)}),
+            "holds .*lm_head.weight, and",
+        ),
+        (tensors(lambda found: {name: found[name] for name in found if name != KEY}), "does not fit .*q_proj"),
+        (tensors(lambda found: found | {KEY: torch.ones(RANK, 3)}), "does not fit .*q_proj"),
+        (tensors(lambda found: found | {KEY: found[KEY].int()}), "does not fit .*q_proj"),
+        (
+            tensors(lambda found: {name.replace(".0.", ".9."): tensor for name, tensor in found.items()}),
+            r"changes model.layers.9.*, which .* lacks: give the adapter of this model",
+        ),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_exactly_is_refused(
+    folders: Folders, tmp_path: Path, fault: Fault, reason: str
+) -> None:
+    folder = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
+    fault(folder)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        with_adapter(inspect(folders.base), folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
