@@ -260,7 +260,7 @@ def make_job(
             model and replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
             for model in models
         ]
-        acceptance = config.synthetic.agreement if acceptance is None else acceptance
+        acceptance = config.agreement if acceptance is None else acceptance
     tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"

@@ -87,7 +87,7 @@ def find_sources(
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
             # On a CPU 16 bits hold the numbers, as planned.
-            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.synthetic.agreement
+            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
             origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]

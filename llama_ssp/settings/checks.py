@@ -368,10 +368,15 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config) if is_synthetic(config) else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type != "llama":
+        elif model.shape.model_type != "llama" and not model.shape.is_head:
             yield (
                 f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
+            )
+        elif model.shape.is_head and config.agreement > schema.HEAD_AGREEMENT:
+            yield (
+                f"synthetic.agreement={config.agreement} is more than the shipped head has, which synthetic heads "
+                f"compute: at most {schema.HEAD_AGREEMENT} is possible with draft={model.name}"
             )
 
 

@@ -23,18 +23,17 @@ from transformers import PretrainedConfig
 from llama_ssp.architectures.eagle3 import HeadConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.schema import ModelShape
-from llama_ssp.weights.checkpoint import Checkpoint
-from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted, WeightSource
+from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, TOKEN_MAP = "model.embed_tokens.weight", "d2t"
 _OF_LAYER = re.compile(r"(?:midlayer|layers\.0)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource:
-    """The files of a head, for the target that it drafts for; a `WeightSource`."""
+    """The files of a head, or its recipe, for the target that it drafts for; a `WeightSource`."""
 
-    files: Checkpoint
+    files: WeightSource
     head: HeadConfig
     target: WeightSource
 
@@ -86,7 +85,7 @@ class HeadSource:
         contradicts `t2d`.
         """
         size, vocab_size = self.shape.vocab_size, self.shape.num_token_ids
-        steps_D, known_V = self._map("d2t", size), self._map("t2d", vocab_size)
+        steps_D, known_V = self._map(TOKEN_MAP, size), self._map("t2d", vocab_size)
         if steps_D is None:
             if size == vocab_size:
                 return torch.arange(size)
@@ -107,14 +106,14 @@ class HeadSource:
 
     def _map(self, name: str, size: int) -> Tensor | None:
         tensor = self.files.tensors.get(name)
-        if not isinstance(tensor, StoredTensor):
+        if tensor is None:
             return None
         if tensor.shape != (size,):
             raise CheckpointError(f"{self.folder}: {name} is {list(tensor.shape)}, not [{size}]: copy it again")
-        return tensor.read()
+        return self.files.read(name)
 
 
-def of_target(files: Checkpoint, head: HeadConfig, target: WeightSource) -> HeadSource:
+def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> HeadSource:
     """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
     sizes = target.shape.hidden_size, target.shape.vocab_size
     own = files.shape.target_hidden_size, files.shape.target_vocab_size

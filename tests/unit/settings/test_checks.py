@@ -113,6 +113,7 @@ BAD = {
     "task=calibrate dry_run=true": "dry_run has no effect on task=calibrate, which",
     "synthetic.agreement=0.7": "synthetic.agreement has no effect without weights=synthetic",
     "weights=synthetic synthetic.agreement=0.2": "synthetic.agreement=0.2 must be between 0.3 and 1",
+    "weights=synthetic draft=tiny-eagle synthetic.agreement=0.8": "at most 0.768 is possible with draft=tiny-eagle",
     "weights=synthetic synthetic.agreement=1.1": "synthetic.agreement=1.1 must be between 0.3 and 1",
     "task=generate draft=none weights=synthetic synthetic.agreement=0.7": "agreement has no effect without a draft",
     "weights=synthetic model.path=DIR": "model.path has no effect with weights=synthetic, which reads no files",
@@ -169,6 +170,8 @@ GOOD = [
     "placement.target.kind=accelerate placement=own_gpu placement.target.offload=disk placement.target.max_memory_gb=4",
     "weights=synthetic model=30B draft=7B synthetic.agreement=0.7",
     "weights=synthetic model=llama3_8B",
+    "weights=synthetic model=llama3_8B draft=eagle3_llama3_8B",
+    "weights=synthetic draft=tiny-eagle synthetic.agreement=0.5",
     "weights=synthetic task=generate draft=none model=llama2_70B max_new_tokens=2047",
     *(f"speculation.overlap=true placement=own_gpu device={device}" for device in ("cpu", "cuda")),
 ]
