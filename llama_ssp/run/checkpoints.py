@@ -113,12 +113,11 @@ def find_sources(
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """Fill in the number formats that both models are loaded in, those of their files, and unknown shapes."""
+    """Fill in the number formats that both models are loaded in, those of their files, and their shapes."""
 
     def filled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
-        shape = source.entry.shape or source.origin.shape
-        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=shape)
+        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=source.origin.shape)
 
     target, draft = sources
     config = replace(config, model=filled(target))

@@ -106,6 +106,7 @@ class ModelShape:
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property
     def is_head(self) -> bool:

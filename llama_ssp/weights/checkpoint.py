@@ -95,6 +95,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     num_heads = config.num_attention_heads
     derived = (
         "num_key_value_heads", "head_dim", "intermediate_size", "target_vocab_size", "target_hidden_size",
+        "shares_embedding",
     )  # fmt: skip
     return ModelShape(
         **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
@@ -105,10 +106,15 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
 
 
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape."""
+    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape.
+
+    Of a head, the context is its target's, and the plan alone needs to know whether it has an embedding.
+    """
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
+    for name in ("max_position_embeddings", "shares_embedding") if checkpoint.head else ():
+        del wanted[name]
     differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
     if differences:
         raise CheckpointError(

@@ -11,7 +11,7 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Unpack
@@ -47,10 +47,11 @@ class HeadSource:
         """See `WeightSource`: that of a model whose one layer the head has; `vocab_size` is D."""
         return self.files.config
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
-        return self.files.shape
+        has_own = EMBEDDING in map(_named, self.files.tensors)
+        return replace(self.files.shape, shares_embedding=not has_own)
 
     @property
     def context(self) -> int:
@@ -66,7 +67,7 @@ class HeadSource:
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by the names of our modules."""
         own = {_named(name): facts for name, facts in self.files.tensors.items()}
-        return own if EMBEDDING in own else own | {EMBEDDING: self.target.tensors[EMBEDDING]}
+        return own | {EMBEDDING: self.target.tensors[EMBEDDING]} if self.shape.shares_embedding else own
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
