@@ -301,6 +301,13 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
             f"model={target.name} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: choose a "
             "head of this target"
         )
+    elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
+        num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
+        if num_layers != own_layers and not is_synthetic(config):
+            yield (
+                f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
+                f"model={target.name} has {num_layers}: choose a head of this target"
+            )
     if drafters.matching_of(config.draft):
         yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave draft.tokenizer=own out"
     if config.speculation.overlap:

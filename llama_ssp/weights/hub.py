@@ -11,9 +11,10 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, hf_hub_download, list_repo_files, snapshot_download
 
+from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.model_files import CONFIG_FILE
+from llama_ssp.settings.model_files import CONFIG_FILE, read_json
 from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
@@ -37,7 +38,8 @@ def resolve(model: ModelConfig) -> Path:
     if not any(folder.glob(WEIGHTS)):
         with _one_sentence(model):  # the client also returns a folder of its cache if it did not reach the hub
             names = [] if constants.HF_HUB_OFFLINE else list_repo_files(model.hub_id, revision=model.revision)
-        raise CheckpointError(_without_weights(model, has_them=any(Path(name).match(WEIGHTS) for name in names)))
+        has_them = any(Path(name).match(WEIGHTS) for name in names)
+        raise CheckpointError(_without_weights(model, folder, has_them=has_them))
     return folder
 
 
@@ -89,7 +91,7 @@ def _sentence(model: ModelConfig, error: Exception) -> str:
     return f"{where} {said}"
 
 
-def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
+def _without_weights(model: ModelConfig, folder: Path, *, has_them: bool) -> str:
     """Why a folder of the cache has no weights; `has_them` says whether the hub has."""
     if constants.HF_HUB_OFFLINE or has_them:
         offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
@@ -97,10 +99,15 @@ def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
             f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}{offline}: run "
             f"{download_command(model)} on a network"
         )
-    return (
+    fault = (
         f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "
-        "no others are read: choose another repository, or save it with save_pretrained and give model.path=DIR"
+        "no others are read: choose another repository, or "
     )
+    file = folder / CONFIG_FILE
+    if file.is_file() and read_head_config(read_json(file), file):
+        download = f"{download_command(model)} --local-dir DIR"
+        return fault + f"run {download} and give draft.model.path=DIR, which says how to convert it"
+    return fault + "save it with save_pretrained and give model.path=DIR"
 
 
 def download_command(model: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights import hub
+from tests.helpers.draft_heads import make_tensors, save_original
 
 DOWNLOAD, DOWNLOAD_ONE = "llama_ssp.weights.hub.snapshot_download", "llama_ssp.weights.hub.hf_hub_download"
 LIST = "llama_ssp.weights.hub.list_repo_files"
@@ -97,6 +98,18 @@ def test_a_folder_without_weights_says_whether_the_hub_has_them(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     with pytest.raises(CheckpointError, match=reason):
         hub.resolve(ENTRY)
+
+
+def test_a_head_in_a_pickle_file_is_converted_from_a_copy_in_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = save_original(tmp_path, make_tensors()) / "model.safetensors"
+    file.unlink()
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr(LIST, lambda *_args, **_options: ["config.json", "pytorch_model.bin"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match=r"run hf download a/b --local-dir DIR and give draft.model.path=DIR, wh"):
+        hub.resolve(ModelConfig(name="a/b", hub_id="a/b"))
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
