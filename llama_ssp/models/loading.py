@@ -46,7 +46,7 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, Local
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.schema import ModelShape, WholeParts
-from llama_ssp.weights.checkpoint import summary
+from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource
 
@@ -355,11 +355,20 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
 
 
 def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
-    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number."""
+    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number.
+
+    Those that predict further tokens may have the next numbers, and are not read.
+    """
     known = {source for name, source in stored.items() if name in parameters}
     kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
     numbers = {name: int(found[1]) for name in {*stored.values()} - known if (found := _LAYER.search(name))}
-    strays = {name: number for name, number in numbers.items() if _LAYER.sub(".0.", name, count=1) in kinds}
+    num_layers = origin.shape.num_hidden_layers
+    unread = range(num_layers, num_layers + num_mtp_layers(origin.config))
+    strays = {
+        name: number
+        for name, number in numbers.items()
+        if number not in unread and _LAYER.sub(".0.", name, count=1) in kinds
+    }
     if strays:
         num_stored = 1 + max(strays.values())
         field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
