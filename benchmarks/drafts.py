@@ -9,7 +9,7 @@ target.
 
 import argparse
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, geometric_mean, median
 
@@ -19,11 +19,14 @@ import transformers
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.measured import Goal, markdown, show, table_of_goals
 from llama_ssp import Pair, load
+from llama_ssp.machines.machine import detect_hardware
+from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
+from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
@@ -38,10 +41,11 @@ PLAIN, AUTO, BEHIND = "plain", "K=auto", "K=auto, prompt look-up behind the draf
 NGRAM, NGRAM_AUTO = f"prompt look-up, K={NGRAM_K}", "prompt look-up, K=auto"
 PEER_ASSISTED, PEER_NGRAM = f"transformers, assisted, K={PEERS_K}", f"transformers, prompt look-up, K={NGRAM_K}"
 HEADS = {f"draft head, K={k}": SpeculationConfig(num_draft_tokens=k) for k in (3, 4, 5)} | {
-    f"draft head, tree {tree}": SpeculationConfig(tree=tree) for tree in ("2x1x1", "3x2x1")
+    f"draft head, tree {tree}": SpeculationConfig(tree=tree) for tree in ("2x1x1", "3x2x1", "dynamic-12x4x3")
 }
-TREE = "tree 2x1x1"
-LOSING = "a draft larger than its target"
+TREE, NGRAM_TREE, HEAD = "tree 2x1x1", "prompt look-up, tree 3x1x1", "draft head, K=4"
+LOSING, ARITHMETIC = "a draft larger than its target", "arithmetic"
+SUMS = ["12 + 30 = 42\n7 + 15 = 22\n9 + 8 =", "total = 3 * 14\nassert total == 42\nhalf = total / 2\nassert half =="]
 Measured = dict[str, list[float]]
 _HEAD = """\
 # Drafts on three kinds of text
@@ -52,7 +56,8 @@ _HEAD = """\
 {transformers}. The machine was shared: compare ratios, not milliseconds. Figures are medians of {repetitions}
 repetitions of one prompt, each with a seed of its own, with {builds} builds of each candidate; transformers, which
 takes longer, runs in the turns of {peer_builds} of them. Those of a draft that cannot gain are medians of {losing}
-repetitions with {losing_builds} builds. The best fixed K is in bold, and so is `K=auto`.
+repetitions with {losing_builds} builds. The best fixed K is in bold, and so is `K=auto`. Forecasts are those of plans
+of this machine, which assume the acceptance that conf/pairs.yaml has for the pair.
 """
 
 
@@ -62,6 +67,7 @@ class Result:
 
     ms: Measured
     tokens_per_round: dict[str, float]
+    plans: dict[str, Timing] = field(default_factory=dict)
 
     def ratio(self, candidate: str, to: str) -> float:
         """Time of a candidate over that of another, in the turns that both have."""
@@ -109,8 +115,9 @@ def settings(pair: Pair) -> dict[str, RunConfig]:
         AUTO: adaptive,
         NGRAM: replace(base, draft=copying, speculation=SpeculationConfig(num_draft_tokens=NGRAM_K)),
         NGRAM_AUTO: replace(adaptive, draft=copying),
+        NGRAM_TREE: replace(base, draft=copying, speculation=SpeculationConfig(tree="3x1x1")),
         BEHIND: replace(adaptive, draft=replace(base.draft, fallback=NGRAM_DRAFT)),
-        TREE: replace(base, speculation=SpeculationConfig(tree=TREE.removeprefix("tree "))),
+        TREE: replace(base, speculation=SpeculationConfig(tree="2x1x1")),
     }
 
 
@@ -152,7 +159,16 @@ def measure(
             ms[name] += values
         for name, each in candidates.items():
             rounds[name] += [each.tokens_per_round] if each.tokens_per_round else []
-    return Result(ms=ms, tokens_per_round={name: fmean(values) for name, values in rounds.items() if values})
+    lengths = [len(each) for each in prompts]
+    machine = detect_hardware(on_cpu=True)
+    plans = {
+        name: plan_of_run(
+            replace(config, max_new_tokens=NUM_NEW_TOKENS), world_size=1, machine=machine, lengths=lengths
+        )
+        for name, (_, config) in chosen.items()
+    }
+    means = {name: fmean(values) for name, values in rounds.items() if values}
+    return Result(ms=ms, tokens_per_round=means, plans={name: each.timing for name, each in plans.items()})
 
 
 def goals(results: dict[str, Result]) -> list[Goal]:
@@ -161,8 +177,11 @@ def goals(results: dict[str, Result]) -> list[Goal]:
     for kind, result in results.items():
         if kind == LOSING:
             found.append(Goal(f"{kind}: K=auto / plain", result.ratio(AUTO, PLAIN), 1.03))
-        else:
+        elif AUTO in result.ms:
             found.append(Goal(f"{kind}: K=auto / the best K", result.over_best_fixed(AUTO), 1.05))
+    for kind, result in results.items():
+        if HEAD in result.ms:
+            found.append(Goal(f"{kind}: draft head / `tiny-draft`, both K=4", result.ratio(HEAD, "K=4"), 1 / 1.2))
     copied = results["repeated code"]
     name = "repeated code: prompt look-up / transformers' prompt look-up"
     return [*found, Goal(name, copied.ratio(NGRAM, PEER_NGRAM), 0.5)]
@@ -184,8 +203,14 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
             rounds = result.tokens_per_round.get(name)
             shown = f"**{name}**" if name in {AUTO, result.best_fixed} else name
             ratio = f"{result.ratio(name, PLAIN):.2f}"
-            lines.append((shown, f"{median(values):.2f}", ratio, f"{rounds:.2f}" if rounds else ""))
-        parts += [f"## {kind.capitalize()}", markdown(["candidate", "ms/token", "of plain", "tokens per round"], lines)]
+            plan = None if name == PLAIN else result.plans.get(name)
+            expected = ("", "")
+            if plan and plan.speculative_run_s:
+                expected = f"{plan.speculative_run_s / plan.plain_run_s:.2f}", f"{plan.tokens_per_round:.2f}"
+            said = f"{rounds:.2f}" if rounds else ""
+            lines.append((shown, f"{median(values):.2f}", ratio, expected[0], said, expected[1]))
+        columns = ["candidate", "ms/token", "of plain", "forecast", "tokens per round", "forecast"]
+        parts += [f"## {kind.capitalize()}", markdown(columns, lines)]
     return "\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]) + "\n"
 
 
@@ -209,6 +234,15 @@ def main() -> None:
         results[kind] = measure(
             pair, texts, names=set(settings(pair)), peers=peers, repetitions=arguments.repetitions, head=head
         )
+    print(f"timing {ARITHMETIC}")
+    results[ARITHMETIC] = measure(
+        pair,
+        SUMS,
+        names={PLAIN, "K=4", NGRAM, NGRAM_TREE, TREE},
+        peers={},
+        repetitions=arguments.repetitions,
+        head=head,
+    )
     print(f"timing {LOSING}")
     results[LOSING] = measure(
         load("tiny-draft", "tiny", dtype=Dtype.fp32), kinds_of_text()["code"], names={PLAIN, "K=1", "K=4", AUTO},

@@ -49,6 +49,7 @@ from llama_ssp.settings.schema import (
     VerificationConfig,
 )
 from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
@@ -431,5 +432,5 @@ def _read_tokenizers(given: object) -> tuple[object, tuple[_OneTokenizer | None,
             f"tokenizer={given!r:.60} must be same, own, a loaded tokenizer of transformers, or a tuple of the "
             "target's and the draft's"
         )
-    has_own = target is not draft and target.get_vocab() != draft.get_vocab()
+    has_own = target is not draft and num_disagreeing(target.get_vocab(), draft.get_vocab()) > 0
     return DraftTokenizer.own if has_own else DraftTokenizer.same, (target, draft)

@@ -357,11 +357,15 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
 def tree_tokens(acceptance: float, tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
-    `acceptance` is that of a node's first child. A further one, which is examined if those before it are rejected, is
-    taken to be accepted half as often. Of a dynamic tree the nodes that are most often accepted count.
+    `acceptance` is that of a node's first child. One that is examined after r others were rejected is taken to be
+    accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
+    the nodes that are most often accepted count.
     """
-    later = [(1 - acceptance) * (1 - acceptance / 2) ** rank * acceptance / 2 for rank in range(max(tree.widths) - 1)]
-    by_rank = [acceptance, *later]
+    by_rank, rest = [acceptance], 1 - acceptance
+    for num_rejected in range(1, max(tree.widths)):
+        share = acceptance / (2 * num_rejected)
+        by_rank.append(rest * share)
+        rest *= 1 - share
     if not tree.is_dynamic:
         tokens = reaching = 1.0
         for width in tree.widths:

@@ -60,7 +60,9 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    is_quantized = any(model and format_of(model.quantization).is_quantized for model in (job.target, job.draft))
+    is_quantized = any(
+        model and (model.packed or format_of(model.quantization).is_quantized) for model in (job.target, job.draft)
+    )
     if hardware.device == "cpu" and hardware.profiles and is_quantized:
         yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
     if job.target_kind is TargetKind.accelerate:
@@ -374,7 +376,7 @@ def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
         yield start.then(f"model.dtype={short.name}", job=replace(job, target=replace(target, dtype=short)))
     now = format_of(target.quantization).change_weight or 0
     for storage in formats().values():
-        if storage.change_weight is not None and storage.change_weight > now:
+        if storage.change_weight is not None and storage.change_weight > now and target.can_be(storage.name):
             loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
             other = replace(job, target=target.quantized(storage.name))
             yield replace(start, loss=loss).then(f"model.quantization={storage.name}", job=other)
@@ -426,7 +428,8 @@ def _offloaded(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 
     Only unquantized layers can wait: a GPU's in the host's memory, a CPU's on its disk.
     """
-    if format_of(job.target.quantization).is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
+    is_quantized = job.target.stored_format or format_of(job.target.quantization).is_quantized
+    if is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
         return
     where = Offload.cpu if job.device == "cuda" else Offload.disk
     placed = replace(

@@ -29,6 +29,7 @@ from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
+from llama_ssp.settings.stored import StoredFormat
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -84,11 +85,19 @@ class WeightBytes:
 
 
 @lru_cache(maxsize=2048)
-def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dtype: Dtype | None = None) -> WeightBytes:
+def weight_bytes(
+    held: Inventory,
+    *,
+    dtype: Dtype,
+    quantization: str,
+    matrix_dtype: Dtype | None = None,
+    packed: StoredFormat | None = None,
+) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers. Embeddings, head, norms and biases stay in the model's number format.
+    applies to the matrices of layers, `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
+    nearly every head stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -96,7 +105,10 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = scales = 0
     for matrix in held.layer:
-        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
+        if packed:
+            stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
+        else:
+            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
         row_scales = storage.row_bytes(size) * matrix.num_rows
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -105,13 +117,14 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
             sharded += stored + row_scales + bias
         else:
             sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
-    tables = [(matrix, size) for matrix in held.embeddings]
-    tables += [(kept(held.output), matrix_size)] if held.head or matrix_size != size else []
+    tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
+    if held.head or matrix_size != size:
+        output = kept(held.output)
+        tables.append((output, matrix_size, head_bytes(output, packed, value_bytes=matrix_size)))
     table_bytes = {True: 0, False: 0}
-    for matrix, value_bytes in tables:
-        num_values = matrix.num_elements + (matrix.num_rows if matrix.has_bias else 0)
-        table_bytes[matrix.cut is None] += value_bytes * num_values
-    beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, _ in tables))), default=0)
+    for matrix, value_bytes, stored in tables:
+        table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
+    beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, *_ in tables))), default=0)
     if storage.is_quantized:
         beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
     return WeightBytes(
@@ -124,6 +137,19 @@ def weight_bytes(held: Inventory, *, dtype: Dtype, quantization: str, matrix_dty
     )
 
 
+def packed_bytes(matrix: Matrix, packed: StoredFormat, *, value_bytes: int) -> int:
+    """Bytes of a matrix in the format of a checkpoint; where it is kept, a weight has `value_bytes`."""
+    unquantized = value_bytes * matrix.num_elements
+    return packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
+
+
+def head_bytes(output: Matrix, packed: StoredFormat | None, *, value_bytes: int) -> int:
+    """Bytes of the output matrix, which few checkpoints quantize."""
+    if packed and packed.has_head:
+        return packed_bytes(output, packed, value_bytes=value_bytes)
+    return value_bytes * output.num_elements
+
+
 def _in_blocks(matrix: Matrix) -> Matrix:
     """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
     if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
@@ -134,8 +160,9 @@ def _in_blocks(matrix: Matrix) -> Matrix:
 def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
-        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device)
-    )
+        held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
+        packed=model.packed,
+    )  # fmt: skip
 
 
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:

@@ -22,7 +22,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
     waiting_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing
 from llama_ssp.words import rounded
 
@@ -92,6 +92,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
         notes=(
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
+            *notes_on_storage(job),
             *advice.notes(job, hardware, heads, fullest),
             *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
@@ -205,6 +206,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.job.device).name,
         "quantization": model.quantization,
+        "stored_format": model.packed and model.packed.name,
         "num_parameters": whole.num_parameters,
         "weights_bytes": once.total_bytes,
         "repeated_bytes": held - once.total_bytes,

@@ -196,10 +196,9 @@ class _Priced:
     def figures(self) -> dict[str, Any]:
         """What rows of a search and of a comparison have in common."""
         job, full, fits = self.job, self.fullest, self.reason is None
-        storage = format_of(job.target.quantization)
         return {
             "num_replicas": job.num_replicas,
-            "quantization": storage.name if storage.is_quantized else job.target.dtype.name,
+            "quantization": job.target.weights_name,
             "draft": job.draft.name if job.draft else job.free_draft,
             "draft_kind": job.draft_kind.name if job.draft else None,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
@@ -288,6 +287,8 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
+            if not target.can_be(quantization):
+                continue
             plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False, tree=None)
             for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
                 yield base
@@ -313,7 +314,11 @@ def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]
     """
     entry = next((each for each in known if each.name == target.name), None)
     if entry is None or entry.shape is None:
-        return [ModelConfig(name=target.name, shape=target.shape, stored_dtype=target.stored)]
+        return [
+            ModelConfig(
+                name=target.name, shape=target.shape, stored_dtype=target.stored, stored_format=target.stored_format
+            )
+        ]
     series = {_unquantized(target.name), *catalogue.smaller_relatives(entry, known=known)}
     return [
         other for other in catalogue.relatives(entry, known=known)
@@ -504,6 +509,7 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
         drafting.append(asked)
     entries = [replace(config.model, quantization=name) for name in formats()]
     targets = [planned_model(entry, device=asked.device) for entry in entries]
+    targets = [target for target in targets if target.can_be(target.quantization)]
     return [replace(job, target=target) for target in targets for job in (plain, *drafting)]
 
 

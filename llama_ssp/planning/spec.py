@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
-from llama_ssp.architectures.family import families, family_of, record_of
+from llama_ssp.architectures.family import families, family_of, inventory, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
-from llama_ssp.settings.formats import format_of
+from llama_ssp.settings.formats import format_of, formats
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     MOST_PIECES,
@@ -45,6 +45,7 @@ from llama_ssp.settings.schema import (
     WeightsKind,
     WholeParts,
 )
+from llama_ssp.settings.stored import StoredFormat, stored_format
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -55,8 +56,9 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `quantized_dtype` is its number format if it is quantized; `auto` means `dtype`. With `by_library` it runs in the
-    library's modules even if the lean decoder supports its family.
+    `stored_format` is that of linear layers that its files quantize. `quantized_dtype` is its number format if it is
+    quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
+    supports its family.
     """
 
     name: str
@@ -66,6 +68,7 @@ class PlannedModel:
     stored: Dtype = Dtype.auto
     quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
+    stored_format: StoredFormat | None = None
 
     def __hash__(self) -> int:
         """Shapes have no hash; a search asks for this one thousands of times."""
@@ -92,6 +95,25 @@ class PlannedModel:
                 rounds_inputs=format_of(self.quantization).rounds_inputs,
             )
         )
+
+    @property
+    def packed(self) -> StoredFormat | None:
+        """The format of its files, if its linear layers stay in it: a quantization that is given has precedence."""
+        is_known = self.stored_format is not None and self.stored_format.bits is not None
+        return self.stored_format if is_known and not format_of(self.quantization).is_quantized else None
+
+    @property
+    def weights_name(self) -> str:
+        """The format of its linear layers in a table: that of the quantization, of the files, or of the numbers."""
+        storage = format_of(self.quantization)
+        return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
+
+    def can_be(self, quantization: str) -> bool:
+        """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
+        if self.stored_format is None:
+            return True
+        storage = format_of(quantization)
+        return storage.reads_packed if self.stored_format.problem is None else not storage.is_quantized
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -273,6 +295,8 @@ def make_job(
     tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
+    if config.weights is WeightsKind.synthetic:
+        target, draft = replace(target, stored_format=None), draft and replace(draft, stored_format=None)
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
@@ -339,7 +363,8 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
 def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
-    Without a folder too, ConfigError is raised; `read_config` describes `any_family` and says what else is raised.
+    The config.json of a folder also says how its linear layers are stored. Without a shape and a folder, ConfigError is
+    raised; `read_config` describes `any_family` and says what else is raised.
     """
     shape = model.shape
     if shape is None:
@@ -347,10 +372,14 @@ def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) 
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
         shape, stored = read_config(read_path(model.path), any_family=any_family)
         model = replace(model, stored_dtype=stored)
+    packed = model.stored_format
+    if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
+        packed = read_stored_format(read_path(model.path), shape)
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
+        stored_format=packed,
     )  # fmt: skip
 
 
@@ -391,6 +420,9 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
+        if model_type not in families():
+            message = f"no plan for {model_type} models: {file} does not give {', '.join(missing)}, as a Llama's would"
+            raise PlacementError(message)
         raise _incomplete(file, ", ".join(missing))
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     unsaid = {
@@ -407,6 +439,16 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     shape = shape if head is None else head.shape_over(shape)
     stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
+
+
+def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
+    """How the linear layers of a checkpoint are stored, by its config.json; None without a quantization there.
+
+    Raises CheckpointError for a file that is missing or not JSON.
+    """
+    modules = [matrix.module for matrix in inventory(shape).layer]
+    found = stored_format(read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers)
+    return found and replace(found, has_head=found.has_head and not shape.tie_word_embeddings)
 
 
 def check_family(folder: Path) -> None:
@@ -429,6 +471,20 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
                 f"the engine does not run {model.shape.model_type} models: {model.name} is planned as a Llama of its "
                 "sizes, and bytes and times are estimates"
             )
+
+
+def notes_on_storage(job: PlanSpec) -> Iterator[str]:
+    """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
+    for prefix, model in (("", job.target), ("draft.", job.draft)):
+        if model is None or (stored := model.stored_format) is None:
+            continue
+        if stored.bits is None:
+            yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
+        if stored.problem is not None:
+            yield f"runs do not read this format yet: {stored.name} ({stored.problem}), of {model.name}"
+        elif not format_of(model.quantization).reads_packed:
+            able = " or ".join(name for name, storage in formats().items() if storage.reads_packed)
+            yield f"runs read {stored.name}, of {model.name}, with {prefix}model.quantization={able} alone"
 
 
 def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:

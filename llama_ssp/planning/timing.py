@@ -42,7 +42,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import Inventory, Matrix
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.acceptance import (
@@ -56,7 +56,7 @@ from llama_ssp.planning.acceptance import (
     tokens_per_round,
     tree_tokens,
 )
-from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, step_bytes, waiting_bytes
+from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, packed_bytes, rank_shares, step_bytes, waiting_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
@@ -69,6 +69,7 @@ from llama_ssp.settings.layout import (
 )
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.stored import StoredFormat
 
 _X = itemgetter(0)
 _Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
@@ -294,9 +295,15 @@ def _matrices_s(
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
-        layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
-        head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
+        storage, plain, packed = format_of(model.quantization), format_of(NO_QUANTIZATION), model.packed
+        if packed:
+            layer = _packed_s(held.layer, model, packed, hardware, rows=rows)
+        else:
+            layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+        if packed and packed.has_head and has_head:
+            head = _packed_s([held.output], model, packed, hardware, rows=scored)
+        else:
+            head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
@@ -310,14 +317,32 @@ def _roofline_s(
     sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
 ) -> float:
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    value_bytes, bytes_per_s = DTYPE_BYTES[model.matrix_dtype(hardware.device)], bandwidth(hardware)
-    flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
+    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
         read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(size, value_bytes), value_bytes * size)
-        seconds += count * times * max(read_bytes / bytes_per_s, 2 * rows * size / flops)
+        seconds += count * times * _product_s(read_bytes, model, hardware, operations=2 * rows * size)
     return seconds
+
+
+def _packed_s(
+    matrices: Iterable[Matrix], model: PlannedModel, packed: StoredFormat, hardware: HardwareConfig, *, rows: int
+) -> float:
+    """Matrix products as `_roofline_s`, each of which reads what a checkpoint stores; they compute as unquantized."""
+    value_bytes, times = DTYPE_BYTES[model.matrix_dtype(hardware.device)], _slowdown(hardware, model.dtype)
+    return times * sum(
+        _product_s(
+            packed_bytes(matrix, packed, value_bytes=value_bytes), model, hardware,
+            operations=2 * rows * matrix.num_elements,
+        )
+        for matrix in matrices
+    )  # fmt: skip
+
+
+def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: int) -> float:
+    flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
+    return max(read_bytes / bandwidth(hardware), operations / flops)
 
 
 def _attention_s(
@@ -457,7 +482,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if drafts and job.tree else 0)
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if job.tree and num_draft_tokens else 0)
     found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 

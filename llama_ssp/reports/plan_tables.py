@@ -105,6 +105,8 @@ def headline(plan: Mapping[str, Any]) -> str:
 def _named(model: Mapping[str, Any]) -> str:
     if model["quantization"] != "none":
         return f"{model['name']} {model['quantization']}"
+    if model["stored_format"]:
+        return f"{model['name']} {model['stored_format']}"
     is_mixed = model["matrix_dtype"] != model["dtype"]
     return f"{model['name']} {model['dtype']}{' with 16-bit weights' if is_mixed else ''}"
 

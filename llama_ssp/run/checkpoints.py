@@ -25,7 +25,7 @@ from llama_ssp.settings.model_files import (
     read_json,
 )
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
-from llama_ssp.speculate.drafters.tokenizers import align
+from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers
 from llama_ssp.weights.hashes import verify
@@ -228,7 +228,7 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _check_vocabularies(target: Source, draft: Source, matching: Matching | None) -> None:
-    """Compare the tokenizers; output heads may be padded to different widths."""
+    """Compare the tokenizers; output heads may be padded to different widths, and either may have tokens added."""
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if target_ids == draft_ids and matching:
         raise ConfigError(
@@ -242,9 +242,9 @@ def _check_vocabularies(target: Source, draft: Source, matching: Matching | None
                 f"draft.matching=intersection drafts the tokens that both vocabularies have, and "
                 f"draft={draft.entry.name} shares none with model={target.entry.name}: give draft.matching=text"
             )
-    elif target_ids != draft_ids and not matching:
-        num_shared = len(target_ids.items() & draft_ids.items())
+    elif not matching and (number := num_disagreeing(target_ids, draft_ids)):
         raise ConfigError(
-            f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens the draft has "
-            f"{num_shared} with the same id; choose a draft of the target's family, or give draft.tokenizer=own"
+            f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens {number} are "
+            "missing in the draft's or have another id; choose a draft of the target's family, or give "
+            "draft.tokenizer=own"
         )

@@ -229,7 +229,7 @@ def _tree(config: RunConfig) -> Iterator[str]:
     if speculation.tree is None or not drafters.drafts(draft):
         return
     try:
-        tree_shape(speculation.tree)
+        shape = tree_shape(speculation.tree)
     except ValueError as error:
         yield f"speculation.tree={speculation.tree}: {error}"
         return
@@ -237,7 +237,10 @@ def _tree(config: RunConfig) -> Iterator[str]:
     families = {model.name: model.shape.model_type for _, _, model in _chosen_models(config) if model.shape}
     windowed = [name for name, family in families.items() if family in _WITH_WINDOWS]
     needed = {
-        f"a draft model or head, and draft={draft.kind} has none: give one with draft=NAME": draft.model is None,
+        f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
+        f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
+        f"a draft model or head, whose probabilities shape it, and draft={draft.kind} has none: give one with "
+        "draft=NAME, or numbers of children such as speculation.tree=3x1x1": shape.is_dynamic and draft.model is None,
         "a draft with the target's tokenizer: leave draft.tokenizer=own out": bool(drafters.matching_of(draft)),
         f"verification={DEFAULT} or sampling=greedy, and verification={rule} has no exact rule for trees":
             rule not in {DEFAULT, AT_ZERO} and config.sampling.temperature > 0,
@@ -245,7 +248,7 @@ def _tree(config: RunConfig) -> Iterator[str]:
         "equal rounds: leave speculation.num_draft_tokens=auto out": speculation.num_draft_tokens == schema.ADAPTIVE,
         "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
-            placement.draft.kind is schema.DraftLayout.replicated,
+            placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
         f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
         f"models without sliding windows, and {', '.join(windowed)} has some": bool(windowed),
     }  # fmt: skip

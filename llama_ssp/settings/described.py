@@ -31,6 +31,8 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
     """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
     hints, said = get_type_hints(schema), meanings(schema)
     for each in dataclasses.fields(schema):
+        if each.metadata.get("omegaconf_ignore"):
+            continue
         hint, key = hints[each.name], f"{prefix}{each.name}"
         if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
             yield from settings_of(inner, f"{key}.")

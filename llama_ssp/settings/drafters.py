@@ -25,6 +25,7 @@ class DrafterRecord:
     # `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same ids by
     # itself.
     has_model: bool = False
+    has_trees: bool = False  # it drafts what `DrafterParts.tree` says.
 
 
 DRAFTERS: Registry[DrafterRecord] = Registry(setting="draft.kind")
@@ -101,6 +102,9 @@ class NgramConfig(DrafterConfig):
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))
 # Source: arXiv:2302.01318, arXiv:2211.17192; with a tokenizer of its own: arXiv:2502.05202.
 _MAKE_MODEL = "llama_ssp.speculate.drafters.model:make"
-register(DrafterRecord(name=schema.MODEL_DRAFT, make=_MAKE_MODEL, config=ModelDraftConfig, has_model=True))
+register(
+    DrafterRecord(name=schema.MODEL_DRAFT, make=_MAKE_MODEL, config=ModelDraftConfig, has_model=True, has_trees=True)
+)
 # Copies what followed the last tokens where they stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
-register(DrafterRecord(name=NGRAM_DRAFT, make="llama_ssp.speculate.drafters.ngram:make", config=NgramConfig))
+_MAKE_NGRAM = "llama_ssp.speculate.drafters.ngram:make"
+register(DrafterRecord(name=NGRAM_DRAFT, make=_MAKE_NGRAM, config=NgramConfig, has_trees=True))

@@ -11,6 +11,7 @@ import yaml
 
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.stored import StoredFormat
 from llama_ssp.settings.trees import TreeShape, tree_shape
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
@@ -152,6 +153,8 @@ class ModelConfig:
     chat: bool = False  # whether the model has a chat template.
     gated: bool = False  # whether the hub asks for a login.
     shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
+    # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
+    stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @dataclass(kw_only=True)
@@ -447,7 +450,12 @@ class SlurmConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """Write all settings of a run as YAML, with enum members by their command-line names."""
-    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_plain(asdict(config, dict_factory=_settings)), sort_keys=False, allow_unicode=True)
+
+
+def _settings(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a dataclass without what only files say."""
+    return {name: value for name, value in fields if name != "stored_format"}
 
 
 def _plain(value: object) -> object:

@@ -19,7 +19,8 @@ from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import CONFIG_FILE, read_json, require_folder, shown
 from llama_ssp.settings.schema import ModelConfig, ModelShape
-from llama_ssp.weights.packed import PackedLayout, PackedTensor, combine, layout_of
+from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of
+from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -146,7 +147,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         problem = f"has model_type {shown(model_type)}, unknown to transformers {__version__}: a newer one may know it"
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
-    layout = layout_of(content["quantization_config"]) if "quantization_config" in content else None
+    layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
     if isinstance(layout, str):
         problem = problem or (
             f"describes quantized weights that cannot be read ({layout}): float32, bfloat16 or float16 weights are "
@@ -160,7 +161,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
     except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
-    vars(config).pop("quantization_config", None)  # which only the library's own loader needs
+    vars(config).pop(QUANTIZATION, None)  # which only the library's own loader needs
     return config, layout
 
 

@@ -11,59 +11,23 @@ supported. An actorder that is static, or weight, keeps the groups in place.
 Shapes: O outputs, I inputs, G groups of 128 inputs.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUP as GROUP
-from llama_ssp.settings.model_files import shown
+from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD = 8
 _ZERO = 8
 """Of symmetric weights."""
-_ORDERS_IN_PLACE = (None, False, "weight", "static")
-"""Values of actorder that leave consecutive inputs in a group; the others scatter them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedLayout:
-    """How a checkpoint stores its int4 weights.
-
-    Attributes:
-        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
-        others: last parts of the names of tensors that are not needed.
-        has_inputs_first: matrices are stored transposed.
-        least_zero: what a stored zero of 0 stands for.
-    """
-
-    weight: str
-    scale: str
-    zero: str
-    order: str
-    others: tuple[str, ...] = ()
-    has_inputs_first: bool = False
-    least_zero: int = 0
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
-        return self.weight, self.scale, self.zero, self.order, *self.others
-
-
-_COMPRESSED = PackedLayout(
-    weight="weight_packed", scale="weight_scale", zero="weight_zero_point", order="weight_g_idx",
-    others=("weight_shape",),
-)  # fmt: skip
-_GPTQ = PackedLayout(
-    weight="qweight", scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=1
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,50 +84,6 @@ def _codes(words: Tensor) -> Tensor:
     """The codes of int32 words (N, M), shape (N, 8 M)."""
     pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
-
-
-def layout_of(described: object) -> PackedLayout | str:
-    """The layout of a `quantization_config` of a config.json, or a clause that says why it cannot be read."""
-    match _field(described, "quant_method"):
-        case "compressed-tensors":
-            problem = "; ".join(dict.fromkeys(_compressed_problems(described)))
-            return problem or _COMPRESSED
-        case "gptq":
-            problem = "; ".join(_differences(described, {"bits": 4, "group_size": GROUP, "desc_act": False}))
-            version = _field(described, "checkpoint_format") or "gptq"
-            if version not in ("gptq", "gptq_v2"):
-                problem = f"checkpoint_format {shown(version)}"
-            return problem or (_GPTQ if version == "gptq" else replace(_GPTQ, least_zero=0))
-        case method:
-            return f"quant_method {shown(method)}"
-
-
-def _compressed_problems(described: object) -> Iterator[str]:
-    yield from _differences(described, {"format": "pack-quantized"})
-    if transforms := _field(described, "transform_config"):
-        yield f"transform_config {shown(transforms)}"
-    groups = _field(described, "config_groups")
-    if not isinstance(groups, dict) or not groups:
-        yield "no config_groups"
-        return
-    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    for group in groups.values():
-        yield from _differences(_field(group, "weights"), wanted)
-        if (order := _field(_field(group, "weights"), "actorder")) not in _ORDERS_IN_PLACE:
-            yield f"actorder {shown(order)}"
-        if _field(group, "input_activations") is not None:
-            yield "quantized activations"
-
-
-def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[str]:
-    for name, value in wanted.items():
-        found = _field(described, name)
-        if type(found) is not type(value) or found != value:
-            yield f"{name} {shown(found)}"
-
-
-def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
-    return described.get(name) if isinstance(described, dict) else None
 
 
 def combine(

@@ -23,6 +23,7 @@ class Cell:
 
     target: tuple[int, ...]
     draft: tuple[int, ...]
+    """Its ranks; none are those of prompt look-up."""
     kind: DraftLayout
     pair: str = "tiny"
     batch_size: int = 17
@@ -60,7 +61,8 @@ class Cell:
         disk = " and disk" if self.max_memory_gb else ""
         rule = "" if self.rule == "speculative" else f" by {self.rule}"
         whole = "" if self.whole is EMBEDDING else f" {self.whole.name} whole"
-        drafting = f"draft {self.kind.name} {draft}{whole}{' adaptive' if self.adapts else ''}"
+        where = f"draft {self.kind.name} {draft}" if self.draft else "look-up"
+        drafting = f"{where}{whole}{' adaptive' if self.adapts else ''}"
         drafting += f" tree {self.tree}" if self.tree else ""
         return f"{self.pair} {kind}target {target}{disk} {drafting} batch {self.batch_size}{rule}"
 
@@ -89,6 +91,7 @@ CELLS = {
         Cell((0, 1), (0, 1), SHARDED, pair="head", batch_size=3),
         Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="2x2x1"),
         Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="3x2x1"),
+        Cell((0, 1), (), REPLICATED, batch_size=5, tree="3x2x1"),
         Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="dynamic-8x3x3"),
         Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="dynamic-8x3x3", heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
@@ -182,6 +185,6 @@ def lane_of(name: str, num_ranks: int) -> str:
 def on_one_rank(cell: Cell) -> Cell:
     """The same pair, rows and rule on one rank of our own, with one K."""
     return replace(
-        cell, target=(0,), draft=(0,), kind=ONE_RANK, target_kind=TargetKind.tensor, whole=EMBEDDING,
+        cell, target=(0,), draft=cell.draft and (0,), kind=ONE_RANK, target_kind=TargetKind.tensor, whole=EMBEDDING,
         adapts=False, heavy=False, slow=False,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from llama_ssp.run.decoders import Models, build_decoder, load_models
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import NGRAM_DRAFT
+from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import (
     ADAPTIVE,
@@ -116,6 +116,8 @@ def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
     target, draft = pair_of(cell.pair, folder)
     config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
     config.verification.rule, config.speculation.tree = cell.rule, cell.tree
+    if not cell.draft:
+        config.draft = NgramConfig(kind=NGRAM_DRAFT)
     if cell.adapts:
         config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
     config.run_dir = str(folder / "run")  # layers on disk go there

@@ -58,7 +58,7 @@ def make_decoder(  # noqa: PLR0913
         )
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     if ngram:
-        drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device)]
+        drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device, tree=tree)]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
     if tree:
         round_: Round = TreeRound(target, *drafters, verifier=verifier, tree=tree, taps=taps)

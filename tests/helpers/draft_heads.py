@@ -54,7 +54,7 @@ def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int =
 
 def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -> Path:  # noqa: ANN401
     """Save a head as the authors of EAGLE-3 do."""
-    config = _layer(tensors) | {
+    config = layer_config(tensors) | {
         "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0],
     } | changed  # fmt: skip
     return _save(folder, tensors, config)
@@ -69,14 +69,15 @@ def save_speculator(
         renamed["embed_tokens.weight"] = embedding
     config = {
         "architectures": ["Eagle3Speculator"], "auto_map": {"": "speculators.Eagle3SpeculatorConfig"},
-        "speculators_model_type": "eagle3", "transformer_layer_config": _layer(tensors),
+        "speculators_model_type": "eagle3", "transformer_layer_config": layer_config(tensors),
         "draft_vocab_size": tensors["lm_head.weight"].shape[0], "norm_before_residual": False,
         "target_hidden_size": None,
     } | changed  # fmt: skip
     return _save(folder, renamed, config)
 
 
-def _layer(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def layer_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config of the one layer of a head, as a Llama's."""
     return SIZES | {
         "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 2048,

@@ -16,10 +16,10 @@ _SOME_TEXTS = ("def return (n): the other world",) * 3
 _SPECIAL_AND_BYTES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 
 
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Save a tokenizer whose token 0 begins and token 1 ends a sequence."""
-    words = {"<s>": 0, "</s>": 1} | {f"t{token}": token for token in range(2, vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="t2"))
+def save_tokenizer(folder: Path, vocab_size: int, *, first: int = 2) -> None:
+    """Save a tokenizer whose token 0 begins and token 1 ends a sequence, and whose token 2 is the word `t{first}`."""
+    words = {"<s>": 0, "</s>": 1} | {f"t{token + first - 2}": token for token in range(2, vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token=f"t{first}"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)

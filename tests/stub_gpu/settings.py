@@ -80,6 +80,7 @@ def _rules_and_drafters() -> Iterator[Setting]:
     for batch_size in (1, 4):
         yield Setting(name=f"plain, batch {batch_size}", drafter=PLAIN, batch_size=batch_size)
         yield Setting(name=f"look-up, batch {batch_size}", drafter=NGRAM, batch_size=batch_size)
+        yield Setting(name=f"tree by look-up, batch {batch_size}", drafter=NGRAM, tree="3x2x1", batch_size=batch_size)
     yield Setting(name="K chosen by the run", num_draft_tokens="auto")
 
 

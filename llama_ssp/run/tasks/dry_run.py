@@ -30,6 +30,7 @@ from llama_ssp.planning.spec import (
     job_of_plan,
     make_job,
     read_config,
+    read_stored_format,
     resolve_shapes,
 )
 from llama_ssp.planning.timing import Timing
@@ -165,8 +166,9 @@ def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConf
         return model
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
-    shape, stored = read_config(hub.find_config(model), any_family=any_family)
-    return replace(model, shape=shape, stored_dtype=stored)
+    folder = hub.find_config(model)
+    shape, stored = read_config(folder, any_family=any_family)
+    return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
 
 def settle_synthetic(config: RunConfig) -> None:

@@ -38,7 +38,7 @@ def make_drafters(
     tokenizers: TokenizerPair | None = None,
     taps: Taps | None = None,
 ) -> list[Drafter]:
-    """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if there is one.
+    """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `tokenizers` are those of both models, if the draft has its own; `taps`
@@ -82,7 +82,7 @@ def make_drafters(
                 receiver=receiver, taps=sender, has_parents=tree is not None and tree.shape.is_dynamic,
             )  # fmt: skip
     assert own
-    fallback = config.draft.fallback
+    fallback = config.draft.fallback if config.speculation.adapts else None
     return [own] if fallback is None else [own, make(drafters()[fallback].config(kind=fallback), None)]
 
 

@@ -26,6 +26,7 @@ Meaning = bytes | str
 """The bytes that a token adds to a text; for a special token, which adds nothing, its name."""
 
 _END = "end of sequence"
+_LEAST_SHARED = 0.9  # Of the smaller vocabulary: reserved tokens may have been renamed.
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -47,6 +48,17 @@ class Alignment:
     def num_shared(self) -> int:
         """How many tokens both vocabularies have."""
         return sum(token is not None for token in self.shared)
+
+
+def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
+    """How many tokens of two vocabularies have different ids, of those that both have; all if they share few.
+
+    Vocabularies that differ only in tokens that one of them has added, such as `[PAD]`, disagree in none.
+    """
+    shared = target_ids.keys() & draft_ids.keys()
+    if len(shared) < _LEAST_SHARED * min(len(target_ids), len(draft_ids)):
+        return len(target_ids)
+    return sum(target_ids[token] != draft_ids[token] for token in shared)
 
 
 def align(

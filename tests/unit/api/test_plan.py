@@ -84,6 +84,19 @@ def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.Monke
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
 
 
+def test_a_quantized_model_of_the_hub_is_planned_as_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": described}))
+    monkeypatch.setattr(hub, "find_config", lambda _model: tmp_path)
+    target = document(plan("owner/name", hardware="1xh100"))["target"]
+    plain = document(plan("tiny", hardware="1xh100"))["target"]
+    assert (target["stored_format"], plain["stored_format"]) == ("fp8", None)
+    assert target["weights_bytes"] < plain["weights_bytes"]
+
+
 def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

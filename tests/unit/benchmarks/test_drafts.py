@@ -28,7 +28,7 @@ def test_the_page_has_a_table_for_each_text_and_the_goals() -> None:
     one = result(k2=[2.0] * 4, k4=[3.0] * 4)
     losing = Result(ms={PLAIN: PLAIN_MS, "K=1": [9.0] * 4, AUTO: PLAIN_MS}, tokens_per_round={})
     page = drafts.page({"repeated code": one, LOSING: losing}, repetitions=2)
-    assert "| **K=2** | 2.00 | 0.50 | 1.50 |" in page
+    assert "| **K=2** | 2.00 | 0.50 |  | 1.50 |  |" in page
     assert "| K=4 | 3.00 | 0.75 |  |" in page
     assert "| repeated code: K=auto / the best K | 1.00 | 1.05 |" in page
     assert f"| {LOSING}: K=auto / plain | 1.00 | 1.03 |" in page

@@ -230,8 +230,17 @@ def test_the_sizes_of_the_text_part_are_read(tmp_path: Path) -> None:
     "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
 )
 def test_every_size_of_such_a_family_must_be_known(key: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"lacks {key}: "):
+    with pytest.raises(PlacementError, match=f"no plan for exaone models: .* does not give {key}, "):
         read_config(_folder(tmp_path, **{key: None}), any_family=True)
+
+
+def test_a_kind_without_the_sizes_of_a_llama_is_named_and_its_file_not_called_faulty(tmp_path: Path) -> None:
+    """Falcon has no intermediate_size, whose file is as it should be."""
+    folder = _folder(tmp_path, model_type="falcon", architectures=["FalconForCausalLM"], intermediate_size=None)
+    with pytest.raises(PlacementError, match=r"^no plan for falcon models: ") as raised:
+        read_config(folder, any_family=True)
+    assert "lacks" not in str(raised.value)
+    assert "copy" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +260,7 @@ def test_what_no_dense_decoder_is_stays_refused(changes: dict[str, Any], complai
 @pytest.mark.parametrize("value", [True, "128", 1.5, [128], -1])
 def test_a_size_of_the_text_part_that_is_no_size_is_missing(value: object, tmp_path: Path) -> None:
     folder = _folder(tmp_path, hidden_size=None, text_config={"hidden_size": value})
-    with pytest.raises(CheckpointError, match="lacks hidden_size"):
+    with pytest.raises(PlacementError, match=r"no plan for exaone models: .* does not give hidden_size"):
         read_config(folder, any_family=True)
 
 

@@ -8,11 +8,13 @@ from benchmarks.published import OTHER_ENGINES
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, ForwardTime, bandwidth, round_messages, timing
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.settings.trees import tree_shape
 from tests.helpers.planning import make_job, measured_machine, small_model
 
 A100 = hardware.load("8xa100_80gb")
@@ -271,6 +273,17 @@ def test_greedy_drafts_need_no_probabilities_elsewhere() -> None:
 def test_a_plain_token_has_the_verdict_alone() -> None:
     job = make_job("13B", "7B", num_ranks=2, draft_kind=SHARDED)
     assert [*round_messages(job, 0)] == ["verdict"]
+
+
+def test_a_tree_by_look_up_costs_its_verification_alone_and_its_verdict_names_a_path() -> None:
+    plain, tree = make_job("13B", num_ranks=2, num_draft_tokens=9), tree_shape("3x1x1")
+    chain, job = (replace(plain, free_draft="ngram", tree=each) for each in (None, tree))
+    timed, clock = timing(job, A100), CostModel(job, A100)
+    assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9))
+    assert timed.tokens_per_round == tree_tokens(0.8, tree)
+    sizes = [round_messages(each, 9)["verdict"].payload_bytes for each in (chain, job)]
+    assert sizes[1] - sizes[0] == ID * tree.depth
+    assert round_messages(job, 0) == round_messages(plain, 0)
 
 
 def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow() -> None:

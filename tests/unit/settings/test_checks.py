@@ -1,11 +1,12 @@
 """Bad configs: each gets its sentence, all problems of one config come together."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import checks
+from llama_ssp.settings import checks, drafters
 from tests.unit.settings.conftest import Compose
 
 BAD = {
@@ -42,7 +43,7 @@ BAD = {
     "draft=tiny-eagle draft.tokenizer=own": "draft=tiny-eagle is a draft head, which reads the target's tokens: leave",
     "speculation.tree=2x0": "speculation.tree=2x0: '2x0' is not the shape of a tree: give the number of children",
     "speculation.tree=16x16x2": "has 784 drafted tokens; 256 is the most: give fewer children, or fewer levels",
-    "speculation.tree=2x2 draft=ngram": "speculation.tree=2x2 needs a draft model or head, and draft=ngram has none",
+    "speculation.tree=dynamic draft=ngram": "needs a draft model or head, whose probabilities shape it, and draft=ng",
     "speculation.tree=2 verification=block": "needs verification=speculative or sampling=greedy, and",
     "speculation.tree=2 sampling.presence_penalty=1": "speculation.tree=2 needs sampling without penalties",
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
@@ -168,6 +169,7 @@ GOOD = [
     "draft.model.path=DIR draft.tokenizer=own",
     *(f"placement={name}" for name in ("sharded", "own_gpu", "replicas", "auto", "deepspeed")),
     "placement=replicated placement.draft.ranks=[1]",
+    "speculation.tree=3x1x1 draft=ngram placement=replicated",
     "placement.target.kind=accelerate placement=own_gpu placement.target.offload=disk placement.target.max_memory_gb=4",
     "model=qwen3_32B draft=eagle3_qwen3_32B",
     "weights=synthetic model=30B draft=7B synthetic.agreement=0.7",
@@ -190,6 +192,15 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str, compose_run:
 @pytest.mark.parametrize("words", GOOD)
 def test_a_sound_config_passes(words: str, compose_run: Compose) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
+
+
+def test_a_kind_of_draft_without_trees_is_refused_for_them(
+    compose_run: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = drafters.DRAFTERS.records
+    monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
+    with pytest.raises(ConfigError, match="needs a draft with trees, and draft=ngram has none: give a draft model"):
+        checks.check(*compose_run("speculation.tree=2x2", "draft=ngram"), world_size=1)
 
 
 def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:

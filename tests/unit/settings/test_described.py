@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.settings.described import meanings, settings_of
+from llama_ssp.settings.schema import ModelConfig
 
 PLUGIN = """from dataclasses import dataclass
 
@@ -52,3 +53,9 @@ def test_what_no_file_defines_has_no_meaning() -> None:
     namespace: dict[str, object] = {"__name__": "nowhere"}
     exec("from dataclasses import dataclass\n@dataclass\nclass Words:\n    least: int = 1\n", namespace)
     assert meanings(namespace["Words"]) == {}  # type: ignore[arg-type]
+
+
+def test_what_only_files_say_is_no_setting() -> None:
+    keys = [each.key for each in settings_of(ModelConfig, "model.")]
+    assert "model.quantization" in keys
+    assert not any("stored_format" in key for key in keys)

@@ -205,7 +205,10 @@ TARGET, INDEX = "target/model.safetensors", "target/model.safetensors.index.json
 SHARDS = '{"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}'
 FAULTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda pair: os.truncate(pair / TARGET, 1000), "is truncated or corrupt"),
-    (lambda pair: save_tokenizer(pair / "draft", VOCAB_SIZE - 1), "the draft must have the target's vocabulary"),
+    (
+        lambda pair: save_tokenizer(pair / "draft", VOCAB_SIZE, first=3),
+        f"the draft must have the target's vocabulary: of the target's {VOCAB_SIZE} tokens {VOCAB_SIZE - 3}",
+    ),
     (
         lambda pair: [(pair / TARGET).rename(pair / "elsewhere"), (pair / INDEX).write_text(SHARDS)],
         "names model-00002-of-00002.safetensors",
@@ -229,6 +232,19 @@ def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     assert sentence in ended.err
     assert ended.lines == []
     assert ended.status.startswith("2: ")
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_a_token_that_only_one_of_a_pair_has_added_does_not_matter(who: str, launch: Launch, tmp_path: Path) -> None:
+    """Such as the [PAD] of a fine-tune; the other one drafts for it, or it for the other."""
+    for part in ("target", "draft"):
+        size = VOCAB_SIZE + (part == who)
+        build_checkpoint(tmp_path / part, "llama", num_hidden_layers=1, vocab_size=size)
+        save_tokenizer(tmp_path / part, size)
+    ended = launch(*local(tmp_path), "prompt=t5 t7", "sampling=greedy", "max_new_tokens=12", "ignore_eos=true")
+    assert ended.code == 0, ended.err
+    plain, speculative = ended.lines
+    assert speculative["token_ids"] == plain["token_ids"]
 
 
 def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(launch: Launch) -> None:

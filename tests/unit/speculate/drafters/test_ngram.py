@@ -7,25 +7,32 @@ from hypothesis import strategies as st
 
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.trees import Tree
 
 CPU = torch.device("cpu")
 
 
 def propose(
-    texts: list[list[int]], *, num_draft_tokens: int = 4, longest: int = 3, shortest: int = 1
+    texts: list[list[int]], *, num_draft_tokens: int = 4, longest: int = 3, shortest: int = 1, shape: str | None = None
 ) -> list[list[int]]:
-    """Draft for some rows; the slots after each row's text hold other tokens, as after a rejected round."""
+    """Draft for some rows; the slots after each row's text hold other tokens, as after a rejected round.
+
+    Chains are written behind the texts, and trees of a `shape` nowhere.
+    """
+    tree = Tree.of(shape, CPU) if shape else None
+    num_draft_tokens = tree.num_drafted if tree else num_draft_tokens
     num_slots = max(map(len, texts)) + num_draft_tokens + 5
-    drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest, device=CPU)
+    drafter = NgramDrafter(num_draft_tokens=num_draft_tokens, longest=longest, shortest=shortest, device=CPU, tree=tree)
     drafter.allocate(batch_size=len(texts), num_slots=num_slots)
     tokens_BS = torch.tensor([text + [text[-1]] * (num_slots - len(text)) for text in texts])
-    lengths_B = torch.tensor([len(text) for text in texts])
+    before_BS, lengths_B = tokens_BS.clone(), torch.tensor([len(text) for text in texts])
     uniforms_BKP = torch.zeros(len(texts), num_draft_tokens, 2)
     bucket = max(map(len, texts)) + num_draft_tokens
     draft = drafter.propose(
         Rows(tokens_BS, lengths_B, lengths_B), num_tokens=num_draft_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
     )
-    for row, text in enumerate(texts):
+    assert not tree or torch.equal(tokens_BS, before_BS)
+    for row, text in enumerate(texts if tree is None else ()):
         written = tokens_BS[row, len(text) : len(text) + num_draft_tokens]
         assert torch.equal(written, draft.ids_BK[row])
     assert draft.probs_BTV is None
@@ -84,3 +91,76 @@ def test_every_row_is_drafted_as_by_a_plain_search(
 @pytest.mark.parametrize("length", [2, 3])
 def test_short_texts_are_no_exception(length: int) -> None:
     assert propose([[4] * length], longest=5) == [[4, 4, 4, 4]]
+
+
+def expected_tree(text: list[int], *, widths: list[int], longest: int, shortest: int) -> list[int]:
+    """A tree by a plain search: each node has a text, and how far behind the end of it the copy goes on."""
+    drafted: list[int] = []
+    nodes: list[tuple[list[int], int | None]] = [(text, None)]
+    for width in widths:
+        children = []
+        for known, period in nodes:
+            matches = [
+                len(known) - end
+                for length in range(longest, shortest - 1, -1)
+                for end in range(len(known) - 1, length - 1, -1)
+                if known[end - length : end] == known[-length:]
+            ]
+            chosen = {known[-period]: period} if period else {}
+            for each in matches:
+                chosen.setdefault(known[-each], each)
+            fillers = [(known[-1], 1)] * width
+            children += [([*known, token], each) for token, each in [*chosen.items(), *fillers][:width]]
+        drafted += [known[-1] for known, _ in children]
+        nodes = list(children)
+    return drafted
+
+
+def test_a_tree_has_several_continuations_the_longest_match_first_then_the_latest() -> None:
+    text = [1, 2, 7, 2, 8, 5, 2, 9, 2, 8, 1, 2]
+    assert propose([text], shape="3") == [[7, 8, 9]]
+    assert propose([text], shape="3x1") == [[7, 8, 9, 2, 1, 2]]
+
+
+def test_a_deeper_token_has_other_continuations_too() -> None:
+    """Of 3, which follows 2, what the copy has next comes first; then what followed 3 elsewhere, the latest first."""
+    assert propose([[2, 3, 4, 3, 5, 3, 6, 2]], shape="1x3", shortest=1) == [[3, 4, 6, 5]]
+
+
+def test_too_few_continuations_are_filled_up_with_the_last_token() -> None:
+    assert propose([[3, 7, 3]], shape="3x1") == [[7, 3, 3, 3, 3, 3]]
+    assert propose([[1, 2, 3]], shape="2x2") == [[3] * 6]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=18), min_size=1, max_size=4),
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+)
+def test_every_tree_is_drafted_as_by_a_plain_search(
+    texts: list[list[int]], widths: list[int], sizes: list[int]
+) -> None:
+    shortest, longest = sizes
+    said = propose(texts, longest=longest, shortest=shortest, shape="x".join(map(str, widths)))
+    assert said == [expected_tree(text, widths=widths, longest=longest, shortest=shortest) for text in texts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=14), min_size=1, max_size=4),
+    num_draft_tokens=st.integers(1, 6),
+    shortest=st.integers(1, 3),
+)
+def test_a_tree_of_one_child_each_is_the_chain(texts: list[list[int]], num_draft_tokens: int, shortest: int) -> None:
+    shape = "x".join("1" * num_draft_tokens)
+    chain = propose(texts, num_draft_tokens=num_draft_tokens, shortest=shortest)
+    assert propose(texts, shortest=shortest, shape=shape) == chain
+
+
+def test_no_value_is_read_on_the_host() -> None:
+    meta = torch.device("meta")
+    drafter = NgramDrafter(num_draft_tokens=15, longest=3, shortest=1, device=meta, tree=Tree.of("3x2x1", CPU))
+    rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,))))
+    draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
+    assert draft.ids_BK.shape == (2, 15)

@@ -16,7 +16,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import make_decoder
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -29,11 +29,12 @@ NUM_NEW = 17
 def decoded(
     target: Runner, draft: Runner | None, shape: str | None, *, temperature: float, batch_size: int = 1,
     replay: Recorder | bool = True, prompts: Sequence[tuple[int, ...]] = PROMPTS, num_new: int = NUM_NEW,
+    ngram: bool = False,
 ) -> list[RowCompletion]:  # fmt: skip
     """Completions of prompts, in their order; without a shape of chains of three tokens."""
     decoder = make_decoder(
         target, draft, temperature=temperature, num_draft_tokens=3, batch_size=batch_size, replay=replay,
-        tree=Tree.of(shape, CPU) if shape else None,
+        tree=Tree.of(shape, CPU) if shape else None, ngram=ngram,
     )  # fmt: skip
     requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
     done: dict[int, RowCompletion] = {}
@@ -75,6 +76,32 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: st
     assert any(sum(accepted) for _, accepted in wanted)
     assert texts(batch_size=3, replay=False) == wanted
     assert texts(batch_size=5, replay=True) == wanted
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_look_up_drafts_trees_for_the_plain_text(shape: str, batch_size: int) -> None:
+    target = PrefixRunner()
+    found = decoded(target, None, shape, temperature=0.0, batch_size=batch_size, ngram=True)
+    assert [each.token_ids for each in found] == [target.greedy(ids, NUM_NEW) for ids in PROMPTS]
+    assert any(sum(each.accepted_lengths) for each in found)
+
+
+def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executor() -> None:
+    """Nor do traces depend on the number of slots, which the second text makes larger."""
+    texts = []
+    for batch_size, replay in ((1, False), (1, True), (5, True)):
+        decoder = make_decoder(
+            PrefixRunner(sharpness=1.0), None, temperature=0.9, batch_size=batch_size, replay=replay, ngram=True,
+            tree=Tree.of("3x2x1", CPU),
+        )  # fmt: skip
+        for num_new in (30, 90):
+            done = complete(decoder, [
+                Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(PROMPTS)
+            ])  # fmt: skip
+            texts.append([(each.token_ids, each.accepted_lengths) for each in done])
+    assert texts[:2] == texts[2:4] == texts[4:]
+    assert any(sum(accepted) for _, accepted in texts[1])
 
 
 def test_a_chain_written_as_a_tree_has_the_text_of_the_chain() -> None:

@@ -1,0 +1,277 @@
+"""Plans of checkpoints whose files are quantized, by config.json alone: bytes, times, and what is said of runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_ssp.architectures.family import inventory
+from llama_ssp.machines import hardware
+from llama_ssp.planning.advice import changes_that_fit
+from llama_ssp.planning.memory import fits, memory, model_bytes, shares, step_bytes
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.search import compare, search
+from llama_ssp.planning.spec import PlannedModel, job_of_plan, planned_model, resolve_shapes
+from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
+from llama_ssp.settings.schema import (
+    NO_DRAFT,
+    DrafterConfig,
+    Dtype,
+    ModelConfig,
+    PlanConfig,
+    SyntheticConfig,
+    TargetKind,
+    WeightsKind,
+)
+from tests.helpers.planning import make_job, measured_machine
+
+H100 = hardware.load("1xh100")
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
+}  # fmt: skip
+MISTRAL_7B = LLAMA_8B | {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN_14B = QWEN_7B | {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+QWEN_72B = QWEN_14B | {
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64
+}  # fmt: skip
+QWEN3_32B = QWEN_14B | {
+    "model_type": "qwen3", "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+PHI_4 = {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17920,
+    "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+    "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def compressed(form: str, **weights: object) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}
+    }  # fmt: skip
+
+
+FP8 = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+W8A8 = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+W4A16 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+NF4_TWICE = NF4 | {"bnb_4bit_use_double_quant": True}
+
+PUBLISHED = {  # GB, as the sums of the safetensors files that the pages of the hub list under "Files"
+    "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA_8B, FP8, 5.00 + 4.08),
+    "neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (LLAMA_8B, GPTQ, 5.74),
+    "TheBloke/Mistral-7B-v0.1-AWQ": (MISTRAL_7B, AWQ, 4.15),
+    "neuralmagic-ent/Qwen2.5-14B-quantized.w8a8": (QWEN_14B, W8A8, 5.00 + 4.96 + 4.82 + 1.56),
+    "OPEA/Qwen2.5-72B-Instruct-int4-sym-inc": (QWEN_72B, GPTQ, 41.5),
+    "RichardErkhov/Qwen_-_Qwen2.5-7B-Instruct-4bits": (QWEN_7B, NF4, 4.76 + 1.09),
+    "RedHatAI/phi-4-quantized.w8a8": (PHI_4, W8A8, 15.7),
+}
+REPORTED = {  # GB, as users report them, without a page that was looked up
+    "RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8": (LLAMA_70B, FP8, 72.7),
+    "hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4": (LLAMA_70B, AWQ, 39.77),
+    "Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4": (QWEN_72B, GPTQ, 41.6),
+    "unsloth/Meta-Llama-3.1-8B-bnb-4bit": (LLAMA_8B, NF4_TWICE, 5.7),
+    "Qwen/Qwen3-32B-FP8": (QWEN3_32B, FP8_BLOCKS, 34.3),
+}
+
+
+def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:  # noqa: ANN401 - any field
+    """The config of a plan of a folder with nothing but a config.json, as `llama-ssp plan` resolves it."""
+    (folder / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
+    entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
+    config = PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes)
+    resolve_shapes(config)
+    return config
+
+
+def planned(folder: Path, sizes: dict[str, Any], described: object, quantization: str = "none") -> PlannedModel:
+    return planned_model(config_of(folder, sizes, described, quantization=quantization).model, device="cuda")
+
+
+def total(model: PlannedModel) -> int:
+    return model_bytes(inventory(model.shape), model, device="cuda").total_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "described", "size_gb"), [*PUBLISHED.values(), *REPORTED.values()], ids=[*PUBLISHED, *REPORTED]
+)
+def test_public_checkpoints_are_planned_within_one_percent_of_their_size(
+    sizes: dict[str, Any], described: object, size_gb: float, tmp_path: Path
+) -> None:
+    assert total(planned(tmp_path, sizes, described)) / 1e9 == pytest.approx(size_gb, rel=0.01)
+
+
+def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
+    plan = make_plan(job_of_plan(config_of(tmp_path, LLAMA_70B, FP8), H100), H100)
+    assert plan.fits
+    assert document(plan)["target"]["stored_format"] == "compressed-tensors fp8"
+    plain = make_plan(job_of_plan(config_of(tmp_path, LLAMA_70B, {}), H100), H100)
+    assert not plain.fits
+
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+ATTENTION, MLP, HEAD = 2 * 512 * 512 + 2 * 256 * 512, 3 * 1024 * 512, 1000 * 512
+VECTORS = 3 * 2 * 512 + 512
+OUTPUTS = 2 * 512 + 2 * 256 + 2 * 1024 + 512
+
+
+def test_weights_scales_and_what_stays_add_up(tmp_path: Path) -> None:
+    rest = 2 * (2 * HEAD + VECTORS)
+    assert total(planned(tmp_path, SMALL, W8A8)) == rest + 3 * (ATTENTION + MLP + 2 * OUTPUTS)
+    kept = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp", "self_attn"]}
+    blocks = 2 * MLP + 2 * 4 * MLP // 128**2
+    assert total(planned(tmp_path, SMALL, kept)) == rest + 2 * (3 * ATTENTION + MLP) + blocks
+    with_head = total(planned(tmp_path, SMALL, W8A8 | {"ignore": []}))
+    assert with_head == total(planned(tmp_path, SMALL, W8A8)) - HEAD + 2 * 1000
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_tied_head_is_that_of_the_embedding_even_where_no_module_is_left_out(device: str, tmp_path: Path) -> None:
+    """A CPU keeps a copy of it in 16 bits beside the embedding in fp32."""
+    left_out, quantized = (
+        planned(tmp_path, SMALL | {"tie_word_embeddings": True}, W8A8 | {"ignore": names})
+        for names in (["lm_head"], [])
+    )
+    sizes = [
+        model_bytes(
+            inventory(model.shape), replace(model, dtype=Dtype.fp32) if device == "cpu" else model, device=device
+        )
+        for model in (left_out, quantized)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("described", [W4A16, FP8_BLOCKS, W8A8], ids=["w4a16", "fp8", "w8a8"])
+def test_every_rank_has_the_stored_bytes_of_its_slices(described: object, num_ranks: int, tmp_path: Path) -> None:
+    model = planned(tmp_path, SMALL, described)
+    stored = model.stored_format
+    assert stored
+    for held in shares(model.shape, num_ranks=num_ranks):
+        weights = sum(
+            stored.matrix_bytes(each.module, each.num_rows, each.num_columns, unquantized=0) for each in held.layer
+        )
+        assert held.head
+        tables = 2 * (held.head.num_elements + held.embeddings[0].num_elements)
+        assert model_bytes(held, model, device="cuda").total_bytes == 3 * weights + tables + 2 * VECTORS
+    ranks = memory(make_job(model, num_ranks=num_ranks), replace(H100, num_gpus=num_ranks))
+    assert sum(rank.target_weights_bytes for rank in ranks) < total(model) * 1.02 + num_ranks * 2 * VECTORS
+
+
+def test_a_quantization_that_is_given_has_precedence(tmp_path: Path) -> None:
+    model = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
+    plain = replace(model, stored_format=None)
+    assert total(model) == total(plain)
+    assert model.weights_name == "int8_weight_only"
+
+
+def test_a_forward_reads_the_stored_bytes_and_computes_in_16_bits(tmp_path: Path) -> None:
+    model = planned(tmp_path, LLAMA_8B, W8A8)
+    plain = replace(model, stored_format=None)
+
+    def matrices_s(of: PlannedModel, rows: int) -> float:
+        placement = ModelPlacement(
+            model=of, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=True, num_active=1, target_ranks=(0,)
+        )
+        forward = forward_time(placement, H100, batch_size=rows, num_positions=1, num_scored=1, bucket=128)
+        return forward.matrices_s
+
+    head = 2 * 128256 * 4096
+    held = inventory(model.shape)
+    layers = model_bytes(held, model, device="cuda").total_bytes - 2 * head - 2 * (2 * 32 + 1) * 4096
+    assert matrices_s(model, 1) == pytest.approx((layers + head) / bandwidth(H100))
+    assert matrices_s(model, 4096) == pytest.approx(matrices_s(plain, 4096), rel=0.01)
+    assert step_bytes(held, model, device="cuda") == total(model) - head
+
+
+def notes(folder: Path, described: object, quantization: str = "none") -> list[str]:
+    config = config_of(folder, SMALL, described, quantization=quantization)
+    return [*make_plan(job_of_plan(config, H100), H100).notes]
+
+
+def test_a_plan_says_that_runs_do_not_read_the_format(tmp_path: Path) -> None:
+    said = 'runs do not read this format yet: awq int4 (quant_method "awq"), of local'
+    assert notes(tmp_path, AWQ) == [said]
+    assert notes(tmp_path, AWQ, quantization="int8_weight_only") == [said]
+
+
+def test_a_plan_says_with_which_setting_runs_read_the_format(tmp_path: Path) -> None:
+    able = "model.quantization=int4_weight_only"
+    assert notes(tmp_path, W4A16) == [f"runs read compressed-tensors int4, of local, with {able} alone"]
+    assert notes(tmp_path, GPTQ, quantization="int8_weight_only") == [
+        f"runs read gptq int4, of local, with {able} alone"
+    ]
+    assert notes(tmp_path, W4A16, quantization="int4_weight_only") == []
+
+
+def test_an_unknown_format_is_counted_unquantized_and_said(tmp_path: Path) -> None:
+    described = {"quant_method": "quip", "bits": 2}
+    model = planned(tmp_path, SMALL, described)
+    assert total(model) == total(replace(model, stored_format=None))
+    unknown, unread = notes(tmp_path, described)
+    assert unknown == "no plan knows the bytes of quip: the matrices of local are counted unquantized"
+    assert unread.startswith("runs do not read this format yet: quip ")
+
+
+def test_no_change_quantizes_files_again_or_lets_their_layers_wait(tmp_path: Path) -> None:
+    """With 60 GB int4_weight_only would have room, and layers in host memory on any machine."""
+    machine = replace(H100, memory_bytes=60 * 10**9)
+    job = job_of_plan(config_of(tmp_path, LLAMA_70B, FP8), machine)
+    assert fits(replace(job, target=job.target.quantized("int4_weight_only")), machine)
+    found = changes_that_fit(job, machine)
+    assert found
+    settings = " ".join(setting for change in found for setting in change.settings)
+    assert "quantization" not in settings
+    assert "offload" not in settings
+
+
+def test_searches_and_comparisons_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
+    config = config_of(tmp_path, LLAMA_70B, AWQ)
+    assert {row["quantization"] for row in search(job_of_plan(config, H100), H100)} == {"awq int4"}
+    assert {each.quantization for each in compare(replace(config, search=True), [H100])} == {"awq int4"}
+    packed = config_of(tmp_path, LLAMA_70B, W4A16)
+    assert {row["quantization"] for row in search(job_of_plan(packed, H100), H100)} == {"int4_weight_only"}
+
+
+def test_a_calibrated_machine_has_not_measured_the_format(tmp_path: Path) -> None:
+    machine = measured_machine(hardware.load("laptop_cpu"))
+    job = job_of_plan(config_of(tmp_path, SMALL, AWQ), machine)
+    said = "the times are those of unquantized layers: quantized layers were not measured on this machine"
+    assert said in make_plan(job, machine).notes
+    assert said not in make_plan(replace(job, target=replace(job.target, stored_format=None)), machine).notes
+
+
+def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -> None:
+    config = config_of(tmp_path, SMALL, AWQ, weights=WeightsKind.synthetic, synthetic=SyntheticConfig())
+    assert job_of_plan(config, H100).target.stored_format is None
+
+
+def test_an_entry_with_sizes_of_its_own_is_still_stored_as_its_folder_says(tmp_path: Path) -> None:
+    entry = replace(config_of(tmp_path, SMALL, AWQ).model, stored_format=None)
+    assert entry.shape
+    stored = planned_model(entry, device="cuda").stored_format
+    assert stored
+    assert stored.name == "awq int4"
