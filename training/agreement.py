@@ -3,12 +3,16 @@
 What it does: lets each model of the pair write text after the default prompts of `task=compare` and `task=latency`, and
 bisects the noise of `llama_ssp.weights.synthetic` for each level of agreement: the chance that a drafted token is
 accepted, which is the sum of the smaller of both probabilities, on average over the text. Both tasks count alike.
-What it does not do: draft and verify, or look at another temperature.
+A head that drafts several tokens reads its own states, so the engine drafts with it and counts what is accepted.
+What it does not do: look at another temperature.
 """
 
 import argparse
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -19,15 +23,34 @@ from torch import Tensor
 from llama_ssp import load
 from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.world import start
+from llama_ssp.run.checkpoints import find_sources
+from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.model_files import AGREEMENT_FILE
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    DeviceKind,
+    DrafterConfig,
+    Dtype,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    SyntheticConfig,
+    VerificationConfig,
+    WeightsKind,
+)
+from llama_ssp.settings.tasks import GenerateConfig
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.weights.synthetic import SMALL_MODELS, Synthetic
+from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.synthetic import SMALL_HEAD, SMALL_MODELS, Synthetic
 
 TEMPERATURE = 0.8
 LEVELS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 MOST_NOISE, STEPS = 1.5, 9
+HEAD_NOISES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3, 1.6)
 TASKS = ("compare", "latency")
 
 
@@ -104,22 +127,86 @@ class Measure:
         return (logits_TV / TEMPERATURE).softmax(-1)
 
 
+@torch.inference_mode()
+def acceptance(
+    model: str, draft: str, *, agreement: float = 0.5, noise: float | None = None, num_texts: int = 60, length: int = 64
+) -> float:
+    """Returns the share of drafted tokens that the engine accepts, of those examined, on average over the tasks.
+
+    Target and draft have synthetic weights of this agreement, or the draft, then a head, of this noise.
+    """
+    config = RunConfig(
+        task=GenerateConfig(),
+        model=catalogue.load(model),
+        draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft)),
+        placement=PlacementConfig(),
+        sampling=SamplingConfig(),
+        verification=VerificationConfig(),
+        weights=WeightsKind.synthetic,
+        synthetic=SyntheticConfig(agreement=agreement),
+        batch_size=num_texts,
+    )
+    with start(device=DeviceKind.cpu, timeout_s=60) as world:
+        target, source = find_sources(config, world)
+        if source and noise is not None and isinstance(source.origin, HeadSource):
+            assert isinstance(source.origin.files, Synthetic)
+            files = replace(source.origin.files, noise=noise)
+            source = replace(source, origin=replace(source.origin, files=files))
+        models = load_models(config, world, (target, source))
+    decoder = build_decoder(models, config, speculative=True)
+    rates = []
+    for task in TASKS:
+        prompts, counts = prompts_of(task), Counter[str]()
+        requests = [
+            Request(
+                index=index,
+                sample=sample,
+                prompt_ids=encode(prompt, models.tokenizer, chat=False),
+                max_new_tokens=length,
+            )
+            for sample, (index, prompt) in product(range(num_texts // len(prompts)), enumerate(prompts))
+        ]
+        for updates in decoder.run(requests):
+            for done in (update.completion for update in updates if update.completion.finish_reason):
+                for accepted, examined in zip(done.accepted_lengths, done.examined_lengths, strict=True):
+                    counts["accepted"] += accepted if examined else 0
+                    counts["examined"] += examined
+        rates.append(counts["accepted"] / counts["examined"])
+    return fmean(rates)
+
+
+def head_points(*, num_texts: int, length: int) -> Iterator[dict[str, float]]:
+    """Yields how often the small head's drafts are accepted with each noise."""
+    for noise in HEAD_NOISES:
+        found = acceptance(SMALL_MODELS[0], SMALL_HEAD, noise=noise, num_texts=num_texts, length=length)
+        yield {"agreement": round(found, 3), "noise": noise}
+
+
+def model_points(folder: Path, *, num_texts: int, length: int) -> Iterator[dict[str, float]]:
+    """Yields how much noise gives each level of a small model's agreement with itself."""
+    measure, noise = Measure(folder, num_texts=num_texts, length=length), 0.0
+    yield {"agreement": 1.0, "noise": 0.0}
+    for level in LEVELS:
+        noise = round(measure.noise_for(level, least=noise), 4)
+        yield {"agreement": level, "noise": noise}
+
+
 def main() -> None:
-    """Writes the points of every small model into its folder."""
+    """Writes the points of every small model, or of the head, into its folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", type=Path, default=Path("llama_ssp/shipped"), help="folder of tiny and tiny-draft")
     parser.add_argument("--texts", type=int, default=60, help="per task")
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--head", action="store_true", help="the shipped head, instead of the pair")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for name in SMALL_MODELS:
-        measure = Measure(options.pair / name, num_texts=options.texts, length=options.length)
-        points = [{"agreement": 1.0, "noise": 0.0}]
-        for level in LEVELS:
-            noise = measure.noise_for(level, least=points[-1]["noise"])
-            points.append({"agreement": level, "noise": round(noise, 4)})
-            print(name, points[-1], flush=True)
+    for name in (SMALL_HEAD,) if options.head else SMALL_MODELS:
+        sizes = {"num_texts": options.texts, "length": options.length}
+        points = []
+        for point in head_points(**sizes) if name == SMALL_HEAD else model_points(options.pair / name, **sizes):
+            points.append(point)
+            print(name, point, flush=True)
         content = {"temperature": TEMPERATURE, "points": points}
         (options.pair / name / AGREEMENT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

@@ -46,8 +46,8 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, Local
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.schema import ModelShape, WholeParts
-from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.head import HeadSource
+from llama_ssp.weights.checkpoint import num_mtp_layers, summary
+from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource
 
 Progress = Callable[[int, int], None]
@@ -68,6 +68,7 @@ class Loading(TypedDict):
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
         fuses: see `LeanRunner`.
+        target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
     """
 
     dtype: torch.dtype | None
@@ -75,6 +76,7 @@ class Loading(TypedDict):
     precision: NotRequired[Precision]
     whole: NotRequired[WholeParts]
     fuses: NotRequired[bool]
+    target: NotRequired[Runner | None]
 
 
 class ReadAhead:
@@ -269,7 +271,19 @@ def _prepare(
     quantization = loading.get("precision", UNQUANTIZED).quantization
     whole = _whole_parts(origin, loading.get("whole", WholeParts.none))
     shard(model, origin.shape, comm, quantization=quantization, whole=whole)
+    if shared := _shared_embedding(origin, loading, device):
+        model.set_input_embeddings(shared)
+        del sources[EMBEDDING]
     return model, Weights(model, origin, sources, device, **loading)
+
+
+def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.device) -> nn.Embedding | None:
+    """The target's whole embedding, if this is a head without one, on its device and in its dtype."""
+    target = loading.get("target")
+    if not (origin.shape.shares_embedding and isinstance(target, LeanRunner)):
+        return None
+    is_alike = (target.device, target.dtype) == (device, loading["dtype"] or origin.dtype)
+    return target.embedding if is_alike else None
 
 
 def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
@@ -341,11 +355,20 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
 
 
 def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
-    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number."""
+    """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number.
+
+    Those that predict further tokens may have the next numbers, and are not read.
+    """
     known = {source for name, source in stored.items() if name in parameters}
     kinds = {_LAYER.sub(".0.", source, count=1) for source in known}
     numbers = {name: int(found[1]) for name in {*stored.values()} - known if (found := _LAYER.search(name))}
-    strays = {name: number for name, number in numbers.items() if _LAYER.sub(".0.", name, count=1) in kinds}
+    num_layers = origin.shape.num_hidden_layers
+    unread = range(num_layers, num_layers + num_mtp_layers(origin.config))
+    strays = {
+        name: number
+        for name, number in numbers.items()
+        if number not in unread and _LAYER.sub(".0.", name, count=1) in kinds
+    }
     if strays:
         num_stored = 1 + max(strays.values())
         field = origin.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")

@@ -327,6 +327,7 @@ def _parts(
     model: PlannedModel, device: str,
     *,
     num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
+    has_embedding: bool = True,
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
@@ -339,7 +340,7 @@ def _parts(
     parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
-        weights = model_bytes(held, model, device=device)
+        weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
         part = _Part(
             weights=weights,
             cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
@@ -378,7 +379,7 @@ def _draft_parts(job: PlanSpec, hardware: HardwareConfig) -> dict[int, _Part]:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
     parts = _parts(
         job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, num_rows=num_rows,
-        num_slots=_slots(job.draft, hardware, job.draft_slots),
+        num_slots=_slots(job.draft, hardware, job.draft_slots), has_embedding=not job.shares_embedding,
     )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))
 

@@ -4,7 +4,7 @@ docs/reference/plan-document.md describes its fields; `plan_version` changes whe
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_ssp.architectures.family import inventory
@@ -198,7 +198,8 @@ def _messages(job: PlanSpec) -> dict[str, int]:
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
     """A model's exact sizes, and the bytes that its ranks repeat."""
     whole = inventory(model.shape)
-    once = model_bytes(whole, model, device=plan.job.device)
+    is_partial = prefix == "draft" and plan.job.shares_embedding
+    once = model_bytes(replace(whole, embeddings=()) if is_partial else whole, model, device=plan.job.device)
     held = sum(getattr(rank, f"{prefix}_weights_bytes") for rank in plan.ranks)
     return {
         "name": model.name,

@@ -350,12 +350,19 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
 
 def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
-    """Names of the heads whose target has the sizes of this model."""
+    """Names of the heads of this entry, or of a model without one: those whose target has its sizes."""
+    entries = {each.name: each for each in known}
     for other in known:
-        if model.shape and other.shape and other.shape.is_head and not model.shape.is_head:
+        if not (model.shape and other.shape and other.shape.is_head) or model.shape.is_head:
+            continue
+        trained_for = entries.get(other.target or "")
+        if trained_for is None:
             sizes = other.shape.target_hidden_size, other.shape.target_vocab_size
-            if sizes == (model.shape.hidden_size, model.shape.vocab_size):
-                yield other.name
+            fits = sizes == (model.shape.hidden_size, model.shape.vocab_size)
+        else:
+            fits = trained_for.name == model.name or (model.name not in entries and trained_for.shape == model.shape)
+        if fits:
+            yield other.name
 
 
 _SECONDS_PER_HOUR, _MILLION = 3600, 10**6

@@ -198,6 +198,15 @@ class PlanSpec:
         return self.draft is not None and self.draft.shape.is_head
 
     @property
+    def shares_embedding(self) -> bool:
+        """Whether the draft is a head that looks tokens up in the target's embedding, on its one rank."""
+        target, draft = self.target, self.draft
+        if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
+            return False
+        is_whole = target.is_lean and self.target_kind is TargetKind.tensor and len(self.target_ranks) == 1
+        return is_whole and target.dtype is draft.dtype
+
+    @property
     def tap_bytes(self) -> int:
         """Bytes of the taps of a token; 0 without a head."""
         return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
@@ -282,7 +291,7 @@ def make_job(
             model and replace(model, dtype=number_format(model, device=device), stored_dtype=Dtype.bf16)
             for model in models
         ]
-        acceptance = config.synthetic.agreement if acceptance is None else acceptance
+        acceptance = config.agreement if acceptance is None else acceptance
     tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"

@@ -1,5 +1,6 @@
 """Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, matching_of
+from llama_ssp.settings.drafters import NO_MTP, Matching, matching_of
 from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
 from llama_ssp.settings.model_files import (
     CONFIG_FILE,
@@ -27,7 +28,7 @@ from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind,
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
-from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect
+from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers
 from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
@@ -60,6 +61,7 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
+_log = logging.getLogger(__name__)
 _NOTHING_LOADED = (Loaded(), Loaded())
 
 
@@ -88,7 +90,7 @@ def find_sources(
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
 
             # On a CPU 16 bits hold the numbers, as planned.
-            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.synthetic.agreement
+            shapes, agreement = [entry.shape for entry in entries if entry.shape], config.agreement
             origins: list[WeightSource] = [*synthesize(shapes, agreement=agreement, in_16_bits=device == "cpu")]
         else:
             origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
@@ -114,12 +116,11 @@ def find_sources(
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """Fill in the number formats that both models are loaded in, those of their files, and unknown shapes."""
+    """Fill in the number formats that both models are loaded in, those of their files, and their shapes."""
 
     def filled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
-        shape = source.entry.shape or source.origin.shape
-        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=shape)
+        return replace(source.entry, dtype=_member(dtype), stored_dtype=_member(stored), shape=source.origin.shape)
 
     target, draft = sources
     config = replace(config, model=filled(target))
@@ -158,7 +159,14 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[
         raise ConfigError(f"{target.folder} is a draft head: give it as the draft of its target")
     if isinstance(draft, Checkpoint) and draft.head:
         draft = of_target(draft, draft.head, target)
+    if draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
+        raise ConfigError(f"{draft.folder} is the target and the draft: its {NO_MTP}")
     return [each for each in (target, draft) if each]
+
+
+def _has_mtp(origin: WeightSource) -> bool:
+    """Whether files hold layers that predict further tokens."""
+    return isinstance(origin, Checkpoint) and num_mtp_layers(origin.config) > 0
 
 
 def _check(
@@ -174,6 +182,8 @@ def _check(
 
     compiles = device == "cpu" and not entry.int8_threshold
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    if _has_mtp(origin):
+        _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
     folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
     return Source(

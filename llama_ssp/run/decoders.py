@@ -123,7 +123,10 @@ def load_models(
             target = loaded("target", target_source, load)
         draft = None
         if draft_source and mesh.draft:
-            draft = loaded("draft", draft_source, partial(own, comm=mesh.draft, whole=config.placement.draft.whole))
+            load = partial(own, comm=mesh.draft, whole=config.placement.draft.whole)
+            if layout.draft_ranks == layout.target_ranks:
+                load = partial(load, target=target)
+            draft = loaded("draft", draft_source, load)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:

@@ -91,7 +91,7 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     pair = pair_of_run(config)
     first = expected(pair).probability
     if config.weights is WeightsKind.synthetic:
-        first = config.synthetic.agreement
+        first = config.agreement
     if config.speculation.acceptance is not None:
         first = config.speculation.acceptance
     fallback = config.draft.fallback

@@ -304,6 +304,13 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
             f"model={target.name} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: choose a "
             "head of this target"
         )
+    elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
+        num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
+        if num_layers != own_layers and not is_synthetic(config):
+            yield (
+                f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
+                f"model={target.name} has {num_layers}: choose a head of this target"
+            )
     if drafters.matching_of(config.draft):
         yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave draft.tokenizer=own out"
     if config.speculation.overlap:
@@ -371,10 +378,15 @@ def _synthetic(config: RunConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config) if is_synthetic(config) else ():
         if model.shape is None:
             yield f"weights=synthetic needs a shape of the catalogue, and {group}={model.name} has none: use {group}=7B"
-        elif model.shape.model_type != "llama":
+        elif model.shape.model_type != "llama" and not model.shape.is_head:
             yield (
                 f"weights=synthetic supports models of the Llama kind only, and {group}={model.name} is a "
                 f"{model.shape.model_type} model: use {group}=7B, or leave weights=synthetic out"
+            )
+        elif model.shape.is_head and config.agreement > schema.HEAD_AGREEMENT:
+            yield (
+                f"synthetic.agreement={config.agreement} is more than the shipped head has, which synthetic heads "
+                f"compute: at most {schema.HEAD_AGREEMENT} is possible with draft={model.name}"
             )
 
 

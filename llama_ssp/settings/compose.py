@@ -35,7 +35,7 @@ from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_nam
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
-from llama_ssp.settings.drafters import ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
@@ -468,7 +468,9 @@ def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
 def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
     try:
-        if name not in known:
+        if name in MTP_DRAFTS and group == "draft" and name not in known:
+            yield f"draft={name}: {NO_MTP}"
+        elif name not in known:
             yield from _unknown_option(group, name, known)
         elif group == "hardware":
             hardware.load(name)

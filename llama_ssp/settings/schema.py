@@ -18,6 +18,8 @@ DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
 DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
+AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
+"""The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
 LAUNCHER = "hydra.launcher"
 """Where Hydra keeps a `SlurmConfig`."""
 ADAPTIVE = "auto"
@@ -105,6 +107,7 @@ class ModelShape:
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property
     def is_head(self) -> bool:
@@ -148,6 +151,7 @@ class ModelConfig:
     verify: bool = False
     manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
     default_draft: str | None = None  # entry that draft=default stands for.
+    target: str | None = None  # of a draft head: entry of the model that it was trained for.
     chat: bool = False  # whether the model has a chat template.
     gated: bool = False  # whether the hub asks for a login.
     shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
@@ -302,7 +306,9 @@ class SpeculationConfig:
 class SyntheticConfig:
     """Synthetic weights."""
 
-    agreement: float = 0.8  # probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1.
+    # probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1, or to 0.768 of a draft head; null
+    # takes 0.8, and of a head 0.768.
+    agreement: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -338,8 +344,8 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    # synthetic makes any Llama shape on the device, as target and as draft, at its true size and cost, without a
-    # download. Each computes the shipped small model; the context has 2048 tokens.
+    # synthetic makes any Llama shape on the device, as target, draft and draft head, at its true size and cost, without
+    # a download. Each computes the shipped small model or head; the context has 2048 tokens.
     weights: WeightsKind = WeightsKind.checkpoint
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -372,6 +378,14 @@ class RunConfig:
     run_dir: str | None = None  # the run folder, outputs/ID by default; a folder with finished prompts is resumed.
     # anyway resumes also a folder whose models have other files now, or of an earlier version.
     resume: Resume = Resume.if_unchanged
+
+    @property
+    def agreement(self) -> float:
+        """The probability that a drafted token of synthetic weights is accepted."""
+        if self.synthetic.agreement is not None:
+            return self.synthetic.agreement
+        draft = self.draft.model
+        return HEAD_AGREEMENT if draft and draft.shape and draft.shape.is_head else AGREEMENT
 
 
 class PlanFormat(Enum):

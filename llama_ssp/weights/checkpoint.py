@@ -104,6 +104,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     num_heads = config.num_attention_heads
     derived = (
         "num_key_value_heads", "head_dim", "intermediate_size", "target_vocab_size", "target_hidden_size",
+        "shares_embedding",
     )  # fmt: skip
     return ModelShape(
         **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
@@ -113,11 +114,25 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     )
 
 
+_MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
+
+
+def num_mtp_layers(config: PretrainedConfig) -> int:
+    """The layers that predict further tokens, which are stored with a model, and are not read."""
+    found = [size for name in _MTP if type(size := getattr(config, name, 0)) is int]
+    return max(0, *found)
+
+
 def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape."""
+    """Compare a catalogue entry with its checkpoint; CheckpointError if it has another shape.
+
+    Of a head, the context is its target's, and the plan alone needs to know whether it has an embedding.
+    """
     if entry.shape is None:
         return
     wanted, found = asdict(entry.shape), asdict(checkpoint.shape)
+    for name in ("max_position_embeddings", "shares_embedding") if checkpoint.head else ():
+        del wanted[name]
     differences = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
     if differences:
         raise CheckpointError(

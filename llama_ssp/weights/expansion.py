@@ -10,6 +10,7 @@ The indices and factors:
     heads, MLP  copies of the small ones, each of which contributes a part of the output, so that every rank has a part
     layers      the small ones, spread evenly; in between, layers whose contributions cancel, but not within a rank
     vocabulary  a token that the small model lacks gets a large negative logit from the last residual dimension alone
+    taps        of a draft head: layers whose inputs are those of the small one's, so its matrices are gathered alike
 
 Factors are powers of two if the shapes allow it, so that the large matrices hold the small numbers exactly in any
 dtype. Weights are read in `synthetic`. Shapes: O rows and I columns of the large matrix; a norm is a single row.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.settings.schema import ModelShape
 
 SPARE = -1
@@ -95,7 +97,7 @@ def obstacle(small: ModelShape, large: ModelShape) -> str | None:
     """The reason why a shape cannot hold a small model, or None."""
     least = {
         "num_hidden_layers": small.num_hidden_layers,
-        "hidden_size": small.hidden_size + (large.vocab_size > small.vocab_size),
+        "hidden_size": small.hidden_size + _has_spare_tokens(small, large),
         "head_dim": small.head_dim,
         "intermediate_size": small.intermediate_size,
         "vocab_size": small.vocab_size,
@@ -106,7 +108,14 @@ def obstacle(small: ModelShape, large: ModelShape) -> str | None:
             return f"{name} is {getattr(large, name)}, and at least {value} is required"
     if large.tie_word_embeddings and not small.tie_word_embeddings:
         return "its embeddings are tied"
+    if large.vocab_size > small.vocab_size and not _has_spare_tokens(small, large):
+        return f"vocab_size is {large.vocab_size}, and {small.vocab_size} of {large.num_token_ids} tokens are drafted"
     return None
+
+
+def _has_spare_tokens(small: ModelShape, large: ModelShape) -> bool:
+    """Whether the large model reads tokens that the small one lacks, which takes a dimension of the residual."""
+    return large.num_token_ids > small.num_token_ids
 
 
 def _head_groups(small: ModelShape, large: ModelShape) -> list[range]:
@@ -140,7 +149,7 @@ class _LayerMaps(NamedTuple):
 
 
 class Implant:
-    """A small Llama, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
+    """A small Llama or draft head, with its `rms_norm_eps` and rotary base, in a large shape without `obstacle`.
 
     Attributes:
         eps, theta: `rms_norm_eps` and rotary base of the large model.
@@ -150,7 +159,7 @@ class Implant:
     def __init__(self, small: ModelShape, large: ModelShape, *, small_eps: float, small_theta: float) -> None:
         assert obstacle(small, large) is None
         self._small, self._large = small, large
-        self._reserved = large.vocab_size > small.vocab_size
+        self._reserved = _has_spare_tokens(small, large)
         self._num_copies = _num_copies(small.hidden_size, large.hidden_size - self._reserved, large.hidden_size)
         self._spread = math.sqrt(self._num_copies * small.hidden_size / large.hidden_size)
         self._gain = 2.0 ** round(-math.log2(self._spread))
@@ -171,6 +180,8 @@ class Implant:
         """Return how the large tensor of this name is made from a small one."""
         if name.startswith("model.layers."):
             return self._layer_gather(name)
+        if name == "model.fc.weight":
+            return self._taps_gather(name)
         is_tied = self._large.tie_word_embeddings
         if name == "model.norm.weight":
             return self._norm(name, scale=self._spread / (self._gain * self._num_copies if is_tied else 1), last=_LIFT)
@@ -195,6 +206,8 @@ class Implant:
         maps, plain = self._maps[counts], torch.arange(self._small.head_dim)
         (queries, query_weights), (units, unit_weights) = maps.query, maps.units
         rows_O, columns_I, weights_I, scale = self._residual(self._num_copies), self._residual(1), None, 1.0
+        if self._small.is_head and rest[-2] in {"q_proj", "k_proj", "v_proj"}:
+            columns_I = self._states(2)
         match rest[-2]:
             case "q_proj":
                 rows_O = self._heads(queries, self._pairs)
@@ -213,6 +226,14 @@ class Implant:
             case _:
                 return self._norm(source, scale=self._spread, last=0.0)
         return Gather(source=source, rows_O=rows_O, columns_I=columns_I, weights_I=weights_I, scale=scale)
+
+    def _taps_gather(self, name: str) -> Gather:
+        """That of the first matrix of a head: all copies of its hidden state, and the reserved dimension of a tap."""
+        rows_O, last_column = self._residual(self._num_copies), None
+        if self._reserved:
+            rows_O[rows_O == SPARE] = self._small.hidden_size  # behind the last row: zeros too, but not SPARE
+            rows_O[-1], last_column = SPARE, (0.0, 1.0)
+        return Gather(source=name, rows_O=rows_O, columns_I=self._states(NUM_TAPS), last_column=last_column)
 
     def _norm(self, source: str, *, scale: float, last: float) -> Gather:
         row = torch.zeros(1, dtype=torch.long)
@@ -234,6 +255,11 @@ class Implant:
         width = num_copies * self._small.hidden_size
         features[:width] = torch.arange(width) % self._small.hidden_size
         return features
+
+    def _states(self, number: int) -> Tensor:
+        """The small dimension of each dimension of so many hidden states in a row, to read."""
+        one = self._residual(1)
+        return torch.cat([one.where(one == SPARE, one + place * self._small.hidden_size) for place in range(number)])
 
     def _layer_maps(self, *, counts: bool) -> _LayerMaps:
         """Copies of all heads and units; in a layer that cancels, of only a few, so that each is on many ranks."""

@@ -11,7 +11,7 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Unpack
@@ -23,18 +23,17 @@ from transformers import PretrainedConfig
 from llama_ssp.architectures.eagle3 import HeadConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.schema import ModelShape
-from llama_ssp.weights.checkpoint import Checkpoint
-from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted, WeightSource
+from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, TOKEN_MAP = "model.embed_tokens.weight", "d2t"
 _OF_LAYER = re.compile(r"(?:midlayer|layers\.0)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSource:
-    """The files of a head, for the target that it drafts for; a `WeightSource`."""
+    """The files of a head, or its recipe, for the target that it drafts for; a `WeightSource`."""
 
-    files: Checkpoint
+    files: WeightSource
     head: HeadConfig
     target: WeightSource
 
@@ -48,10 +47,11 @@ class HeadSource:
         """See `WeightSource`: that of a model whose one layer the head has; `vocab_size` is D."""
         return self.files.config
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
-        return self.files.shape
+        has_own = EMBEDDING in map(_named, self.files.tensors)
+        return replace(self.files.shape, shares_embedding=not has_own)
 
     @property
     def context(self) -> int:
@@ -67,7 +67,7 @@ class HeadSource:
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by the names of our modules."""
         own = {_named(name): facts for name, facts in self.files.tensors.items()}
-        return own if EMBEDDING in own else own | {EMBEDDING: self.target.tensors[EMBEDDING]}
+        return own | {EMBEDDING: self.target.tensors[EMBEDDING]} if self.shape.shares_embedding else own
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
@@ -86,7 +86,7 @@ class HeadSource:
         contradicts `t2d`.
         """
         size, vocab_size = self.shape.vocab_size, self.shape.num_token_ids
-        steps_D, known_V = self._map("d2t", size), self._map("t2d", vocab_size)
+        steps_D, known_V = self._map(TOKEN_MAP, size), self._map("t2d", vocab_size)
         if steps_D is None:
             if size == vocab_size:
                 return torch.arange(size)
@@ -107,14 +107,14 @@ class HeadSource:
 
     def _map(self, name: str, size: int) -> Tensor | None:
         tensor = self.files.tensors.get(name)
-        if not isinstance(tensor, StoredTensor):
+        if tensor is None:
             return None
         if tensor.shape != (size,):
             raise CheckpointError(f"{self.folder}: {name} is {list(tensor.shape)}, not [{size}]: copy it again")
-        return tensor.read()
+        return self.files.read(name)
 
 
-def of_target(files: Checkpoint, head: HeadConfig, target: WeightSource) -> HeadSource:
+def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> HeadSource:
     """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
     sizes = target.shape.hidden_size, target.shape.vocab_size
     own = files.shape.target_hidden_size, files.shape.target_vocab_size

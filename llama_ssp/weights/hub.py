@@ -11,9 +11,10 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download
 
+from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF_ALONE, adapter_alone
+from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF_ALONE, adapter_alone, read_json
 from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
@@ -37,7 +38,7 @@ def resolve(model: ModelConfig) -> Path:
     if not any(folder.glob(WEIGHTS)):
         names = _names(model)  # the client also returns a folder of its cache if it did not reach the hub
         has_them = any(Path(name).match(WEIGHTS) for name in names)
-        raise CheckpointError(_other_kind(model, folder, names) or _without_weights(model, has_them=has_them))
+        raise CheckpointError(_other_kind(model, folder, names) or _without_weights(model, folder, has_them=has_them))
     return folder
 
 
@@ -115,7 +116,7 @@ def _sentence(model: ModelConfig, error: Exception) -> str:
     return f"{where} {said}"
 
 
-def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
+def _without_weights(model: ModelConfig, folder: Path, *, has_them: bool) -> str:
     """Why a folder of the cache has no weights; `has_them` says whether the hub has."""
     if constants.HF_HUB_OFFLINE or has_them:
         offline = ", and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
@@ -123,10 +124,15 @@ def _without_weights(model: ModelConfig, *, has_them: bool) -> str:
             f"of {model.hub_id} only other files than weights are in {constants.HF_HUB_CACHE}{offline}: run "
             f"{download_command(model)} on a network"
         )
-    return (
+    fault = (
         f"{model.hub_id} on the hub has no weights in safetensors (model.safetensors, or shards and their index), and "
-        "no others are read: choose another repository, or save it with save_pretrained and give model.path=DIR"
+        "no others are read: choose another repository, or "
     )
+    file = folder / CONFIG_FILE
+    if file.is_file() and read_head_config(read_json(file), file):
+        download = f"{download_command(model)} --local-dir DIR"
+        return fault + f"run {download} and give draft.model.path=DIR, which says how to convert it"
+    return fault + "save it with save_pretrained and give model.path=DIR"
 
 
 def download_command(model: ModelConfig) -> str:

@@ -2,12 +2,13 @@
 
 Target and draft compute the same small model, `tiny`, or `tiny-draft` if one of the shapes is too narrow for `tiny` or
 has tied embeddings. Noise on the draft's output head sets the agreement of the two; `training.agreement` measured which
-noise gives which agreement, and stored it in a file. Module `expansion` places the numbers. A tensor or slice is made
-on its device when it is read.
+noise gives which agreement, and stored it in a file. A draft head computes the shipped head `tiny-eagle`, with noise on
+its output head too: one layer cannot compute `tiny`, so it agrees as often as `tiny-eagle` at most. Module `expansion`
+places the numbers. A tensor or slice is made on its device when it is read.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +25,11 @@ from llama_ssp.settings.schema import ModelShape
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.expansion import Implant, obstacle
-from llama_ssp.weights.source import TensorFacts, Wanted
+from llama_ssp.weights.head import TOKEN_MAP, HeadSource, of_target
+from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 SMALL_MODELS = ("tiny", "tiny-draft")
+SMALL_HEAD = "tiny-eagle"  # of the first one.
 _NOISE_SEED = 0
 _LAYER_TENSORS = (
     *(f"self_attn.{kind}_proj" for kind in "qkvo"),
@@ -38,10 +41,10 @@ _LAYER_TENSORS = (
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama shape that computes a small model; a `WeightSource`.
+    """A Llama shape that computes a small model, or the shape of a head a small head; a `WeightSource`.
 
     Attributes:
-        small: the files of the small model, whose tokenizer and end-of-sequence tokens are used.
+        small: the small model, whose tokenizer and end-of-sequence tokens are used.
         shape: the large shape, without `expansion.obstacle`.
         noise: standard deviation of the noise on the small output head, or its tied embedding, in units of the head's
             root mean square.
@@ -49,7 +52,7 @@ class Synthetic:
             keeps them in 16 bits.
     """
 
-    small: Checkpoint
+    small: WeightSource
     shape: ModelShape
     noise: float = 0.0
     in_16_bits: bool = False
@@ -79,12 +82,16 @@ class Synthetic:
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
         """All tensors by their names in transformers."""
-        layers = range(self.shape.num_hidden_layers)
+        layers, facts = range(self.shape.num_hidden_layers), dict[str, TensorFacts]()
         names = [f"model.layers.{layer}.{tensor}.weight" for layer in layers for tensor in _LAYER_TENSORS]
-        names += ["model.embed_tokens.weight", "model.norm.weight"]
+        names.append("model.norm.weight")
         if not self.shape.tie_word_embeddings:
             names.append("lm_head.weight")
-        facts = {}
+        if self.shape.is_head:
+            names += ["model.layers.0.hidden_norm.weight", "model.fc.weight"]
+            facts[TOKEN_MAP] = TensorFacts(dtype=None, shape=(self.shape.vocab_size,))
+        else:
+            names.append("model.embed_tokens.weight")
         for name in names:
             gather = self._implant.gather(name)
             sizes = (len(gather.rows_O), len(gather.columns_I))
@@ -93,6 +100,8 @@ class Synthetic:
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Make a tensor or a slice of it, on its device; see `WeightSource.read`."""
+        if name == TOKEN_MAP:
+            return self._token_map()
         gather = self._implant.gather(name)
         if (dim := wanted.get("dim")) is not None:
             gather = gather.cut(dim, wanted["parts"])
@@ -108,6 +117,18 @@ class Synthetic:
         values = gather.make(small.view(-1, small.shape[-1]), dtype=torch.float16 if is_rounded else dtype).to(dtype)
         return values[0] if small.ndim == 1 else values
 
+    def layers_of(self, small_layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers whose inputs are those of these layers of the small model."""
+        starts = {small: layer for layer, (small, counts) in enumerate(self._implant.layers) if counts}
+        return tuple(starts[layer] for layer in small_layers)
+
+    def _token_map(self) -> Tensor:
+        """`d2t` of a head: the small one's tokens, then the first of the others, which are never drafted."""
+        size = self.shape.vocab_size
+        small_ids = torch.arange(self.small.shape.vocab_size) + self.small.read(TOKEN_MAP)
+        is_free_V = torch.ones(self.shape.num_token_ids, dtype=torch.bool).index_fill_(0, small_ids, value=False)
+        return torch.cat([small_ids, is_free_V.nonzero()[:, 0]])[:size] - torch.arange(size)
+
     @cached_property
     def _implant(self) -> Implant:
         config = self.small.config
@@ -115,29 +136,45 @@ class Synthetic:
         return Implant(self.small.shape, self.shape, small_eps=config.rms_norm_eps, small_theta=theta)
 
 
-def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False) -> list[Synthetic]:
+def synthesize(
+    shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bool = False
+) -> list[Synthetic | HeadSource]:
     """Make the sources of a target, or of a target and its draft; no tensor is made yet.
 
     Args:
-        shapes: one or two, of Llama-like models; ConfigError if one is too small.
+        shapes: one or two, of Llama-like models, the second one perhaps of a head; ConfigError if one is too small.
         agreement: probability that a drafted token is accepted, as measured by `training.agreement`; ConfigError if no
             noise is known for it.
         in_16_bits: see `Synthetic`.
     """
+    target_shape, *others = shapes
     small = choose_small(shapes)
-    noises = (0.0, noise_for(small.folder, agreement) if len(shapes) > 1 else 0.0)
-    return [
-        Synthetic(small=small, shape=shape, noise=noise, in_16_bits=in_16_bits)
-        for shape, noise in zip(shapes, noises, strict=False)
-    ]
+    target = Synthetic(small=small, shape=target_shape, in_16_bits=in_16_bits)
+    drafts = [
+        _head_of(target, shape, agreement) if shape.is_head
+        else replace(target, shape=shape, noise=noise_for(small.folder, agreement))
+        for shape in others
+    ]  # fmt: skip
+    return [target, *drafts]
+
+
+def _head_of(target: Synthetic, shape: ModelShape, agreement: float) -> HeadSource:
+    files = inspect(hub.resolve(catalogue.load(SMALL_HEAD)))
+    assert files.head
+    small = of_target(files, files.head, target.small)
+    if reason := obstacle(small.shape, shape):
+        raise ConfigError(f"weights=synthetic needs the shape of a head that can hold {SMALL_HEAD} ({reason})")
+    recipe = replace(target, small=small, shape=shape, noise=noise_for(files.folder, agreement))
+    head = replace(small.head, layers=target.layers_of(small.layers), target_hidden_size=shape.hidden_size)
+    return of_target(recipe, head, target)
 
 
 def choose_small(shapes: Sequence[ModelShape]) -> Checkpoint:
-    """Choose the best small model that all these shapes can hold; ConfigError if there is none."""
-    reasons = []
-    for name in SMALL_MODELS:
+    """Choose the best small model that all these shapes can hold, with a head if there is one; ConfigError for none."""
+    reasons, models = [], [shape for shape in shapes if not shape.is_head]
+    for name in SMALL_MODELS if len(models) == len(shapes) else SMALL_MODELS[:1]:
         checkpoint = inspect(hub.resolve(catalogue.load(name)))
-        found = [reason for shape in shapes if (reason := obstacle(checkpoint.shape, shape))]
+        found = [reason for shape in models if (reason := obstacle(checkpoint.shape, shape))]
         if not found:
             return checkpoint
         reasons.append(f"{name}: {found[0]}")

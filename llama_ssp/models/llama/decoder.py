@@ -112,6 +112,11 @@ class LeanRunner(CachedRunner):
             self._use_own_kernels(fuses=fuses)
 
     @property
+    def embedding(self) -> nn.Embedding | None:
+        """The embedding, if this rank has all of it."""
+        return self._embed if isinstance(self._embed, nn.Embedding) else None
+
+    @property
     def is_fused(self) -> bool:
         """Whether forwards run all of our kernels between products; see `kernels.between`."""
         return all(vars(self._own).values())

@@ -1,5 +1,6 @@
 """Holds the loader to the library's own values under whatever name they are stored, and to reading only its slices."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,36 @@ def test_more_layers_are_found_without_the_prefix_of_the_base_model_too(tmp_path
     edit_tensors(tmp_path, lambda tensors: {name.removeprefix(prefix): t for name, t in tensors.items()})
     tiny_config(family, num_hidden_layers=2).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds tensors of 3 layers"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "prefix"),
+    [
+        ("num_nextn_predict_layers", "model.layers.3."),
+        ("num_nextn_predict_layers", "model.mtp_layers.0."),
+        ("mtp_num_hidden_layers", "mtp.layers.0."),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, field: str, prefix: str) -> None:
+    """As DeepSeek V3 and GLM 4.5, MiMo, and Qwen 3.5 store them."""
+    model = build_checkpoint(tmp_path, "qwen2", num_hidden_layers=3)
+    first = "model.layers.0."
+
+    def with_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        more = {f"{prefix}{name.removeprefix(first)}": tensor + 1 for name, tensor in tensors.items() if first in name}
+        return tensors | more | {f"{prefix}eh_proj.weight": torch.ones(2)}
+
+    edit_tensors(tmp_path, with_layer)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: 1}), encoding="utf-8")
+    assert_same_values(load(tmp_path), model)
+
+
+def test_one_layer_that_predicts_further_tokens_does_not_excuse_two_more(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "qwen2", num_hidden_layers=4)
+    tiny_config("qwen2", num_hidden_layers=2, num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="holds tensors of 4 layers"):
         load(tmp_path)
 
 

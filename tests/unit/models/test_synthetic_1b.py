@@ -32,7 +32,9 @@ class Text:
 def synthetic_1b() -> Synthetic:
     shape = catalogue.load("tinyllama_1B").shape
     assert shape
-    return synthesize([shape], agreement=1.0)[0]
+    [synthetic] = synthesize([shape], agreement=1.0)
+    assert isinstance(synthetic, Synthetic)
+    return synthetic
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, WholeParts
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, ModelConfig, PlacementConfig, WholeParts
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model
 
@@ -57,6 +57,18 @@ def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() ->
     assert {("eagle3_llama3_8B", "2x1x1"), ("eagle3_llama3_8B", None), ("llama3_1B", None)} <= few
     assert {tree for draft, tree in few if draft != "eagle3_llama3_8B"} == {None}
     assert {tree for _, tree in many} == {None}
+
+
+def heads_of(model: ModelConfig) -> set[str]:
+    """The heads that a search tries for a model."""
+    return {draft.name for draft in _drafts_of(model, catalogue.entries()) if draft.shape and draft.shape.is_head}
+
+
+def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide() -> None:
+    assert heads_of(catalogue.load("qwen3_32B")) == {"eagle3_qwen3_32B"}
+    assert heads_of(catalogue.load("llama2_13B")) == set()
+    of_hub = replace(catalogue.load("llama3_8B"), name="meta-llama/Llama-3.1-8B-Instruct")
+    assert heads_of(of_hub) == {"eagle3_llama3_8B"}
 
 
 def test_the_asked_model_comes_first_whatever_is_faster() -> None:

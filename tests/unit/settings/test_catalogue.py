@@ -34,6 +34,7 @@ NUM_PARAMETERS = {
     "gemma2_9B": 9_241_705_984,
     "qwen2.5_0.5B": 494_032_768,
     "qwen2.5_7B": 7_615_616_512,
+    "vicuna_13B": 13_015_864_320,
 }
 
 
@@ -42,6 +43,26 @@ def test_the_shape_has_the_published_number_of_parameters(name: str) -> None:
     shape = catalogue.load(name).shape
     assert shape is not None
     assert inventory(shape).num_parameters == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("eagle3_qwen3_14B", 2_775_244_776), ("eagle3_qwen3_32B", 3_121_274_856)]
+)
+def test_a_head_has_the_published_size_of_its_file_but_for_the_header(name: str, num_bytes: int) -> None:
+    shape = catalogue.load(name).shape
+    assert shape is not None
+    maps_bytes = 8 * shape.vocab_size + shape.num_token_ids
+    assert num_bytes - 2 * inventory(shape).num_parameters - maps_bytes == 1640
+
+
+def test_a_head_fits_the_entry_that_it_names_as_its_target() -> None:
+    heads = [entry for entry in catalogue.entries() if entry.shape and entry.shape.is_head]
+    assert len(heads) == 7
+    for head in heads:
+        shape = catalogue.load(head.target or "").shape
+        assert shape
+        assert head.shape
+        assert (shape.hidden_size, shape.vocab_size) == (head.shape.target_hidden_size, head.shape.target_vocab_size)
 
 
 @pytest.mark.parametrize("name", ["7B", "13B", "30B", "65B"])

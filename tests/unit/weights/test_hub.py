@@ -22,6 +22,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights import hub
+from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.hub import put
 from tests.helpers.starters import run_program
 
@@ -119,6 +120,18 @@ def test_an_adapter_and_gguf_on_the_hub_are_named(
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "acme/base"}')
     with pytest.raises(CheckpointError, match='owner/llama-7b on the hub is an adapter of "acme/base", not a model'):
         find(ENTRY)
+
+
+def test_a_head_in_a_pickle_file_is_converted_from_a_copy_in_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = save_original(tmp_path, make_tensors()) / "model.safetensors"
+    file.unlink()
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    monkeypatch.setattr(LIST, listing("config.json", "pytorch_model.bin"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(CheckpointError, match=r"run hf download a/b --local-dir DIR and give draft.model.path=DIR, wh"):
+        hub.resolve(ModelConfig(name="a/b", hub_id="a/b"))
 
 
 def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:

@@ -12,15 +12,20 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import load_modules
+from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.loading import load_model, load_modules
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.checks import LEAST_AGREEMENT
-from llama_ssp.settings.schema import ModelShape
-from llama_ssp.weights.checkpoint import Checkpoint
-from llama_ssp.weights.synthetic import Synthetic, choose_small, noise_for, synthesize
+from llama_ssp.settings.schema import HEAD_AGREEMENT, ModelShape
+from llama_ssp.weights import hub
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from llama_ssp.weights.head import HeadSource, of_target
+from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, noise_for, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.shapes import SHAPES, llama_shape
@@ -34,7 +39,23 @@ TEXTS = torch.randint(3, 4096, (2, NUM_TOKENS), generator=torch.Generator().manu
 
 def make(shape: ModelShape) -> Synthetic:
     [synthetic] = synthesize([shape], agreement=1.0)
+    assert isinstance(synthetic, Synthetic)
     return synthetic
+
+
+def small_pair() -> tuple[Checkpoint, HeadSource]:
+    """The shipped model and its head."""
+    small, head = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", SMALL_HEAD))
+    assert head.head
+    return small, of_target(head, head.head, small)
+
+
+def head_shape(target: ModelShape, *, num_drafted: int) -> ModelShape:
+    """A head that is as wide as its target and drafts so many tokens."""
+    return replace(
+        target, model_type="eagle3", num_hidden_layers=1, num_key_value_heads=4, vocab_size=num_drafted,
+        target_vocab_size=target.vocab_size, target_hidden_size=target.hidden_size,
+    )  # fmt: skip
 
 
 def test_numbers_in_16_bits_are_held_by_fp16_and_others_are_not() -> None:
@@ -49,7 +70,7 @@ def test_numbers_in_16_bits_are_held_by_fp16_and_others_are_not() -> None:
         assert all(scales) is in_16_bits
 
 
-def small_logits(small: Checkpoint) -> Tensor:
+def small_logits(small: WeightSource) -> Tensor:
     """The library's own answer for the small model."""
     model = AutoModelForCausalLM.from_pretrained(small.folder, dtype=torch.float32)
     with torch.inference_mode():
@@ -163,8 +184,87 @@ def test_a_pair_computes_one_small_model_that_both_shapes_can_hold() -> None:
         choose_small([replace(wide, hidden_size=64)])
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Logits of a head over the target's vocabulary, from the taps of P pairs and from its own states of them."""
+
+    of_taps_BPV: Tensor
+    of_own_states_BPV: Tensor
+
+
+def load_pair(target: WeightSource, origin: HeadSource, comm: Comm) -> tuple[Runner, HeadRunner]:
+    """A target and its head, or this rank's slices of them."""
+    runner, head = (load_model(each, dtype=torch.float32, device=CPU, comm=comm) for each in (target, origin))
+    assert isinstance(head, HeadRunner)
+    assert not isinstance(runner, HeadRunner)
+    return runner, head
+
+
+def drafts(runner: Runner, head: HeadRunner, *, width: int) -> Drafts:
+    """What the head drafts from the taps of all texts."""
+    taps = Taps(head.tapped_layers, width=width, dtype=torch.float32, device=CPU)
+    taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
+    for each in (runner, head):
+        each.allocate(batch_size=len(TEXTS), capacity=NUM_TOKENS)
+    positions_BT = torch.arange(NUM_TOKENS).expand_as(TEXTS)
+    runner.forward(TEXTS, positions_BT, bucket=NUM_TOKENS, taps=taps)
+    ids_BP, places_BP = TEXTS[:, 1:], positions_BT[:, :-1]
+    hidden_BPE = head.hidden_of(taps.read(places_BP))
+    hidden_BPE, first_BPV = head.extend(ids_BP, hidden_BPE, places_BP, bucket=NUM_TOKENS)
+    _, second_BPV = head.extend(ids_BP, hidden_BPE, places_BP, bucket=NUM_TOKENS)
+    return Drafts(first_BPV, second_BPV)
+
+
+@pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
+    ("more of everything", 3000, 2), ("the same vocabulary", 2048, 1), heavy("hardly room", 2048, 1),
+])  # fmt: skip
+def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
+    name: str, num_drafted: int, num_ranks: int
+) -> None:
+    shape = SHAPES[name]
+    target, origin = synthesize([shape, head_shape(shape, num_drafted=num_drafted)], agreement=HEAD_AGREEMENT)
+    small, small_head = small_pair()
+    assert isinstance(origin, HeadSource)
+    assert isinstance(origin.files, Synthetic)
+    assert origin.files.noise == 0
+    assert origin.shape.vocab_size == num_drafted
+    wanted = drafts(*load_pair(small, small_head, Comm.single()), width=small.shape.hidden_size)
+    ids_D, comms = small_head.token_ids(), thread_comms(num_ranks)
+    pairs = [load_pair(target, origin, comm) for comm in comms]
+    for found in on_ranks(comms, lambda comm: drafts(*pairs[comm.rank], width=shape.hidden_size)):
+        for found_BPV, wanted_BPV in zip(vars(found).values(), vars(wanted).values(), strict=True):
+            assert found_BPV.shape[-1] == shape.vocab_size
+            assert (found_BPV[..., ids_D] - wanted_BPV[..., ids_D]).abs().max() < 1e-3
+            others_BPV = found_BPV.index_fill(-1, ids_D, float("-inf"))
+            assert (others_BPV < wanted_BPV[..., ids_D].min() - 100).all(), "a token could be drafted that it lacks"
+
+
+@pytest.mark.parametrize(("changes", "num_drafted", "reason"), [
+    ({"tie_word_embeddings": True}, 2048, r"tiny: its embeddings are tied\)"),
+    ({}, 2000, "can hold tiny-eagle .vocab_size is 2000, and at least 2048 is required"),
+    ({"vocab_size": 4096}, 3000, "can hold tiny-eagle .vocab_size is 3000, and 2048 of 4096 tokens are drafted"),
+])  # fmt: skip
+def test_a_pair_that_cannot_hold_the_shipped_head_is_refused(
+    changes: dict[str, Any], num_drafted: int, reason: str
+) -> None:
+    shape = llama_shape(**changes)
+    with pytest.raises(ConfigError, match=reason):
+        synthesize([shape, head_shape(shape, num_drafted=num_drafted)], agreement=0.5)
+
+
+def test_less_agreement_takes_more_noise_on_the_heads_output_alone() -> None:
+    shape = llama_shape()
+    (_, better), (_, worse) = (
+        synthesize([shape, head_shape(shape, num_drafted=3000)], agreement=level) for level in (HEAD_AGREEMENT, 0.3)
+    )
+    different = [name for name in better.tensors if not torch.equal(better.read(name), worse.read(name))]
+    assert different == ["lm_head.weight"]
+
+
 def test_noise_is_on_the_drafts_head_alone_and_the_same_each_time() -> None:
     target, draft = synthesize([llama_shape(), llama_shape()], agreement=0.8)
+    assert isinstance(target, Synthetic)
+    assert isinstance(draft, Synthetic)
     different = [name for name in target.tensors if not torch.equal(target.read(name), draft.read(name))]
     assert different == ["lm_head.weight"]
     assert torch.equal(draft.read("lm_head.weight"), draft.read("lm_head.weight"))

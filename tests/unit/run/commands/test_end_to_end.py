@@ -93,6 +93,15 @@ def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
 
 
 @pytest.mark.heavy
+def test_a_synthetic_head_drafts_what_the_shipped_head_does(launch: Launch) -> None:
+    drafted = ["draft=tiny-eagle", "prompt=def factorial(n):", "max_new_tokens=48", "seed=5"]
+    wanted, ended = launch(*drafted), launch(*drafted, "weights=synthetic", run_dir="other")
+    assert ended.code == 0, ended.err
+    assert [line["token_ids"] for line in ended.lines] == [line["token_ids"] for line in wanted.lines]
+    assert ended.summary["weights"] == "synthetic"
+
+
+@pytest.mark.heavy
 def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
     greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
     alone = launch(*greedy)

@@ -1,6 +1,7 @@
 """Which number format a checkpoint of 16 bits gets on a CPU, and what is then planned and held."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,26 @@ from llama_ssp import Pair, load
 from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document
+from llama_ssp.ranks.world import start
 from llama_ssp.reports.plan_tables import headline
+from llama_ssp.run.checkpoints import find_sources, with_number_formats
+from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    DeviceKind,
+    DrafterConfig,
+    DraftLayout,
+    Dtype,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplingConfig,
+    VerificationConfig,
+)
+from llama_ssp.settings.tasks import GenerateConfig
+from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
@@ -62,8 +80,13 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
 
 
 def held_bytes(pair: Pair) -> int:
-    runner = pair.models.target
-    parts = [vars(runner)[name] for name in ("_layers", "_norm", "_head", "_embed")]
+    return runner_bytes(pair.models.target)
+
+
+def runner_bytes(*runners: object) -> int:
+    """The weights of some models, each once."""
+    names = "_layers", "_norm", "_head", "_embed", "_fc"
+    parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
     return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
 
 
@@ -85,3 +108,51 @@ def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert plan.job.target.dtype is dtype
     assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+
+
+def with_head(draft: ModelConfig) -> RunConfig:
+    """A run of the shipped model with a head."""
+    return RunConfig(
+        task=GenerateConfig(), model=catalogue.load("tiny"), draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
+        placement=PlacementConfig(), sampling=SamplingConfig(), verification=VerificationConfig(),
+    )  # fmt: skip
+
+
+def head_entry(kind: str, folder: Path) -> ModelConfig:
+    """A head of the shipped model."""
+    shipped = catalogue.load("tiny-eagle")
+    if kind == "in another format":
+        return replace(shipped, dtype=Dtype.bf16)
+    if kind == "shipped":
+        return shipped
+    tensors, embedding = make_tensors(), torch.randn(4096, 256) if kind == "with its own" else None
+    return ModelConfig(name="local", path=str(save_speculator(folder, tensors, embedding)), dtype=Dtype.fp32)
+
+
+@pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [("shipped", True), ("in a folder", True), ("with its own", False), ("in another format", False)],
+)
+def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
+    kind: str, is_shared: bool, tmp_path: Path
+) -> None:
+    config = with_head(head_entry(kind, tmp_path / "head"))
+    with start(device=DeviceKind.cpu, timeout_s=60) as world:
+        sources = find_sources(config, world)
+        config, models = with_number_formats(config, sources), load_models(config, world, sources)
+    target, head = (vars(runner) for runner in (models.target, models.draft))
+    assert (head["_embed"] is target["_embed"]) is is_shared
+    plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
+    target_bytes = runner_bytes(models.target)
+    assert plan.ranks[0].target_weights_bytes == target_bytes
+    assert plan.ranks[0].draft_weights_bytes == runner_bytes(models.target, models.draft) - target_bytes
+    assert document(plan)["draft"]["repeated_bytes"] == 0
+
+
+def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding() -> None:
+    config = with_head(catalogue.load("tiny-eagle"))
+    [beside] = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8]).ranks
+    config.placement.draft.kind = DraftLayout.own_gpu
+    apart = plan_of_run(config, world_size=2, machine=hardware.load("laptop_cpu"), lengths=[8]).ranks
+    assert apart[1].draft_weights_bytes - beside.draft_weights_bytes == 4 * 4096 * 256
