@@ -78,16 +78,21 @@ class Cut(Enum):
     query_heads = "query heads"
     kv_heads = "key-value heads"
     fused_qkv = "heads, each with its query, key and value"
+    qkv = "query heads, then key heads, then value heads"
     mlp_units = "MLP units"
+    gate_up = "gates, then MLP units"
     vocabulary = "vocabulary"
 
 
-HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv})
+HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
+FUSED = ("qkv_proj", "gate_up_proj")
 _CUTS = {
     **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
+    "qkv_proj": Cut.qkv,
+    "gate_up_proj": Cut.gate_up,
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
     **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
     **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
@@ -113,20 +118,36 @@ class RankShard:
     """One rank's part of a model: attention heads, MLP units, and token ids of embedding and output head."""
 
     heads: HeadShard
-    head_dim: int
     mlp_units: range
     vocabulary: range
+    shape: ModelShape  # of the whole model.
 
-    def features(self, cut: Cut) -> range:
+    def features(self, cut: Cut) -> tuple[range, ...]:
         """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds."""
-        units, width = {
-            Cut.query_heads: (self.heads.query_heads, self.head_dim),
-            Cut.kv_heads: (self.heads.kv_heads, self.head_dim),
-            Cut.fused_qkv: (self.heads.query_heads, 3 * self.head_dim),  # contiguous: [head][q, k, v][dim]
-            Cut.mlp_units: (self.mlp_units, 1),
-            Cut.vocabulary: (self.vocabulary, 1),
+        dim, units = self.shape.head_dim, self.mlp_units
+        queries, keys = (
+            range(heads.start * dim, heads.stop * dim) for heads in (self.heads.query_heads, self.heads.kv_heads)
+        )
+        num_queries, num_keys = (
+            number * dim for number in (self.shape.num_attention_heads, self.shape.num_key_value_heads)
+        )
+        return {
+            Cut.query_heads: (queries,),
+            Cut.kv_heads: (keys,),
+            Cut.fused_qkv: (range(3 * queries.start, 3 * queries.stop),),  # [head][q, k, v][dim]
+            Cut.qkv: (queries, _behind(num_queries, keys), _behind(num_queries + num_keys, keys)),
+            Cut.mlp_units: (units,),
+            Cut.gate_up: (units, _behind(self.shape.intermediate_size, units)),
+            Cut.vocabulary: (self.vocabulary,),
         }[cut]
-        return range(units.start * width, units.stop * width)
+
+    def num_features(self, cut: Cut) -> int:
+        """The number of them."""
+        return sum(map(len, self.features(cut)))
+
+
+def _behind(start: int, part: range) -> range:
+    return range(start + part.start, start + part.stop)
 
 
 def split_model(
@@ -148,14 +169,14 @@ def split_model(
         for size, block in ((shape.intermediate_size, group), (shape.vocab_size, BLOCK))
     )
     return tuple(
-        RankShard(heads=heads[rank], head_dim=shape.head_dim, mlp_units=units[rank], vocabulary=vocabulary[rank])
+        RankShard(heads=heads[rank], mlp_units=units[rank], vocabulary=vocabulary[rank], shape=shape)
         for rank in range(num_ranks)
     )
 
 
 def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
     """The number of features on each rank."""
-    return tuple(len(shard.features(cut)) for shard in shards)
+    return tuple(shard.num_features(cut) for shard in shards)
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
@@ -196,7 +217,7 @@ class Matrix:
         """The slice that a rank holds."""
         if self.cut is None:
             return self
-        width = len(shard.features(cut_of(self.module)))
+        width = shard.num_features(cut_of(self.module))
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns)
 
@@ -316,22 +337,39 @@ def inventory_of(
     )
 
 
-def gated(
-    shape: ModelShape, *, has_qkv_bias: bool = False, norms_per_layer: int = 2, has_head_norms: bool = False
-) -> Inventory:
-    """List the parameters of Llama, Gemma and similar models: grouped-query attention, gated MLP, RMS norms.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
-    `has_head_norms` means norms of queries and keys over the head dim.
+
+def decoder(
+    shape: ModelShape, modules: Sequence[str] = (*ATTENTION, *GATED),
+    *,
+    biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
+) -> Inventory:  # fmt: skip
+    """List the parameters of a decoder with grouped-query attention and one MLP in each layer; those of Llama.
+
+    Args:
+        shape: of the model.
+        modules: the matrices of a layer.
+        biased: those of them with a bias.
+        norms: vectors of the model's width in a layer.
+        final_norms: and behind the last layer.
+        head_norms: vectors of the head dim in a layer.
     """
-    units, dim = shape.intermediate_size, shape.head_dim
-    queries, keys = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+    units, queries = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    keys, inputs = shape.num_key_value_heads * shape.head_dim, dict.fromkeys(_OF_HEADS, queries)
+    outputs = {
+        "q_proj": queries, **dict.fromkeys(("k_proj", "v_proj"), keys), "qkv_proj": queries + 2 * keys,
+        "query_key_value": 3 * queries, "gate_up_proj": 2 * units,
+    }  # fmt: skip
+    is_last = {modules[-1], *(name for name in modules if name in _OF_HEADS)}
+    sizes = {name: (inputs.get(name, units), 1) if name in is_last else (outputs.get(name, units), 0)
+             for name in modules}  # fmt: skip
     return inventory_of(
-        shape,
-        {
-            "q_proj": (queries, 0), "k_proj": (keys, 0), "v_proj": (keys, 0), "o_proj": (queries, 1),
-            "gate_proj": (units, 0), "up_proj": (units, 0), "down_proj": (units, 1),
-        },
-        biased=("q_proj", "k_proj", "v_proj") if has_qkv_bias else (),
-        layer_vectors=norms_per_layer * shape.hidden_size + 2 * dim * has_head_norms,
-        final_vectors=shape.hidden_size,
+        shape, sizes, biased=biased, layer_vectors=norms * shape.hidden_size + head_norms * shape.head_dim,
+        final_vectors=final_norms * shape.hidden_size,
     )  # fmt: skip
+
+
+_OF_HEADS = ("o_proj", "out_proj", "dense")
+"""Matrices behind attention."""

@@ -31,7 +31,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from llama_ssp.architectures.family import family_of, record_of
+from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
@@ -190,7 +190,7 @@ class Weights:
         return _Row(source, cut, device)
 
     def _read(self, row: _Row) -> Tensor:
-        dim, parts = (row.cut.dim, [row.cut.part]) if row.cut else (None, [])
+        dim, parts = (row.cut.dim, row.cut.parts) if row.cut else (None, [])
         return self._origin.read(row.source, dim=dim, parts=parts, dtype=self._dtype, device=row.device)
 
 
@@ -288,6 +288,7 @@ def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.devi
 
 def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
     """What each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    whole = kept_whole(origin.shape, whole)
     return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
 
 
@@ -424,7 +425,6 @@ def check_model(
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
-    family_of(origin.shape.model_type)
     whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
@@ -471,7 +471,7 @@ def _check_quantizable(
     def sizes(name: str, dim: int) -> set[int]:
         """Those of a layer, or of its slices on all ranks."""
         if cut_dims[name] == dim:
-            return {len(shard.features(cut_of(name))) for shard in shards}
+            return {shard.num_features(cut_of(name)) for shard in shards}
         return {layers[name].weight.shape[dim]}
 
     if (package := storage.package) and find_spec(package.name) is None:

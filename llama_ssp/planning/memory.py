@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import cycle, pairwise
 from typing import Any
 
-from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.family import inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
@@ -48,6 +48,7 @@ def _split(
 ) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
     """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
     shape = ModelShape(**dict(sizes))
+    whole = kept_whole(shape, whole)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     if num_ranks == 1:
         return shards, (inventory(shape),)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
-from llama_ssp.architectures.family import families, family_of, inventory, record_of
+from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
@@ -265,7 +265,7 @@ def resolve_shapes(config: PlanConfig) -> None:
     """
     for model in (config.model, config.draft.model):
         if model:
-            resolved = planned_model(model, device="cpu", any_family=True)
+            resolved = planned_model(model, device="cpu")
             model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
 
@@ -360,17 +360,17 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
-def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) -> PlannedModel:
+def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
     The config.json of a folder also says how its linear layers are stored. Without a shape and a folder, ConfigError is
-    raised; `read_config` describes `any_family` and says what else is raised.
+    raised; `read_config` says what else is.
     """
     shape = model.shape
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
-        shape, stored = read_config(read_path(model.path), any_family=any_family)
+        shape, stored = read_config(read_path(model.path))
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
@@ -400,11 +400,11 @@ _UNSAID_POSITIONS = 2**17
 """Context of a model whose file names no limit."""
 
 
-def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, Dtype]:
+def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
-    With `any_family`, families that the engine does not run are read too. A file that is missing, not
-    JSON, or without a size raises CheckpointError, a family that is not read PlacementError.
+    A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
+    PlacementError.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
@@ -414,14 +414,14 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family = record_of(model_type) if any_family else family_of(model_type)
+    family = record_of(model_type)
     required = _OF_RUNS if head is None else _SIZES
-    if model_type not in families():
+    if not family.is_written:
         content, required = _of_text(model_type, content), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
-        if model_type not in families():
+        if not family.is_written:
             message = f"no plan for {model_type} models: {file} does not give {', '.join(missing)}, as a Llama's would"
             raise PlacementError(message)
         raise _incomplete(file, ", ".join(missing))
@@ -453,24 +453,20 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
 
 
 def check_family(folder: Path) -> None:
-    """Raise PlacementError if the engine does not run the family of a checkpoint; reads its config.json alone.
-
-    Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
-    """
+    """Raise what `read_config` does for a checkpoint that a run is about to read, or as `require_folder`."""
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
-    model_type = content.get("model_type")
-    if isinstance(model_type, str) and not read_head_config(content, folder / CONFIG_FILE):
-        family_of(model_type)
+    if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+        read_config(folder)
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models the engine does not run, so that their plan is that of a Llama of the same sizes."""
+    """Say which models have no record, so that their plan is that of a Llama of the same sizes."""
     for model in models:
-        if model.shape and model.shape.model_type not in families():
+        if model.shape and not record_of(model.shape.model_type).is_written:
             yield (
-                f"the engine does not run {model.shape.model_type} models: {model.name} is planned as a Llama of its "
-                "sizes, and bytes and times are estimates"
+                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates; a run compares "
+                f"{model.shape.model_type} models with transformers before it begins"
             )
 
 

@@ -23,6 +23,9 @@ SIZES: dict[str, Any] = {
 _NORM = re.compile(r"(norm|ln_\w+)\.weight$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
+_LAYER_TYPES = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,7 +41,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _GEMMA | {"sliding_window_pattern": 2},
     "gpt_neo": {"window_size": WINDOW},
-}
+    # `architectures.decoders`
+    "seed_oss": _GROUPED,
+    "ministral": _GROUPED | {"sliding_window": WINDOW},
+    "cwm": _GROUPED | {"sliding_window": WINDOW, "layer_types": _LAYER_TYPES, "rope_parameters": _ROPE},
+    "phi3": {"num_key_value_heads": 4},
+    "phi3, partial": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
+    "phi3, windows": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "ministral3": _GROUPED | {"sliding_window": WINDOW},
+    "granite": {
+        "num_key_value_heads": 4, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "ernie4_5": _GROUPED,
+    "helium": {"num_key_value_heads": 4, "head_dim": 8},
+    "smollm3": {"num_key_value_heads": 4, "no_rope_layer_interval": 2},
+    "exaone4": {"num_key_value_heads": 4, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "hunyuan_v1_dense": _GROUPED,
+    "stablelm": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
+    "olmo": {"num_key_value_heads": 4},
+    "olmo2": {"num_key_value_heads": 4},
+    "olmo3": {"num_key_value_heads": 4, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "cohere": {"num_key_value_heads": 4},
+    "cohere2": _GROUPED | {"sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "glm": _GROUPED,
+    "glm4": _GROUPED,
+    "starcoder2": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "arcee": _GROUPED,
+    "apertus": {"num_key_value_heads": 4},
+    "nemotron": _GROUPED,
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:

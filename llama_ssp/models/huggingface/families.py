@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import families, record_of
+from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.source import WeightSource
 
@@ -83,7 +84,7 @@ def adapt(model: PreTrainedModel) -> None:
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:
     """The attention mask argument of a model of transformers, from the masks (B, 1, T, S) of its layers' windows."""
-    if record_of(config.model_type).mask_by_layer_type:
+    if len(masks) > 1 and getattr(config, "layer_types", None):
         return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
 
@@ -95,4 +96,7 @@ def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
     if plan and family.cuts_vocabulary:
         # Some versions of transformers leave it whole; the memory plan assumes that it is split.
         plan.setdefault("model.embed_tokens", "embedding_rowwise")
-    return plan
+    # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
+    fused = {name: "colwise" for name in plan if name.endswith(FUSED)}
+    split = {name: "rowwise" for name, style in plan.items() if style == "rowwise_split_input"}
+    return plan | fused | split

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
@@ -141,7 +141,7 @@ def test_masks_take_the_bytes_that_are_planned(kind: str) -> None:
     given = mask_argument(config, rows)
     stacked = [given] if isinstance(given, Tensor) else []
     tensors = {id(mask): mask for mask in (*rows.values(), *stacked)}
-    planned = family_of(config.model_type).attention_pair_bytes(num_heads=0, value_bytes=4) - 1
+    planned = record_of(config.model_type).attention_pair_bytes(num_heads=0, value_bytes=4) - 1
     most = {"qwen2, windows": 2}.get(kind, 1)  # plans do not know which layers of a Qwen have windows
     assert sum(mask.nbytes for mask in tensors.values()) == 8 * 16 * planned * most
 
