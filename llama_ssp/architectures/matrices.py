@@ -43,6 +43,7 @@ class HeadShard:
 
     query_heads: range
     kv_heads: range
+    num_kv_heads: int  # of all ranks.
 
 
 def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShard, ...]:
@@ -61,11 +62,16 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
         raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
         return tuple(
-            HeadShard(query_heads=range(part.start * group, part.stop * group), kv_heads=part)
+            HeadShard(
+                query_heads=range(part.start * group, part.stop * group), kv_heads=part, num_kv_heads=num_kv_heads
+            )
             for part in split_blocks(num_kv_heads, num_ranks)
         )
     return tuple(
-        HeadShard(query_heads=range(first + part.start, first + part.stop), kv_heads=range(kv_head, kv_head + 1))
+        HeadShard(
+            query_heads=range(first + part.start, first + part.stop), kv_heads=range(kv_head, kv_head + 1),
+            num_kv_heads=num_kv_heads,
+        )
         for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
         for first in [kv_head * group]
         for part in split_blocks(group, len(ranks))
@@ -115,35 +121,44 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """One rank's part of a model: attention heads, MLP units, and token ids of embedding and output head."""
+    """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
+    Units are cut in blocks of `group`.
+    """
+
+    rank: int
+    num_ranks: int
     heads: HeadShard
-    mlp_units: range
-    vocabulary: range
-    shape: ModelShape  # of the whole model.
+    head_dim: int
+    group: int
 
-    def features(self, cut: Cut) -> tuple[range, ...]:
-        """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds."""
-        dim, units = self.shape.head_dim, self.mlp_units
+    def features(self, cut: Cut, size: int) -> tuple[range, ...]:
+        """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
+        dim = self.head_dim
         queries, keys = (
             range(heads.start * dim, heads.stop * dim) for heads in (self.heads.query_heads, self.heads.kv_heads)
         )
-        num_queries, num_keys = (
-            number * dim for number in (self.shape.num_attention_heads, self.shape.num_key_value_heads)
-        )
-        return {
-            Cut.query_heads: (queries,),
-            Cut.kv_heads: (keys,),
-            Cut.fused_qkv: (range(3 * queries.start, 3 * queries.stop),),  # [head][q, k, v][dim]
-            Cut.qkv: (queries, _behind(num_queries, keys), _behind(num_queries + num_keys, keys)),
-            Cut.mlp_units: (units,),
-            Cut.gate_up: (units, _behind(self.shape.intermediate_size, units)),
-            Cut.vocabulary: (self.vocabulary,),
-        }[cut]
+        match cut:
+            case Cut.query_heads:
+                return (queries,)
+            case Cut.kv_heads:
+                return (keys,)
+            case Cut.fused_qkv:
+                return (range(3 * queries.start, 3 * queries.stop),)  # [head][q, k, v][dim]
+            case Cut.qkv:
+                num_keys = self.heads.num_kv_heads * dim
+                return queries, _behind(size - 2 * num_keys, keys), _behind(size - num_keys, keys)
+            case Cut.gate_up:
+                (units,) = self.features(Cut.mlp_units, size // 2)
+                return units, _behind(size // 2, units)
+            case Cut.mlp_units | Cut.vocabulary:
+                block = self.group if cut is Cut.mlp_units else BLOCK
+                has_blocks = size > block * (self.num_ranks - 1)
+                return (split_blocks(size, self.num_ranks, block=block if has_blocks else 1)[self.rank],)
 
-    def num_features(self, cut: Cut) -> int:
+    def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
-        return sum(map(len, self.features(cut)))
+        return sum(map(len, self.features(cut, size)))
 
 
 def _behind(start: int, part: range) -> range:
@@ -160,23 +175,23 @@ def split_model(
     """
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if whole.keeps_attention:
-        heads = (HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads)),) * num_ranks
+        every = HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads), num_kv_heads=num_kv_heads)
+        heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     group = math.lcm(BLOCK, format_of(quantization).group)
-    units, vocabulary = (
-        split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
-        for size, block in ((shape.intermediate_size, group), (shape.vocab_size, BLOCK))
-    )
-    return tuple(
-        RankShard(heads=heads[rank], mlp_units=units[rank], vocabulary=vocabulary[rank], shape=shape)
+    shards = tuple(
+        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, group=group)
         for rank in range(num_ranks)
     )
+    for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
+        shards[0].features(cut, size)  # refuses too many ranks
+    return shards
 
 
-def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
-    """The number of features on each rank."""
-    return tuple(shard.num_features(cut) for shard in shards)
+def widths(shards: Sequence[RankShard], cut: Cut, size: int) -> tuple[int, ...]:
+    """The number of features on each rank, of a matrix with `size` of them."""
+    return tuple(shard.num_features(cut, size) for shard in shards)
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
@@ -199,7 +214,8 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension.
+    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
+    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all.
     """
 
     module: str
@@ -207,17 +223,26 @@ class Matrix:
     num_columns: int
     cut: int | None = None
     has_bias: bool = False
+    copies: float = 1.0
+    num_chosen: float = 0.0
 
     @property
     def num_elements(self) -> int:
-        """Number of elements, without the bias."""
-        return self.num_rows * self.num_columns
+        """Number of elements of all copies, without the bias."""
+        return round(self.copies * self.num_rows * self.num_columns)
+
+    def num_used(self, num_tokens: float) -> float:
+        """The copies that some of so many tokens use, which choose independently and evenly.
+
+        Source: arXiv:2506.20675.
+        """
+        return self.copies * (1 - (1 - self.num_chosen / self.copies) ** num_tokens) if self.num_chosen else self.copies
 
     def of_rank(self, shard: RankShard) -> "Matrix":
         """The slice that a rank holds."""
         if self.cut is None:
             return self
-        width = shard.num_features(cut_of(self.module))
+        width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns)
 
@@ -247,14 +272,20 @@ class Inventory:
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
         """How many matrices of a layer have so many elements."""
-        return Counter(matrix.num_elements for matrix in self.layer)
+        return Counter(matrix.num_elements for matrix in self.layer if not matrix.num_chosen)
+
+    @cached_property
+    def experts(self) -> tuple[Matrix, ...]:
+        """The matrices of a layer that stand for one of each expert."""
+        return tuple(matrix for matrix in self.layer if matrix.num_chosen)
 
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes = Counter[str]()
         for matrix in self.layer:
-            sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
+            if not matrix.num_chosen:
+                sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property
@@ -286,7 +317,8 @@ class Inventory:
         tables = [*self.embeddings, *([self.head] if self.head else [])]
         biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
         layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
-        return self.num_layers * layer + sum(table.num_elements for table in tables) + self.final_vectors
+        head = sum(table.num_elements + table.num_rows * table.has_bias for table in tables)
+        return self.num_layers * layer + head + self.final_vectors
 
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""
@@ -365,10 +397,30 @@ def decoder(
     is_last = {modules[-1], *(name for name in modules if name in _OF_HEADS)}
     sizes = {name: (inputs.get(name, units), 1) if name in is_last else (outputs.get(name, units), 0)
              for name in modules}  # fmt: skip
-    return inventory_of(
+    found = inventory_of(
         shape, sizes, biased=biased, layer_vectors=norms * shape.hidden_size + head_norms * shape.head_dim,
         final_vectors=final_norms * shape.hidden_size,
     )  # fmt: skip
+    return _with_experts(found, shape) if shape.num_experts else found
+
+
+def _with_experts(dense: Inventory, shape: ModelShape) -> Inventory:
+    """The parameters of a model whose MLPs are experts in most layers, with a router and perhaps an MLP beside them."""
+    width, share = shape.hidden_size, 1 - shape.num_dense_layers / shape.num_hidden_layers
+    chosen = share * shape.num_experts_per_tok
+    mlp = [replace(each, copies=1 - share) for each in dense.layer if _CUTS[each.module] is Cut.mlp_units and share < 1]
+
+    def both(units: int, **facts: float) -> list[Matrix]:
+        return [
+            Matrix(module="gate_up_proj", num_rows=2 * units, num_columns=width, cut=0, **facts),  # type: ignore[arg-type]
+            Matrix(module="down_proj", num_rows=width, num_columns=units, cut=1, **facts),  # type: ignore[arg-type]
+        ]
+
+    experts = both(shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
+    shared = both(shape.shared_intermediate_size, copies=share) if shape.shared_intermediate_size else []
+    router = Matrix(module="router", num_rows=shape.num_experts, num_columns=width, copies=share)
+    attention = [each for each in dense.layer if _CUTS[each.module] in {*HEAD_CUTS}]
+    return replace(dense, layer=(*attention, *(mlp if share < 1 else ()), router, *experts, *shared))
 
 
 _OF_HEADS = ("o_proj", "out_proj", "dense")

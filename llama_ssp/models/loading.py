@@ -42,7 +42,7 @@ from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.llama.head import HeadRunner, build_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, LocalModule, RowLinear, Slice, cut_dim, shard
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.schema import ModelShape, WholeParts
@@ -147,7 +147,13 @@ class Weights:
         precision = loading.get("precision", UNQUANTIZED)
         check_packed(model, origin, sources, precision.quantization)
         if precision.rounds_inputs:
-            model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
+            attention = model.config._attn_implementation
+            if attention not in BY_POSITION:
+                raise ConfigError(
+                    f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
+                    "model.quantization=none or int8_weight_only"
+                )
+            model.config._attn_implementation = BY_POSITION[attention]
         self._model, self._origin, self._device, self._places = model, origin, device, places or {}
         self._dtype, self._progress = loading["dtype"] or origin.dtype, loading.get("progress")
         self._table = {name: self._row(name, source) for name, source in sources.items()}
@@ -185,7 +191,8 @@ class Weights:
 
     def _row(self, name: str, source: str) -> _Row:
         module, leaf = self._find(name)
-        cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
+        slices: Mapping[str, Slice] = getattr(module, "slices", {})
+        cut = slices.get(leaf)
         device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
         return _Row(source, cut, device)
 
@@ -305,7 +312,9 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
-    config._attn_implementation = record_of(origin.config.model_type).attention
+    family = record_of(origin.config.model_type)
+    has_sdpa = family.is_written or model_class._supports_sdpa
+    config._attn_implementation = family.attention if has_sdpa else "eager"
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
@@ -471,7 +480,7 @@ def _check_quantizable(
     def sizes(name: str, dim: int) -> set[int]:
         """Those of a layer, or of its slices on all ranks."""
         if cut_dims[name] == dim:
-            return {shard.num_features(cut_of(name)) for shard in shards}
+            return {shard.num_features(cut_of(name), layers[name].weight.shape[dim]) for shard in shards}
         return {layers[name].weight.shape[dim]}
 
     if (package := storage.package) and find_spec(package.name) is None:

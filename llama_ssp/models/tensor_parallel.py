@@ -35,6 +35,10 @@ from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.schema import ModelShape, WholeParts
 
 
+EXPERTS = "moe_tp_experts"
+"""The library's style of a module of experts, each of which is cut."""
+
+
 class Slice(NamedTuple):
     """This rank's parts of a parameter along one dimension, in order."""
 
@@ -152,6 +156,9 @@ def shard(
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
         if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
             continue
+        if style == EXPERTS:
+            _cut_experts(module, shards[comm.rank], comm)
+            continue
         if stays_whole(name, whole):
             continue
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
@@ -174,25 +181,46 @@ def _style(plan: dict[str, str], name: str) -> str:
 def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
     """Make this rank's sharded module."""
     cut = cut_of(name)
-    parts, size = shards[comm.rank].features(cut), shards[-1].features(cut)[-1].stop
+    size = _size_of(module, style)
+    parts, end = shards[comm.rank].features(cut, size), shards[-1].features(cut, size)[-1].stop
     local: LocalModule
     match style, module:
-        case "colwise", nn.Linear(out_features=found):
+        case "colwise", nn.Linear():
             local = ColumnLinear(module, parts)
-        case "colwise_gather_output" | "colwise_rep", nn.Linear(out_features=found) if cut is Cut.vocabulary:
-            local = GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut))
-        case "rowwise", nn.Linear(in_features=found):
+        case "colwise_gather_output" | "colwise_rep", nn.Linear() if cut is Cut.vocabulary:
+            local = GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
+        case "rowwise", nn.Linear():
             local = RowLinear(module, parts, comm=comm)
-        case "embedding_rowwise", nn.Embedding(num_embeddings=found):
+        case "embedding_rowwise", nn.Embedding():
             local = VocabularyEmbedding(module, parts[0], comm=comm)
         case _:
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
             raise PlacementError(message)
-    if found != size:
-        message = f"{name} has {found} features where the config says {size} ({cut.value}): run this model on one rank"
+    if end != size:
+        message = f"{name} has {size} features where the config says {end} ({cut.value}): run this model on one rank"
         raise PlacementError(message)
     return local
+
+
+def _size_of(module: nn.Module, style: str) -> int:
+    """The features of a linear layer, or the rows of an embedding, along the dimension that is cut."""
+    weight: Tensor = module.weight
+    return weight.shape[int(style == "rowwise")]
+
+
+def _cut_experts(experts: nn.Module, shard: RankShard, comm: Comm) -> None:
+    """Keep this rank's units of each expert, stored as (experts, outputs, inputs), and add up what the ranks compute."""
+    cuts = {"gate_up_proj": (1, Cut.gate_up), "down_proj": (2, Cut.mlp_units)}
+    slices = {}
+    for name, (dim, cut) in cuts.items():
+        whole: Tensor = getattr(experts, name)
+        slices[name] = Slice(dim, shard.features(cut, whole.shape[dim]))
+        sizes = list(whole.shape)
+        sizes[dim] = sum(map(len, slices[name].parts))
+        setattr(experts, name, nn.Parameter(whole.new_empty(sizes), requires_grad=False))
+    experts.slices = slices  # type: ignore[assignment]  # read by `loading`, as those of a `LocalModule`
+    experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
 
 
 def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:

@@ -20,7 +20,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
-from llama_ssp.architectures.matrices import Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.matrices import Cut, Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -110,7 +110,7 @@ def weight_bytes(
             stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
         else:
             stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
-        row_scales = storage.row_bytes(size) * matrix.num_rows
+        row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -170,7 +170,8 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
+    read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
+    return model_bytes(read if held.experts else held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
 
 
 GB = 10**9
@@ -347,7 +348,7 @@ def _parts(
             cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
-            units=len(shard.mlp_units),
+            units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
             working_bytes=size * int(min(max(held.products), most_unpacked)),
             beside_bytes=whole_bytes or weights.beside_bytes,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
+from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
@@ -393,7 +394,6 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size
 _OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
 """Sizes that must be in the file of a family that the engine runs, and in that of any other."""
 _ALL_SIZES = (*_OF_RUNS, "intermediate_size", "num_key_value_heads", "head_dim")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
 _UNSAID_POSITIONS = 2**17
@@ -433,7 +433,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         "max_position_embeddings": _UNSAID_POSITIONS,
     }
     is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
-    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes)
+    experts = expert_sizes(content.get, num_layers=sizes["num_hidden_layers"])
+    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **experts)
     if shape.head_dim < 1:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
@@ -488,8 +489,6 @@ def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of an unknown family's file that has the sizes; PlacementError if it is no dense decoder."""
     text = content.get("text_config")
     part = {**content, **text} if isinstance(text, dict) else content
-    if any(isinstance(part.get(key), int) and part[key] > 1 for key in _EXPERTS):
-        raise PlacementError(f"{model_type} models have experts, whose sizes no plan knows: a dense model is required")
     classes = content.get("architectures") or []
     if content.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
         named = f" ({', '.join(classes)})" if classes else ""

@@ -34,7 +34,7 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -291,6 +291,10 @@ def _matrices_s(
             price(linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
             for elements in held.products
         )
+        layer += sum(
+            used * price(linear, each, rows=each_rows, arithmetic=arithmetic, quantization=model.quantization)
+            for each, used, each_rows in _experts_of(held, rows)
+        )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
@@ -300,11 +304,22 @@ def _matrices_s(
             layer = _packed_s(held.layer, model, packed, hardware, rows=rows)
         else:
             layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+            layer += sum(
+                used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
+                for each, used, each_rows in _experts_of(held, rows)
+            )
         if packed and packed.has_head and has_head:
             head = _packed_s([held.output], model, packed, hardware, rows=scored)
         else:
             head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
+
+
+def _experts_of(held: Inventory, rows: int) -> Iterator[tuple[int, float, int]]:
+    """Of each matrix of experts: its elements, how many of its copies are read, and the rows that each multiplies."""
+    for matrix in held.experts:
+        used = matrix.num_used(rows)
+        yield matrix.num_rows * matrix.num_columns, used, max(round(rows * matrix.num_chosen / used), 1)
 
 
 def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:

@@ -104,6 +104,12 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    # of layers with experts; other layers and models have one MLP of `intermediate_size` units.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0  # experts that read a token.
+    moe_intermediate_size: int = 0  # units of an expert.
+    shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
+    num_dense_layers: int = 0  # layers without experts.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None

@@ -6,7 +6,7 @@ models with custom code. Module `models.loading` matches tensors with a model; `
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
+from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
@@ -28,6 +29,7 @@ from llama_ssp.settings.model_files import (
 )
 from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of
+from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
@@ -44,7 +46,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor | PackedTensor]
+    tensors: Mapping[str, StoredTensor | PackedTensor | JoinedTensor]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property
@@ -64,7 +66,7 @@ class Checkpoint:
         CheckpointError if the file has changed since it was inspected.
         """
         tensor = self.tensors[name]
-        if isinstance(tensor, PackedTensor):
+        if isinstance(tensor, PackedTensor | JoinedTensor):
             return tensor.read(**wanted)
         dim = wanted.get("dim")
         if dim is None:
@@ -88,26 +90,28 @@ def inspect(folder: Path) -> Checkpoint:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
-    small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
+    sizes = {each.name: getattr(shape, each.name) for each in fields(shape) if each.default is MISSING}
+    small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         raise CheckpointError(message)
     if head:
         config.vocab_size = shape.vocab_size
     tensors = _list_tensors(folder, is_head=head is not None)
-    packed = combine(tensors, layout, folder) if layout else dict(tensors)
-    return Checkpoint(folder=folder, config=config, shape=shape, tensors=packed, head=head)
+    packed = combine(tensors, layout, folder) if layout else tensors
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
-    derived = (
-        "num_key_value_heads", "head_dim", "intermediate_size", "target_vocab_size", "target_hidden_size",
-        "shares_embedding",
+    stored = (
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
+        "max_position_embeddings", "tie_word_embeddings",
     )  # fmt: skip
     return ModelShape(
-        **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
+        **{name: getattr(config, name) for name in stored},
+        **expert_sizes(lambda name: getattr(config, name, None), num_layers=config.num_hidden_layers),
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,

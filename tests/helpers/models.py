@@ -70,6 +70,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": _GROUPED,
     "apertus": {"num_key_value_heads": 4},
     "nemotron": _GROUPED,
+    # with experts
+    "mixtral": {"num_key_value_heads": 4, "num_local_experts": 4},
+    "qwen2_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _GROUPED | {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _GROUPED | {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_oss": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "deepseek_v2": {"num_key_value_heads": 8, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8},
+    "deepseek_v3": {"num_key_value_heads": 8, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8},
 }  # fmt: skip
 
 
