@@ -71,6 +71,39 @@ def record_of(model_type: str) -> Family:
     return found or Family(model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False)
 
 
+_SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
+"""Text models of families with images, and such families whose files have the fields of the text model on top."""
+_OF_BOTH = (
+    "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+    "auto_map", "trust_remote_code",
+)  # fmt: skip
+
+
+def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the decoder of text; that of a text model is all of it."""
+    text = content.get("text_config")
+    model_type = content.get("model_type")
+    if isinstance(text, dict) and isinstance(text.get("model_type"), str):
+        shared = {name: content[name] for name in _OF_BOTH if name in content}
+        return shared | text | {"model_type": _SAME_TEXT.get(text["model_type"], text["model_type"])}
+    return {**content, "model_type": _LIKE_TEXT[model_type]} if model_type in _LIKE_TEXT else content
+
+
+def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field of a config
+    """The positions that a model is read at, from the fields of a config: those with one set of rotary frequencies.
+
+    LongRoPE has a second set for longer texts, which would turn all positions anew (arXiv:2402.13753).
+    """
+    rope = field("rope_parameters") or field("rope_scaling") or {}
+    if isinstance(rope, dict) and LONGROPE in {rope.get("rope_type"), rope.get("type")}:
+        return field("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return field("max_position_embeddings")
+
+
+LONGROPE = "longrope"
+
+
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
     """What every rank of a model holds whole: what was asked for, and what its family cannot cut."""
     return WholeParts.attention if record_of(shape.model_type).keeps_attention else whole

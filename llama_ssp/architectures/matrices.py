@@ -69,7 +69,8 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
         )
     return tuple(
         HeadShard(
-            query_heads=range(first + part.start, first + part.stop), kv_heads=range(kv_head, kv_head + 1),
+            query_heads=range(first + part.start, first + part.stop),
+            kv_heads=range(kv_head, kv_head + 1),
             num_kv_heads=num_kv_heads,
         )
         for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))

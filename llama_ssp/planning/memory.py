@@ -20,7 +20,15 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
-from llama_ssp.architectures.matrices import Cut, Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.matrices import (
+    Cut,
+    Inventory,
+    Matrix,
+    RankShard,
+    check_deepspeed,
+    split_blocks,
+    split_model,
+)
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -171,7 +179,10 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
     read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
-    return model_bytes(read if held.experts else held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
+    return (
+        model_bytes(read if held.experts else held, model, device=device).total_bytes
+        - DTYPE_BYTES[model.dtype] * tables
+    )
 
 
 GB = 10**9

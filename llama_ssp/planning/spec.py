@@ -13,7 +13,7 @@ from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
-from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
@@ -410,15 +410,16 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     refuse_other_kinds(folder)
     content: Mapping[str, Any] = read_json(file)
     head = read_head_config(content, file)
-    content = content if head is None else head.sizes
+    whole, content = content, text_part(content) if head is None else head.sizes
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
     family = record_of(model_type)
     required = _OF_RUNS if head is None else _SIZES
     if not family.is_written:
-        content, required = _of_text(model_type, content), _OF_PLANS
+        content, required = _of_text(model_type, content, whole), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
+    found.append(("max_position_embeddings", num_positions(content.get)))
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
         if not family.is_written:
@@ -485,15 +486,14 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
             yield f"runs read {stored.name}, of {model.name}, with {prefix}model.quantization={able} alone"
 
 
-def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no dense decoder."""
+def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
     text = content.get("text_config")
-    part = {**content, **text} if isinstance(text, dict) else content
-    classes = content.get("architectures") or []
-    if content.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
+    classes = whole.get("architectures") or []
+    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
         named = f" ({', '.join(classes)})" if classes else ""
         raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return part
+    return {**content, **text} if isinstance(text, dict) else content
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

@@ -4,8 +4,10 @@ Every fault of a folder raises `CheckpointError`: missing, truncated or corrupt 
 models with custom code. Module `models.loading` matches tensors with a model; `hub` finds the folder.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
+from llama_ssp.architectures.family import num_positions, text_part
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
@@ -85,7 +88,8 @@ def inspect(folder: Path) -> Checkpoint:
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
     head = read_head_config(content, folder / CONFIG_FILE)
-    config, layout = _read_config(folder, content if head is None else head.sizes)
+    text = text_part(content)
+    config, layout = _read_config(folder, text if head is None else head.sizes)
     try:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, TypeError, ZeroDivisionError) as error:
@@ -98,24 +102,34 @@ def inspect(folder: Path) -> Checkpoint:
     if head:
         config.vocab_size = shape.vocab_size
     tensors = _list_tensors(folder, is_head=head is not None)
+    if text is not content:
+        tensors = {_OF_TEXT.sub("model.", name).removeprefix("language_model."): each for name, each in tensors.items()}
     packed = combine(tensors, layout, folder) if layout else tensors
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
+
+
+_OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+"""What precedes the names of a text model's tensors in the files of a model that reads images too."""
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
     stored = (
-        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
-        "max_position_embeddings", "tie_word_embeddings",
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings",
     )  # fmt: skip
     return ModelShape(
         **{name: getattr(config, name) for name in stored},
-        **expert_sizes(lambda name: getattr(config, name, None), num_layers=config.num_hidden_layers),
+        max_position_embeddings=num_positions(partial(_field, config)),
+        **expert_sizes(partial(_field, config), num_layers=config.num_hidden_layers),
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
     )
+
+
+def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 - any field
+    return getattr(config, name, None)
 
 
 _MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"

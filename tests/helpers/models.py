@@ -48,6 +48,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"num_key_value_heads": 4},
     "phi3, partial": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
     "phi3, windows": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "phi3, longrope": {
+        "num_key_value_heads": 4, "original_max_position_embeddings": 64,
+        "rope_parameters": _ROPE | {
+            "rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0 + 0.1 * n for n in range(4)],
+            "long_factor": [2.0 + n for n in range(4)],
+        },
+    },
+    "llama, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+    "olmo2, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
     "ministral3": _GROUPED | {"sliding_window": WINDOW},
     "granite": {
         "num_key_value_heads": 4, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,

@@ -17,9 +17,6 @@ from llama_ssp.architectures.matrices import FUSED
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.source import WeightSource
 
-# These recompute frequencies from the largest position of a batch, which needs a host read and couples the rows.
-_ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
-
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """How many positions each layer sees, including the token's own; None for all."""
@@ -29,8 +26,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
 def check_servable(config: PretrainedConfig) -> None:
     """Reject models whose attention is not causal over the latest positions of a row, or over all of them.
 
-    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values,
-    bidirectional attention, or rotary frequencies that depend on the positions of the batch.
+    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values or
+    bidirectional attention.
     """
     model, context = f"{config.model_type} model", config.max_position_embeddings
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
@@ -55,13 +52,8 @@ def check_servable(config: PretrainedConfig) -> None:
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", "default")
         if not isinstance(rope_type, str):
-            required = "default, linear, llama3 or yarn is required"
+            required = "the name of one is required, such as default or yarn"
             raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {required}")
-        if rope_type in _ROPE_TYPES_THAT_READ_POSITIONS:
-            raise ConfigError(
-                f"this {model} has rope_type {rope_type}, which depends on the longest row of a batch: "
-                "default, linear, llama3 or yarn is required"
-            )
 
 
 def check_files(origin: WeightSource) -> None:
@@ -77,7 +69,15 @@ def _imported(path: str) -> Callable[..., None]:
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Apply the family's changes to the modules of transformers, before weights are matched."""
+    """Apply the family's changes to the modules of transformers, before weights are matched.
+
+    Rotary frequencies stay those of the first positions (`family.num_positions`): otherwise every forward would look
+    for the largest position, and some would change those of all rows.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # of all layers, or by type of layer
+        if kinds is not None:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     if path := record_of(model.config.model_type).adapt:
         _imported(path)(model)
 

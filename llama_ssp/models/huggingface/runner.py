@@ -73,7 +73,9 @@ class ModuleRunner(CachedRunner):
             apart = float((found_TV - wanted_TV).norm() / wanted_TV.norm())
         except Exception as error:  # of any family's code
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_LETTERS]
-            raise ConfigError(f"{config.model_type} models do not run with the static cache ({reason}): {_OTHER}") from error
+            raise ConfigError(
+                f"{config.model_type} models do not run with the static cache ({reason}): {_OTHER}"
+            ) from error
         finally:
             if window:
                 config.sliding_window = window

@@ -204,7 +204,7 @@ def _query_key_value(attention: Any, head_dim: int) -> tuple[nn.Module, ...]:  #
     for part, weight, bias in zip(parts, weight_OI.split(sizes), biases, strict=True):
         part.weight = nn.Parameter(weight, requires_grad=False)
         part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return *parts,
+    return (*parts,)
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:
