@@ -36,6 +36,7 @@ from llama_ssp.architectures.matrices import cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
+from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
@@ -154,7 +155,7 @@ class Weights:
                     "model.quantization=none or int8_weight_only"
                 )
             model.config._attn_implementation = BY_POSITION[attention]
-        self._model, self._origin, self._device, self._places = model, origin, device, places or {}
+        self._model, self._origin, self.device, self._places = model, origin, device, places or {}
         self._dtype, self._progress = loading["dtype"] or origin.dtype, loading.get("progress")
         self._table = {name: self._row(name, source) for name, source in sources.items()}
         self._uses = Counter(self._table.values())
@@ -193,7 +194,7 @@ class Weights:
         module, leaf = self._find(name)
         slices: Mapping[str, Slice] = getattr(module, "slices", {})
         cut = slices.get(leaf)
-        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
+        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self.device)
         return _Row(source, cut, device)
 
     def _read(self, row: _Row) -> Tensor:
@@ -260,12 +261,17 @@ def load_modules(
 
 
 def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
-    """Fill the modules of transformers with weights in the given precision, linear layers one by one."""
-    if quantize := loading.get("precision", UNQUANTIZED).kernel:
-        with _returning_memory():
-            for name, module in list(_linear_layers(model)):
+    """Fill the modules of transformers with weights in the given precision, linear layers and experts one by one."""
+    quantize = loading.get("precision", UNQUANTIZED).kernel
+    with _returning_memory():
+        for name, module in list(_linear_layers(model)) if quantize else []:
+            assert quantize
+            weights.fill(f"{name}.")
+            model.set_submodule(name, QuantizedLinear(module, quantize))
+        for name, module in list(model.named_modules()):
+            if can_be_own(module) and (quantize or weights.device.type == "cpu"):
                 weights.fill(f"{name}.")
-                model.set_submodule(name, QuantizedLinear(module, quantize))
+                model.set_submodule(name, OwnExperts(module, quantize))
     weights.fill()
 
 

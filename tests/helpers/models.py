@@ -1,6 +1,7 @@
 """Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
 
 import re
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         sizes["num_heads"], sizes["num_layers"] = sizes.pop("num_attention_heads"), sizes.pop("num_hidden_layers")
         kinds = [["global" if number % 2 else "local"] for number in range(sizes["num_layers"])]
         sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
+    if "layer_types" in sizes:
+        sizes["layer_types"] = [*islice(cycle(sizes["layer_types"]), sizes["num_hidden_layers"])]
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
     return config
 
