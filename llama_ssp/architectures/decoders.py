@@ -4,14 +4,14 @@ from dataclasses import replace
 from functools import partial
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.llama import MISTRAL, QWEN2, QWEN3
+from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
 from llama_ssp.architectures.matrices import ATTENTION, PLAIN, Inventory, decoder
 from llama_ssp.settings.schema import ModelShape
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+_GLM = (*ATTENTION, "gate_up_proj", "down_proj")
 _TP_PLAN = {
     "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output",
-    **{f"model.layers.*.self_attn.{name}": "colwise" for name in _QKV}, "model.layers.*.self_attn.o_proj": "rowwise",
+    **{f"model.layers.*.self_attn.{name}": "colwise" for name in QKV}, "model.layers.*.self_attn.o_proj": "rowwise",
     **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
     "model.layers.*.mlp.down_proj": "rowwise",
 }  # fmt: skip
@@ -20,6 +20,12 @@ _TP_PLAN = {
 def _with_normed_queries(shape: ModelShape) -> Inventory:
     """Norms over all queries and all keys of a token."""
     return decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads)
+
+
+def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
+    """Two numbers of the activation in each layer."""
+    found = decoder(shape, modules, head_norms=head_norms)
+    return replace(found, layer_vectors=found.layer_vectors + 2)
 
 
 SEED_OSS = replace(QWEN2, model_type="seed_oss", windows=None)
@@ -51,9 +57,9 @@ COHERE = replace(
 COHERE2 = replace(COHERE, model_type="cohere2", windows=MISTRAL.windows)
 GLM = replace(
     GRANITE, model_type="glm",
-    parameters=partial(decoder, modules=(*ATTENTION, "gate_up_proj", "down_proj"), biased=_QKV),
+    parameters=partial(decoder, modules=_GLM, biased=QKV),
 )  # fmt: skip
-GLM4 = replace(GLM, model_type="glm4", parameters=partial(GLM.parameters, norms=4))
+GLM4 = replace(GLM, model_type="glm4", parameters=partial(decoder, modules=_GLM, biased=QKV, norms=4))
 STARCODER2 = replace(
     MINISTRAL3, model_type="starcoder2", ties_unless_said=True,
     parameters=partial(
@@ -62,7 +68,7 @@ STARCODER2 = replace(
 )  # fmt: skip
 ARCEE = replace(GRANITE, model_type="arcee", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN)))
 APERTUS = replace(
-    ARCEE, model_type="apertus", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN), head_norms=2)
+    ARCEE, model_type="apertus", parameters=partial(_with_learned_bends, modules=(*ATTENTION, *PLAIN), head_norms=2)
 )  # fmt: skip
 NEMOTRON = replace(
     ARCEE, model_type="nemotron", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN), norms=4, final_norms=2)

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.decoders import GRANITE, OLMO2
-from llama_ssp.architectures.llama import MISTRAL, QWEN2, QWEN3
+from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
 from llama_ssp.architectures.matrices import decoder
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)
 GRANITE_MOE = replace(GRANITE, model_type="granitemoe")
 QWEN3_MOE = replace(MIXTRAL, model_type="qwen3_moe", parameters=QWEN3.parameters)
-QWEN2_MOE = replace(MIXTRAL, model_type="qwen2_moe", parameters=partial(QWEN2.parameters, norms=3))
+QWEN2_MOE = replace(MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3))
 """With the vector that weighs the MLP beside the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
 ERNIE_MOE = replace(GRANITE, model_type="ernie4_5_moe", ties_unless_said=True)
@@ -27,7 +27,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 _SHARED = ("n_shared_experts", "moe_num_shared_experts")
 
 
-def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, int]:
+def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, Any]:
     """The sizes of experts as `ModelShape` has them, from the fields of a config; none of a dense model."""
 
     def first(*names: str) -> int:

@@ -6,7 +6,9 @@ from functools import partial
 from llama_ssp.architectures.family import Family, windows_of_layers
 from llama_ssp.architectures.matrices import decoder
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
 LLAMA = Family(model_type="llama", parameters=decoder, is_llama_kind=True, cuts_vocabulary=True)
 MISTRAL = replace(LLAMA, model_type="mistral", windows=windows_of_layers)
-QWEN2 = replace(MISTRAL, model_type="qwen2", parameters=partial(decoder, biased=("q_proj", "k_proj", "v_proj")))
+QWEN2 = replace(MISTRAL, model_type="qwen2", parameters=partial(decoder, biased=QKV))
 QWEN3 = replace(MISTRAL, model_type="qwen3", parameters=partial(decoder, head_norms=2))

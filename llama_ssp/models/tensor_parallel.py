@@ -11,7 +11,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 
 import re
 from copy import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,7 +33,6 @@ from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.schema import ModelShape, WholeParts
-
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
@@ -205,12 +204,13 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
 
 def _size_of(module: nn.Module, style: str) -> int:
     """The features of a linear layer, or the rows of an embedding, along the dimension that is cut."""
-    weight: Tensor = module.weight
-    return weight.shape[int(style == "rowwise")]
+    weight: Any = module.weight
+    size: int = weight.shape[int(style == "rowwise")]
+    return size
 
 
-def _cut_experts(experts: nn.Module, shard: RankShard, comm: Comm) -> None:
-    """Keep this rank's units of each expert, stored as (experts, outputs, inputs), and add up what the ranks compute."""
+def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
+    """Keep this rank's units of each expert, all as (experts, outputs, inputs), and add up what the ranks compute."""
     cuts = {"gate_up_proj": (1, Cut.gate_up), "down_proj": (2, Cut.mlp_units)}
     slices = {}
     for name, (dim, cut) in cuts.items():
@@ -219,11 +219,11 @@ def _cut_experts(experts: nn.Module, shard: RankShard, comm: Comm) -> None:
         sizes = list(whole.shape)
         sizes[dim] = sum(map(len, slices[name].parts))
         setattr(experts, name, nn.Parameter(whole.new_empty(sizes), requires_grad=False))
-    experts.slices = slices  # type: ignore[assignment]  # read by `loading`, as those of a `LocalModule`
+    experts.slices = slices  # read by `loading`, as those of a `LocalModule`
     experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
 
 
-def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:
+def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers
     """Set an attention module's numbers of heads to those of this rank."""
     num_heads, num_kv_heads = len(heads.query_heads), len(heads.kv_heads)
     counts = {

@@ -100,11 +100,13 @@ def weight_bytes(
     dtype: Dtype,
     quantization: str,
     matrix_dtype: Dtype | None = None,
+    expert_dtype: Dtype | None = None,
     packed: StoredFormat | None = None,
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
+    is that of experts. `quantization`
     applies to the matrices of layers, `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
     nearly every head stay in the model's number format.
     """
@@ -117,7 +119,8 @@ def weight_bytes(
         if packed:
             stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
         else:
-            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
+            unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
+            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized)
         row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -170,7 +173,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        packed=model.packed,
+        expert_dtype=model.expert_dtype(device), packed=model.packed,
     )  # fmt: skip
 
 

@@ -125,8 +125,12 @@ class PlannedModel:
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
+        return self.expert_dtype(device) if self.is_lean else self.dtype
+
+    def expert_dtype(self, device: str) -> Dtype:
+        """The same of experts, whose linear layers are the lean decoder's on a CPU."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
-        return Dtype.fp16 if is_kept and self.stored.is_short and self.is_lean else self.dtype
+        return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +423,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     if not family.is_written:
         content, required = _of_text(model_type, content, whole), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
-    found.append(("max_position_embeddings", num_positions(content.get)))
+    found.insert(0, ("max_position_embeddings", num_positions(content.get)))
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
         if not family.is_written:

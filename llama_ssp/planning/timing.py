@@ -292,7 +292,15 @@ def _matrices_s(
             for elements in held.products
         )
         layer += sum(
-            used * price(linear, each, rows=each_rows, arithmetic=arithmetic, quantization=model.quantization)
+            used
+            * price(
+                linear,
+                each,
+                rows=each_rows,
+                arithmetic=arithmetic,
+                quantization=model.quantization,
+                dtype=model.expert_dtype(hardware.device),
+            )
             for each, used, each_rows in _experts_of(held, rows)
         )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
@@ -305,7 +313,7 @@ def _matrices_s(
         else:
             layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
             layer += sum(
-                used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
+                used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows, of_experts=True)
                 for each, used, each_rows in _experts_of(held, rows)
             )
         if packed and packed.has_head and has_head:
@@ -329,10 +337,12 @@ def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
-) -> float:
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig,
+    *,
+    rows: int, of_experts: bool = False,
+) -> float:  # fmt: skip
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
+    value_bytes = DTYPE_BYTES[(model.expert_dtype if of_experts else model.matrix_dtype)(hardware.device)]
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():

@@ -7,8 +7,8 @@ models with custom code. Module `models.loading` matches tensors with a model; `
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 

@@ -26,6 +26,15 @@ WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "head_dim": 8,
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
@@ -52,8 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3, longrope": {
         "num_key_value_heads": 4, "original_max_position_embeddings": 64,
         "rope_parameters": _ROPE | {
-            "rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0 + 0.1 * n for n in range(4)],
-            "long_factor": [2.0 + n for n in range(4)],
+            "rope_type": "longrope", "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
         },
     },
     "llama, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
@@ -82,14 +91,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": _GROUPED,
     # with experts
     "mixtral": {"num_key_value_heads": 4, "num_local_experts": 4},
-    "qwen2_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": _GROUPED | {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": _EXPERTS | {"num_key_value_heads": 4, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": _EXPERTS | _GROUPED,
     "olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": _GROUPED | {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "gpt_oss": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
-    "deepseek_v2": {"num_key_value_heads": 8, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8},
-    "deepseek_v3": {"num_key_value_heads": 8, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8},
+    "glm4_moe": _GROUPED | _ROUTED,
+    # without records
+    "gpt_oss": _GROUPED | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES,
+    },
+    "deepseek_v2": _ROUTED | _LATENT,
+    "deepseek_v3": _ROUTED | _LATENT,
+    "nanochat": {"num_key_value_heads": 4},
+    "xglm": {},
 }  # fmt: skip
 
 

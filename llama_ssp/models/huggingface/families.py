@@ -7,6 +7,7 @@ Shapes: B sequences, T positions, S slots, L layers.
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,7 @@ def adapt(model: PreTrainedModel) -> None:
     Rotary frequencies stay those of the first positions (`family.num_positions`): otherwise every forward would look
     for the largest position, and some would change those of all rows.
     """
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)  # of all layers, or by type of layer
         if kinds is not None:

@@ -19,7 +19,6 @@ from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.ranks.comms import Comm
 
-
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _MOST_APART = {True: 1e-3, False: 0.1}
 """Relative difference of the logits, in fp32 and in 16 bits."""

@@ -192,18 +192,17 @@ def _try_fused(product: NormedProduct, dtype: torch.dtype | None, name: str) -> 
     return True
 
 
-def _query_key_value(attention: Any, head_dim: int) -> tuple[nn.Module, ...]:  # noqa: ANN401 - of transformers
+def _query_key_value(attention: Any, head_dim: int) -> tuple[Any, ...]:  # noqa: ANN401 - of transformers
     """The linear layers of an attention's queries, keys and values; a fused one is split."""
     if not hasattr(attention, "qkv_proj"):
         return attention.q_proj, attention.k_proj, attention.v_proj
     weight_OI, bias_O = take(attention.qkv_proj)
     num_keys = attention.num_key_value_heads * head_dim
     sizes = [len(weight_OI) - 2 * num_keys, num_keys, num_keys]
-    parts = [nn.Linear(1, 1, bias=False, device="meta") for _ in sizes]
-    biases = [None] * len(sizes) if bias_O is None else bias_O.split(sizes)
-    for part, weight, bias in zip(parts, weight_OI.split(sizes), biases, strict=True):
-        part.weight = nn.Parameter(weight, requires_grad=False)
-        part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    parts: list[Any] = [nn.Linear(1, 1, bias=bias_O is not None, device="meta") for _ in sizes]
+    for name, whole in (("weight", weight_OI), ("bias", bias_O)):
+        for part, own in zip(parts, whole.split(sizes), strict=True) if whole is not None else ():
+            setattr(part, name, nn.Parameter(own, requires_grad=False))
     return (*parts,)
 
 

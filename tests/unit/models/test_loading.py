@@ -50,7 +50,7 @@ def test_every_parameter_has_the_value_that_was_saved(tmp_path: Path, family: st
     assert not loaded.training
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"deepseek_v3", "glm4_moe"}))  # have layers for MTP
 def test_more_layers_than_the_config_has_are_refused_with_both_numbers(tmp_path: Path, family: str) -> None:
     build_checkpoint(tmp_path, family, num_hidden_layers=4)
     fewer = tmp_path / "fewer"

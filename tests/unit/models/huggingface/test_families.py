@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
@@ -20,13 +20,14 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import build_empty, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.spec import read_config
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits, tiny_config
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, library_logits, tiny_config
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
 
@@ -55,12 +56,19 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
     return [Request(index=index, prompt_ids=prompt, max_new_tokens=num_tokens) for index, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("num_ranks", [heavy(1), 2])
-@pytest.mark.parametrize("kind", [kind if kind == "mistral" else heavy(kind) for kind in KINDS])
+NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
+"""They are compared with the library while they are loaded, on all ranks at once: tests/distributed has some."""
+LIGHT = ("mistral", "phi3", "mixtral", "nanochat")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", [kind if kind in LIGHT else heavy(kind) for kind in FAMILIES])
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:
     """Ragged prompts, read in chunks of 8; the draft is a layer of the same kind, and whole on every rank."""
+    if kind in NO_RECORD and num_ranks > 1:
+        pytest.skip("the ranks of this test load one after the other")
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
     folder, model = saved(kind)
     build_checkpoint(tmp_path, kind, num_hidden_layers=1)
@@ -76,7 +84,42 @@ def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft
     for found in on_ranks(comms, texts):
         for request, ids in zip(2 * requests(LENGTHS), found, strict=True):
             wanted = library_greedy(model, request.prompt_ids, num_tokens=NUM_NEW_TOKENS)
-            assert not part_at_a_near_tie(model, request.prompt_ids, wanted[: len(ids)], ids)
+            assert not part_at_a_near_tie(model, request.prompt_ids, wanted, ids[: len(wanted)])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in NO_RECORD])
+def test_a_plan_counts_the_parameters_of_every_family_with_a_record(saved: SavedModels, kind: str) -> None:
+    folder, model = saved(kind)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    assert inventory(inspect(folder).shape).num_parameters == wanted
+    assert read_config(folder)[0] == inspect(folder).shape
+
+
+def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "bloom")
+    with pytest.raises(ConfigError, match=r"^bloom models do not run with the static cache \(ValueError: "):
+        load(tmp_path)
+
+
+def test_a_family_with_other_logits_is_refused_by_a_short_text(
+    saved: SavedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Masks, "rows", lambda _self, ids, bucket: {None: torch.zeros(1, 1, ids.shape[1], bucket)})
+    with pytest.raises(ConfigError, match=r"nanochat models have other logits with the static cache than in transf"):
+        load(saved("nanochat")[0])
+
+
+@pytest.mark.parametrize("quantization", ["int8_weight_only", "int4_weight_only"])
+def test_quantized_experts_are_those_of_the_rounded_weights(tmp_path: Path, quantization: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
+    model = build_checkpoint(tmp_path, "mixtral", **sizes)
+    precision = Precision(quantization=quantization)
+    runner = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single(), precision=precision)
+    runner.allocate(batch_size=1, capacity=24)
+    ids_BT, positions_BT = random_ids(1, 16), torch.arange(16)[None]
+    found, wanted = runner.forward(ids_BT, positions_BT, bucket=24)[0], library_logits(model, ids_BT[0])
+    apart = float((found - wanted).norm() / wanted.norm())
+    assert 1e-4 < apart < {"int8_weight_only": 0.03, "int4_weight_only": 0.3}[quantization]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
