@@ -51,10 +51,12 @@ def test_a_large_pair_on_one_small_gpu_keeps_its_target() -> None:
         (make_job("30B", draft=None, device="cpu", cuda_graphs=False), LAPTOP),
     ],
 )
-def test_what_loses_less_comes_first_and_of_equal_losses_the_fastest(job: PlanSpec, machine: HardwareConfig) -> None:
+def test_what_loses_less_comes_first_then_fewer_changes_then_the_fastest(
+    job: PlanSpec, machine: HardwareConfig
+) -> None:
     found = changes_that_fit(job, machine)
     assert 1 <= len(found) <= 3
-    order = [(Loss[change.loss], change.is_tight, 1 / change.tokens_per_s) for change in found]
+    order = [(Loss[change.loss], len(change.settings), change.is_tight, 1 / change.tokens_per_s) for change in found]
     assert order == sorted(order)
 
 
@@ -109,7 +111,7 @@ def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize(("target", "num_ranks"), [("65B", 4), ("30B", 4), ("65B", 1)])
 def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ranks: int) -> None:
     job, machine = make_job(target, "7B", num_ranks=num_ranks), replace(A10G, num_gpus=num_ranks)
-    kept = changes._chosen(changes._fitting(changes._ways(job, machine)))
+    kept = changes._chosen(changes._fitting(changes._ways(job, machine)), set())
     assert kept
     for one in kept:
         assert make_plan(one.way.job, one.way.hardware).warnings == (), one.way.settings

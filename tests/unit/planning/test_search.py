@@ -21,6 +21,7 @@ from llama_ssp.planning.search import (
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import formats
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import DraftLayout, DraftPlacement, ModelConfig, PlacementConfig, WholeParts
 from llama_ssp.words import rounded
@@ -41,10 +42,9 @@ def choice(
 ) -> dict[str, Any]:
     """That of one unquantized pair and placement."""
     wanted = (target, "fp16", draft, kind, num_ranks)
+    keys = ("target", "quantization", "draft", "draft_kind", "num_ranks")
     return next(
-        one
-        for one in found
-        if (one["target"], one["quantization"], one["draft"], one["draft_kind"], one["num_ranks"]) == wanted
+        one for one in found if tuple(one[key] for key in keys) == wanted and one["draft_quantization"] not in formats()
     )
 
 
@@ -208,8 +208,9 @@ A100 = hardware.load("8xa100_80gb")
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
     job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
     timed = timing(job, A100)
-    ((token_s, adaptive),) = by_length(job, timed)
+    (token_s, adaptive), *others = by_length(job, timed)
     assert length_setting(adaptive) == "speculation.num_draft_tokens=auto"
+    assert {other.num_draft_tokens for _, other in others if not other.adapts} == set(range(1, 17))
     assert token_s == pytest.approx(timing(adaptive, A100).speculative_s, rel=1e-3)
     assert not any(by_length(replace(job, draft=None), timing(replace(job, draft=None), A100)))
 
