@@ -12,7 +12,6 @@ At most three changes are named: those that lose least, of these those of the fe
 each kind, none that its own plan warns against for more reasons than the plan that was asked for.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -295,9 +294,9 @@ def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing | None = None) -> set[str]:
-    """What the plan of a job warns of, without figures."""
+    """What the plan of a job warns of, without figures; another K that gains more is no fault."""
     found = warnings(job, hardware, timed or timing(job, hardware))
-    return {re.sub(r"[\d.]+", "", said.partition(":")[0]) for said in found}
+    return {said.partition(":")[0] for said in found if not said.startswith("K=")}
 
 
 def _chosen(candidates: list[_Fitting], known: set[str]) -> list[_Fitting]:

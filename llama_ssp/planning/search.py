@@ -18,14 +18,15 @@ node. A job that fits no node is tried on several.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig, Price
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import (
-    DTYPE_BYTES,
     PlannedModel,
     PlanSpec,
     block_sizes,
@@ -239,7 +240,8 @@ def _price(
     if full.fits or (chooses_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
         timed = timing(job, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        for token_s, way in [*(by_length(job, timed) if chooses_k else ())] or [(asked_s, job)]:
+        ways = by_length(job, timed) if chooses_k else iter(())
+        for token_s, way in chain([next(ways, (asked_s, job))], ways):
             if token_s >= below_s:
                 return None
             if (full := fullest_rank(way, machine)).fits:
@@ -320,17 +322,20 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
 
 
 def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
-    """A draft, and the same in the storage formats that a single row reads faster; heads stay as they are."""
-    yield planned_model(draft, device=device)
-    if draft.shape is None or draft.shape.is_head or format_of(draft.quantization).is_quantized:
+    """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
+    plain = planned_model(draft, device=device)
+    yield plain
+    if plain.shape.is_head or format_of(draft.quantization).is_quantized:
         return
-    for name, storage in formats().items():
-        other = planned_model(replace(draft, quantization=name), device=device)
-        value_bytes, elements = DTYPE_BYTES[other.dtype], 1000
-        unquantized, packed = value_bytes * elements, storage.matrix_bytes(elements, value_bytes)
-        is_faster = storage.gpu_read_bytes(1, packed, unquantized) < unquantized
-        if storage.is_quantized and storage.change_weight is not None and is_faster and other.can_be(name):
-            yield other
+    unquantized, columns = 2 * 10**6, [matrix.num_columns for matrix in inventory(plain.shape).layer]
+    read_bytes = {
+        name: storage.gpu_read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized)
+        for name, storage in formats().items()
+        if plain.can_be(name) and all(number % storage.group == 0 for number in columns)
+    }
+    fastest = min(read_bytes, key=read_bytes.__getitem__)
+    if read_bytes[fastest] < unquantized:
+        yield planned_model(replace(draft, quantization=fastest), device=device)
 
 
 def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:

@@ -108,13 +108,38 @@ def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:
     assert sharded.loss == "nothing"
 
 
+def test_a_change_that_needs_one_setting_comes_first_even_if_another_k_would_gain_more() -> None:
+    first, *others = changes_that_fit(make_job("30B_8bit", "7B", num_ranks=4, prompt_tokens=1984), A10G)
+    assert first.settings == ("placement.draft.kind=sharded",)
+    assert others[0].settings == ("draft=none",)
+
+
+def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
+    """A draft of bitsandbytes is warned of on any machine: this job needs a larger one."""
+    job = make_job("llama2_13B", "llama2_7B")
+    assert job.draft
+    packed = replace(job, draft=job.draft.quantized("int8"))
+    machines = [change.settings[0] for change in changes_that_fit(packed, ONE_A10G) if change.loss == "more"]
+    assert any(setting.startswith("hardware") for setting in machines)
+
+
+def test_another_format_of_as_many_bits_is_tried() -> None:
+    """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
+    job = make_job("13B")
+    four = replace(job, target=job.target.quantized("nf4"))
+    machine = replace(ONE_A10G, memory_bytes=fullest_rank(four, ONE_A10G).needed_bytes - 1)
+    found = changes_that_fit(four, machine)
+    assert ("model.quantization=int4_weight_only",) in [change.settings for change in found]
+
+
 @pytest.mark.parametrize(("target", "num_ranks"), [("65B", 4), ("30B", 4), ("65B", 1)])
 def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ranks: int) -> None:
     job, machine = make_job(target, "7B", num_ranks=num_ranks), replace(A10G, num_gpus=num_ranks)
     kept = changes._chosen(changes._fitting(changes._ways(job, machine)), set())
     assert kept
     for one in kept:
-        assert make_plan(one.way.job, one.way.hardware).warnings == (), one.way.settings
+        said = make_plan(one.way.job, one.way.hardware).warnings
+        assert all(each.startswith("K=") for each in said), one.way.settings
 
 
 def test_a_job_without_any_way_out_says_so() -> None:
