@@ -429,7 +429,7 @@ def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 
 
 def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
-    """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
+    """The job on every rented size of the other machines of the catalogue; those with the least memory come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return []
     found, is_changed = [], not has_its_own_number(hardware)
@@ -437,8 +437,8 @@ def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         if machine.device != "cuda" or machine.gpu == hardware.gpu:
             continue
         for size in block_sizes(machine.num_gpus // job.num_replicas):
-            if other := same_kind(job, size):
-                num_gpus = size * job.num_replicas
+            num_gpus, other = size * job.num_replicas, same_kind(job, size)
+            if other and (machine.price is None or num_gpus in machine.price.usd_per_hour):
                 settings = [f"hardware={machine.name}"]
                 settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
                 settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []

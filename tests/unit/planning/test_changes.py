@@ -119,8 +119,14 @@ def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
     job = make_job("llama2_13B", "llama2_7B")
     assert job.draft
     packed = replace(job, draft=job.draft.quantized("int8"))
-    machines = [change.settings[0] for change in changes_that_fit(packed, ONE_A10G) if change.loss == "more"]
-    assert any(setting.startswith("hardware") for setting in machines)
+    assert ("hardware.num_gpus=2",) in [change.settings for change in changes_that_fit(packed, ONE_A10G)]
+
+
+def test_only_machines_that_are_rented_with_so_many_gpus_are_named() -> None:
+    """One A100-40GB would be enough, and is not rented; the first machine with room for 40 GB that is has an L40S."""
+    named = [_settings(change) for change in changes_that_fit(make_job("13B"), replace(ONE_A10G, network=None))]
+    machines = [(each["hardware"], each.get("hardware.num_gpus")) for each in named if "hardware" in each]
+    assert machines == [("4xl40s", "1")]
 
 
 def test_another_format_of_as_many_bits_is_tried() -> None:
