@@ -46,8 +46,8 @@ def test_a_rank_without_room_is_named_too_full() -> None:
     assert "does not fit" in text
 
 
-def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None, **sizes: int) -> str:
-    job = make_job(target, draft, num_ranks=machine.num_gpus, **sizes)
+def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None) -> str:
+    job = make_job(target, draft, num_ranks=machine.num_gpus)
     console = Console(record=True, width=200, file=io.StringIO())
     print_document(document(make_plan(job, machine)), console=console)
     return console.export_text().lstrip().splitlines()[0]
