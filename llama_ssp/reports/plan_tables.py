@@ -104,11 +104,9 @@ def verdict(plan: Mapping[str, Any]) -> str:
     mode = "speculative" if (time["speedup"] or 0) > 1 else "plain"
     ends = time["speculative_ms_per_token_range"] if mode == "speculative" else None
     between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
-    rates = [rounded(time[f"{mode}{name}_tokens_per_s"]) for name in ("", "_run")]
-    ms = f"{rounded(time[f'{mode}_ms_per_token'])} ms/token{between}"
-    return (
-        f"{'fits, tight' if plan['is_tight'] else 'fits'}: {ms}, {rates[0]} tokens/s ({rates[1]} with prompts){costs}"
-    )
+    ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
+    fits = "fits, tight" if plan["is_tight"] else "fits"
+    return f"{fits}: {ms} ms/token{between}, {rate} tokens/s with prompts{costs}"
 
 
 def _price(machine: Mapping[str, Any], usd_per_hour: float | None) -> str:
@@ -234,23 +232,25 @@ def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
         steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
         if tree:
             steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
-        lines.append(
-            f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}"
-        )
+        other = f", other {time['other_ms']:.2f}" if time["other_ms"] >= LEAST_SHOWN_MS else ""
+        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}{other}")
     return lines
 
 
 def _basis(plan: Mapping[str, Any]) -> list[str]:
     time = plan["time"]
     of_copy, of_sheet = 100 * time["copy_share"], 100 * time["limit_share"]
-    reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
+    reached = (
+        f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
+    )
     lines = [plan["basis"], reached]
     if time["tokens_per_round"] is not None:
         shown = {
             name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
             for name in ("tokens_per_round", "acceptance")
         }
-        best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
+        gains = min(time["speculative_ms_per_token_by_k"], default=0.0) < time["plain_ms_per_token"]
+        best, ends = time["best_num_draft_tokens"] if gains else None, time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
         ms = time["speculative_ms_per_token_range"]
         low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""

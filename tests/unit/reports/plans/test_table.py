@@ -57,11 +57,9 @@ def test_the_first_line_is_the_verdict_with_the_faster_mode_and_the_price() -> N
     machine = replace(hardware.load("8xh100"), num_gpus=2)
     time = document(make_plan(make_job("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
     said = _verdict(machine, "13B", "tinyllama_1B")
-    ms, rate, run = (
-        rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "tokens_per_s", "run_tokens_per_s")
-    )
+    ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     assert time["speedup"] > 1
-    assert said == f"fits: {ms} ms/token, {rate} tokens/s ({run} with prompts); 8.38 USD/h (Lambda 2026-09)"
+    assert said == f"fits: {ms} ms/token, {rate} tokens/s with prompts; 8.38 USD/h (Lambda 2026-09)"
     plain = document(make_plan(make_job("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
     assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: {rounded(plain)} ms/token, ")
 
@@ -74,10 +72,17 @@ def test_the_verdict_says_what_is_rented_instead_and_what_is_not() -> None:
         2: "5.67 USD/h (AWS 2026-09, of 4 GPUs: 2 are not rented)",
         16: "not rented with 16 GPUs (AWS 2026-09: 1, 4, 8)",
     }
-    assert _verdict(replace(g5, price=None)).endswith(" with prompts)")
+    assert _verdict(replace(g5, price=None)).endswith(" with prompts")
     assert re.match(r"does not fit: rank 0 needs 2\d\.\d of 22\.2 GiB; 1\.01 USD/h", _verdict(
         replace(g5, num_gpus=1), "13B"
     ))  # fmt: skip
+
+
+def test_a_best_k_is_named_only_where_it_gains() -> None:
+    good, bad = (" ".join(_printed(_plan(target, "7B", num_ranks=1)).split()) for target in ("13B", "7B"))
+    assert "best K = " in good
+    assert "best K = " not in bad
+    assert "no K gains" in bad
 
 
 def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:
