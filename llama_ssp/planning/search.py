@@ -325,7 +325,7 @@ def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
     """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
     plain = planned_model(draft, device=device)
     yield plain
-    if plain.shape.is_head or format_of(draft.quantization).is_quantized:
+    if plain.shape.is_head or format_of(plain.quantization).is_quantized:
         return
     unquantized, columns = 2 * 10**6, [matrix.num_columns for matrix in inventory(plain.shape).layer]
     read_bytes = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -85,8 +84,12 @@ READ_SLOWDOWN = {8: 1.2, 4: 1.6}
 """Time to read packed weights, by their bits, relative to a copy of as many bytes: fitted to published rows."""
 
 
-def _few_rows_bytes(slowdown: float, rows: int, packed: int, unquantized: int) -> float:
-    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again."""
+def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
+    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again.
+
+    Those of less than a third of the unquantized bytes have 4 bits.
+    """
+    slowdown = READ_SLOWDOWN[4 if 3 * packed < unquantized else 8]
     return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
 
 
@@ -149,7 +152,7 @@ register(  # our own: one byte per weight, and a scale per output in the model's
         matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
         row_bytes=lambda value_bytes: value_bytes,
         fp32_on_cpus=True,
-        gpu_read_bytes=partial(_few_rows_bytes, READ_SLOWDOWN[8]),
+        gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
         one_gpu_per_rank=True,
         change_weight=3,
@@ -163,7 +166,7 @@ register(  # half a byte per weight, and a word of 4 bytes per 128 weights; also
         kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
         matrix_bytes=_int4_bytes,
         fp32_on_cpus=True,
-        gpu_read_bytes=partial(_few_rows_bytes, READ_SLOWDOWN[4]),
+        gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
         group=INT4_GROUP,
         reads_packed=True,

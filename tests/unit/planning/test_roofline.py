@@ -183,6 +183,15 @@ def test_weight_only_int8_reads_its_bytes_once_in_every_32_rows_and_unpacks_for_
     assert seconds == pytest.approx([64 * 128 / 1e6 * times for times in (1.2, 1.2, 2.4, 4.8, 5)])
 
 
+@pytest.mark.parametrize(("quantization", "bytes_of_a_weight", "slowdown"), [
+    ("int8_weight_only", 1, 1.2), ("int4_weight_only", 0.5 + 4 / 128, 1.6)
+])  # fmt: skip
+def test_packed_weights_take_longer_to_read_than_a_copy_by_their_bits(
+    quantization: str, bytes_of_a_weight: float, slowdown: float
+) -> None:
+    assert _product_s(quantization, rows=1) == pytest.approx(slowdown * 64 * 128 * bytes_of_a_weight / 1e6)
+
+
 def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:
     wide_s = 2 * 64 * 128 / 1e6
     assert _product_s("nf4", rows=1) == pytest.approx(wide_s)
