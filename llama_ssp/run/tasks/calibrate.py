@@ -37,7 +37,6 @@ from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.words import counted
 
-
 PROMPT_SHARE = 0.75
 """Share of the rate of a square matrix product that prompts reach, as published of an A100 (conf/hardware)."""
 
