@@ -166,7 +166,7 @@ def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConf
         return model
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
-    folder = hub.find_config(model)
+    folder = hub.find_config(model, is_enough=any_family)
     shape, stored = read_config(folder, any_family=any_family)
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
