@@ -2,21 +2,24 @@
 
     python -m benchmarks.published
 
-Three constants of the hardware catalogue are fitted here and nowhere else: the time of a kernel and the latency of an
-all-reduce from gpt-fast's four Llama-2-7B bf16 rows, the time of an operator launched from Python from one plain row of
-transformers. Everything else is of data sheets. All other rows are forecasts.
+Five constants are fitted here and nowhere else: the time of a kernel and the latency of an all-reduce from gpt-fast's
+four Llama-2-7B bf16 rows on A100, the time to read weights of 8 and of 4 bits from its rows of these formats, and the
+time of an operator launched from Python from one plain row of transformers. Everything else is of data sheets. All
+other rows are forecasts.
 """
 
 from dataclasses import dataclass, replace
 
 from benchmarks.measured import markdown, show
+from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import KnownPoint, expected, implied_acceptance, points, tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import LIBRARY_SHARE, timing
+from llama_ssp.planning.timing import LIBRARY_SHARE, bandwidth, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
+from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 from llama_ssp.settings.layout import Kernels
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 
@@ -25,6 +28,7 @@ COST_RATIOS = (
 )  # fmt: skip
 OTHER_ENGINES = Kernels(layer=12, frame=8, draw=17, verify=38)
 A100 = "8xa100_80gb"
+FORMATS = {"none": "bf16", "int8_weight_only": "int8 weight-only", "int4_weight_only": "int4 weight-only"}
 TRANSFORMERS_13B_MS, TRANSFORMERS_70B_MS = 31.9, 113.3
 
 
@@ -38,13 +42,15 @@ class PlainRow:
     tokens_per_s: float
     is_fitted: bool = False
     by_library: bool = False
+    machine: str = A100
 
     @property
     def name(self) -> str:
         """How tables name it."""
         if self.by_library:
             return f"{self.model} fp16, transformers, layers in a row"
-        return f"{self.model} {'bf16' if self.quantization == 'none' else 'int8 weight-only'}"
+        where = "" if self.machine == A100 else ", MI250X die"
+        return f"{self.model} {FORMATS[self.quantization]}{where}"
 
 
 PLAIN = (
@@ -55,11 +61,20 @@ PLAIN = (
     PlainRow("llama2_70B", "none", 2, 21.3),
     PlainRow("llama2_70B", "none", 4, 38.0),
     PlainRow("llama2_70B", "none", 8, 62.5),
-    PlainRow("llama2_7B", "int8_weight_only", 1, 155.6),
+    PlainRow("llama2_7B", "int8_weight_only", 1, 155.6, True),
     PlainRow("llama2_70B", "int8_weight_only", 1, 19.1),
     PlainRow("llama2_70B", "int8_weight_only", 8, 80.4),
+    PlainRow("llama2_7B", "int4_weight_only", 1, 196.8, True),
+    PlainRow("llama2_70B", "int4_weight_only", 1, 25.25),
+    PlainRow("llama2_70B", "int4_weight_only", 8, 90.8),
+    PlainRow("llama2_7B", "none", 1, 76.3, machine="mi250"),
+    PlainRow("llama2_7B", "int8_weight_only", 1, 101.9, machine="mi250"),
     PlainRow("llama2_70B", "none", 8, 1e3 / TRANSFORMERS_70B_MS, by_library=True),
 )
+
+
+PROMPTS = (("llama2_7B", 1, 132.4, "fitted"), ("llama2_70B", 8, 249.2, "forecast"))
+"""Model in fp16, A100 GPUs, published milliseconds of a prompt of 2048 tokens in TensorRT-LLM 0.9."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,7 @@ def fitted(machine: HardwareConfig) -> HardwareConfig:
     without = replace(machine, kernel_s=0.0, link=replace(machine.link, latency_s=0.0))
     rows = []
     for row in PLAIN:
-        if not row.is_fitted:
+        if not row.is_fitted or row.quantization != NO_QUANTIZATION:
             continue
         planned, tokens_per_s = job(row.model, row.num_gpus), row.tokens_per_s
         base = timing(planned, without).plain_s
@@ -152,6 +167,15 @@ def fitted(machine: HardwareConfig) -> HardwareConfig:
     for_one = timing(plain, as_library(replace(machine, launch_s=1.0))).plain_s - base
     launch_s = (TRANSFORMERS_13B_MS / 1e3 - base) / for_one
     return replace(machine, kernel_s=kernel_s, launch_s=launch_s, link=replace(machine.link, latency_s=latency_s))
+
+
+def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
+    """Fit the time to read packed weights, relative to a copy, to the 7B row of these bits."""
+    (row,) = (row for row in PLAIN if row.is_fitted and row.quantization == f"int{bits}_weight_only")
+    planned, storage = planned_model(catalogue.load(row.model), device="cuda"), format_of(row.quantization)
+    held = inventory(planned.shape)
+    copy_s = held.num_layers * sum(storage.matrix_bytes(size, 2) for size in held.products) / bandwidth(machine)
+    return READ_SLOWDOWN[bits] + (1 / row.tokens_per_s - 1 / plain_tokens_per_s(row, machine)) / copy_s
 
 
 def as_library(machine: HardwareConfig) -> HardwareConfig:
@@ -175,10 +199,21 @@ def plain_table(machine: HardwareConfig) -> str:
     """The plain table."""
     lines = []
     for row in PLAIN:
-        forecast, rate = plain_tokens_per_s(row, machine), row.tokens_per_s
+        at = machine if row.machine == A100 else hardware.load(row.machine)
+        forecast, rate = plain_tokens_per_s(row, at), row.tokens_per_s
         how = "fitted" if row.is_fitted else "forecast"
         lines.append((row.name, row.num_gpus, f"{rate:.4g}", f"{forecast:.4g}", f"{forecast / rate:.2f}", how))
     return markdown(["model", "GPUs", "published tokens/s", "forecast", "forecast / published", ""], lines)
+
+
+def prompt_table(machine: HardwareConfig) -> str:
+    """The table of first tokens."""
+    lines = []
+    for model, num_gpus, published_ms, how in PROMPTS:
+        forecast_ms = 1e3 * timing(replace(job(model, num_gpus), prompt_tokens=2048), machine).plain_prefill_s
+        ratio = f"{forecast_ms / published_ms:.2f}"
+        lines.append((f"{model} fp16", num_gpus, f"{published_ms:.1f}", f"{forecast_ms:.1f}", ratio, how))
+    return markdown(["model", "GPUs", "published ms", "forecast", "forecast / published", ""], lines)
 
 
 def cost_table(machine: HardwareConfig) -> str:
@@ -218,15 +253,16 @@ def pair_table(machine: HardwareConfig) -> str:
         ratio, source = draft_cost(pair, machine)
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
         adds_up = implied <= number + 1
-        forecast = speculative_ms(pair, ratio, expected(points_by_row()[pair.row].pair).probability)
+        acceptance = expected(points_by_row()[pair.row].pair)
+        forecast = speculative_ms(pair, ratio, acceptance.probability)
         lines.append((
             pair.name, number, f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}", f"{ratio:.3f} ({source})",
             f"{implied:.2f}", number + 1 if adds_up else f"**{number + 1}: does not add up**",
             f"{implied_acceptance(implied, number):.2f}" if adds_up else "none", f"{forecast:.1f}",
-            f"{forecast / pair.speculative_ms:.2f}",
+            f"{forecast / pair.speculative_ms:.2f}", "forecast" if acceptance.is_forecast else "fitted",
         ))  # fmt: skip
     heads = ["pair", "K", "ms/token", "c", "implied tokens per round", "of at most K + 1", "implied acceptance"]
-    return markdown([*heads, "forecast ms/token", "forecast / published"], lines)
+    return markdown([*heads, "forecast ms/token", "forecast / published", ""], lines)
 
 
 def page() -> str:
@@ -244,9 +280,15 @@ def page() -> str:
         (name, f"{1e6 * new:.2f} us", f"{1e6 * old:.2f} us")
         for name, new, old in zip(names, found, stored, strict=True)
     ]
+    constants += [
+        (f"time to read weights of {bits} bits, over a copy of as many bytes", f"{fitted_slowdown(bits, machine):.2f}",
+         f"{slowdown:.2f}")
+        for bits, slowdown in READ_SLOWDOWN.items()
+    ]  # fmt: skip
     return TEXT.format(
         constants=markdown(["constant", "fitted", "in the catalogue"], constants),
         plain=plain_table(machine),
+        prompts=prompt_table(machine),
         costs=cost_table(machine),
         pairs=pair_table(machine),
     )
@@ -260,15 +302,25 @@ none of them.
 ## Constants
 
 The machine is `conf/hardware/8xa100_80gb.yaml`: figures of the data sheet, and the 1.7 TB/s that gpt-fast measured with
-a plain copy. Three constants are on no data sheet. The first two are fitted to gpt-fast's four Llama-2-7B bf16 rows,
-the third to the plain 13B row of transformers. A layer counts as 12 kernels, as 25 operators when they are launched
-one by one, and as 50 operators in transformers.
+a plain copy. Five constants are on no data sheet. The first two are fitted to gpt-fast's four Llama-2-7B bf16 rows,
+the third to the plain 13B row of transformers, the last two to the Llama-2-7B rows of their formats. A layer counts as
+12 kernels, as 25 operators when they are launched one by one, and as 50 operators in transformers. The kernels of 8
+and 4 bits are gpt-fast's; ours have run on no GPU.
 
 {constants}
 
 ## Plain decoding, batch 1
 
+All rows are gpt-fast's (README.md of pytorch-labs/gpt-fast), except for the one of transformers.
+
 {plain}
+
+## Prompts of 2048 tokens, batch 1
+
+The rows are TensorRT-LLM 0.9's on A100 (its performance page): the first token of a prompt of 2048 tokens. The share of
+the data sheet's matrix rate that prompts reach, `flops_share: 0.65`, is taken from the first, which reaches 67 %.
+
+{prompts}
 
 ## Cost of a 7B draft with a 70B target
 
@@ -280,8 +332,8 @@ A round costs K draft steps and one target step. Published times therefore imply
 `tokens per round = plain / speculative x (1 + K c)`.
 c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
 The forecast uses the acceptance that a plan uses, not the implied one: the pair's own figure in `conf/pairs.yaml`, else
-that of the nearest other pair of `conf/acceptance.yaml`. The figures of the Llama-1 pairs, of SmolLM2 and of GPT-NeoX
-with GPT-Neo, whose tokenizers differ, come from rows of this table, so these rows are not forecasts.
+that of the nearest other pair of `conf/acceptance.yaml`. `fitted` rows are those that a pair's own figure comes from,
+so they are no forecasts. In all rows the plain time is the published one.
 
 {pairs}
 

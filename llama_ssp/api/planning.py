@@ -125,11 +125,12 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
 ) -> list[MachineChoice]:
     """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
 
-    The best by the objective (latency, throughput, or price of a million tokens) comes first. Machines where the job
-    does not fit, or exceeds `max_ms_per_token` or `max_price` (US dollars per hour), come last with their `reason`.
-    `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per hour by
-    machine, in place of those of the hardware files. `search` also tries every storage format of the target, further
-    drafts, and K. The other arguments are those of `plan`, and errors are raised as there.
+    The best by the objective (latency, throughput, price of a million tokens, or hourly price) comes first. Machines
+    where the job does not fit, or exceeds `max_ms_per_token` or `max_price` (US dollars per hour), come last with their
+    `reason`. `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per
+    hour by machine, of all its GPUs, in place of those of the hardware files. `search` also tries every storage format
+    of the target, further drafts and their fastest format, and K. The other arguments are those of `plan`, and errors
+    are raised as there.
     """
     given = {**locals(), "prices": prices or {}}
     with in_library_words():

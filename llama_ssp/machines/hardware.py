@@ -6,7 +6,7 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
@@ -14,8 +14,6 @@ from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines.profile import RETIRED, Profile, points_of
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype
-
-PER_NODE, PER_GPU = "node", "gpu"  # What is rented at a price.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +26,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """List price in US dollars per hour."""
+    """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
 
-    usd_per_hour: float  # of what `per` names.
-    per: str = PER_NODE  # what is rented, a whole `node` or each `gpu`.
+    usd_per_hour: dict[int, float]  # by number of GPUs, for example {1: 4.29, 8: 31.92}; other numbers do not exist.
+    vendor: str | None = None  # who rents it out.
     date: str | None = None  # when the price was read, for example 2025-06.
+
+    def of(self, num_gpus: int) -> float | None:
+        """The price of the smallest machine with `num_gpus`; None if all are smaller."""
+        return next((usd for size, usd in sorted(self.usd_per_hour.items()) if size >= num_gpus), None)
+
+    def document(self) -> dict[str, Any]:
+        """The price for JSON, whose keys are text."""
+        return asdict(self) | {"usd_per_hour": {str(size): usd for size, usd in sorted(self.usd_per_hour.items())}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,8 @@ class HardwareConfig:
     collective_bytes: int  # communication buffers per rank, if there are several ranks.
     bandwidth_bytes_per_s: float  # memory bandwidth from the data sheet.
     copy_bytes_per_s: float | None = None  # measured memory bandwidth of a plain copy.
-    flops_per_s: dict[str, float]  # dense matrix rate by number format.
+    flops_per_s: dict[str, float]  # dense matrix rate by number format, from the data sheet.
+    flops_share: float = 0.6  # share of that rate that prompts and large batches reach.
     # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
     slowdown: dict[str, float] = field(default_factory=dict)
     kernel_s: float  # fixed time of a kernel inside a CUDA graph.
@@ -84,6 +91,12 @@ class HardwareConfig:
         if self.device == "cuda":
             return self.memory_bytes
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """The price of all nodes; None where none is known."""
+        usd = self.price.of(self.num_gpus) if self.price else None
+        return None if usd is None else self.num_nodes * usd
 
     @property
     def unit(self) -> str:
@@ -129,11 +142,9 @@ def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: AN
     problems: list[str] = []
     machine = _part(HardwareConfig, figures, "hardware", problems)
     if isinstance(figures, Mapping):
-        device, price, nodes = (figures.get(name) for name in ("device", "price", "num_nodes"))
+        device, nodes = (figures.get(name) for name in ("device", "num_nodes"))
         if "device" in figures and device not in ("cuda", "cpu"):
             problems.append(f"hardware.device={device} must be one of cuda, cpu")
-        if isinstance(price, Mapping) and price.get("per", PER_NODE) not in (PER_NODE, PER_GPU):
-            problems.append(f"hardware.price.per={price['per']} must be {PER_NODE} or {PER_GPU}")
         if isinstance(nodes, int) and nodes > 1 and not figures.get("network"):
             problems.append(f"hardware.num_nodes={nodes} needs hardware.network (bandwidth_bytes_per_s, latency_s)")
     return machine, problems
@@ -167,6 +178,8 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
             return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(items)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
+    if kind == dict[int, float] and not found:
+        return {int(size): usd for size, usd in value.items()}
     return int(value) if kind is int and not found else value
 
 
@@ -175,6 +188,13 @@ def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  
         yield f"{path} must be a list, or a table with a heading and lines, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
+    elif kind == dict[int, float]:
+        sizes: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {"": value}
+        if not all(str(size).isdecimal() and int(size) for size in sizes):
+            yield f"{path}={value} must give a price for each number of GPUs, for example {{1: 4.29, 8: 31.92}}"
+            return
+        for size, usd in sizes.items():
+            yield from _problems_of_number(usd, f"{path}.{size}")
     elif kind == dict[str, str]:
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"

@@ -23,6 +23,7 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import draft_name, matching_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
+from llama_ssp.settings.tasks import LOCAL
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED, POINTS = "pairs.yaml", "measured_pairs.yaml", "acceptance.yaml"
@@ -234,6 +235,9 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
             "measured; speculation.num_draft_tokens=auto finds it while it runs"
         )
     draft = job.draft.name if job.draft else job.free_draft
+    if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
+        yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
+        return
     own = " draft.tokenizer=own" if job.matching is not None else ""
     command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"

@@ -8,8 +8,8 @@ Changes are judged by what the user loses:
     time      layers wait in the host's memory or on disk
     model     a smaller target, if nothing else fits
 
-At most three changes are named: those that lose least, of these the fastest, one of each kind, none that its own plan
-warns against.
+At most three changes are named: those that lose least, of these those of the fewest settings, then the fastest, one of
+each kind, none that its own plan warns against for more reasons than the plan that was asked for.
 """
 
 from collections.abc import Iterable, Iterator
@@ -145,6 +145,24 @@ def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
     return f"; placement.draft.kind=sharded costs {sharded.cost_ratio:.2f} and gives {sharded.speedup:.2f}x"
 
 
+def better_draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
+    """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
+    if job.draft is None or job.matching is not None or job.tree or not timed.by_num_draft_tokens:
+        return
+    asked, gains = inventory(job.draft.shape).num_parameters, {1.0: ""}
+    for draft in (planned_model(catalogue.load(name), device=job.device) for name in _smaller(job.target.name)):
+        other = replace(job, draft=draft, acceptance=None)
+        if inventory(draft.shape).num_parameters < asked and fits(other, hardware):
+            found = timing(other, hardware)
+            gains[found.plain_s / min(found.by_num_draft_tokens)] = draft.name
+    here, most = timed.plain_s / min(timed.by_num_draft_tokens), max(gains)
+    if gains[most] and most >= CLEAR_GAIN * here:
+        yield (
+            f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {job.draft.name} {here:.2f}x with "
+            "its own"
+        )
+
+
 def faster_on_fewer(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence if smaller blocks of ranks, all in use, decode the same rows clearly faster."""
     size, best_job, best = len(job.layout.ranks), job, timed
@@ -256,16 +274,16 @@ class _Fitting:
         return self.timed.best_s / (self.way.job.batch_size * self.way.job.num_replicas)
 
     @property
-    def order(self) -> tuple[int, bool, float, int]:
-        return self.way.loss, self.fullest.is_tight, self.row_s, len(self.way.settings)
+    def order(self) -> tuple[int, int, bool, float]:
+        return self.way.loss, len(self.way.settings), self.fullest.is_tight, self.row_s
 
 
 def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
-    candidates = _fitting(_ways(job, hardware))
+    candidates, known = _fitting(_ways(job, hardware)), _faults(job, hardware)
     if not any(one.way.loss <= Loss.little for one in candidates):
         candidates += _fitting(_two_at_once(job, hardware))
-    chosen = _chosen(candidates) or _chosen(_fitting(_smaller_targets(job, hardware)))
+    chosen = _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(job, hardware)), known)
     return [
         Change(
             settings=one.way.settings, loss=one.way.loss.name, needed_bytes=one.fullest.needed_bytes,
@@ -275,13 +293,19 @@ def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     ]  # fmt: skip
 
 
-def _chosen(candidates: list[_Fitting]) -> list[_Fitting]:
-    """The best of each kind whose own plan does not warn against it."""
+def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing | None = None) -> set[str]:
+    """What the plan of a job warns of, without figures; another K that gains more is no fault."""
+    found = warnings(job, hardware, timed or timing(job, hardware))
+    return {said.partition(":")[0] for said in found if not said.startswith("K=")}
+
+
+def _chosen(candidates: list[_Fitting], known: set[str]) -> list[_Fitting]:
+    """The best of each kind whose own plan warns of nothing but what is `known` of the plan that was asked for."""
     chosen: dict[str, _Fitting] = {}
     for candidate in sorted(candidates, key=lambda one: one.order):
         if len(chosen) == MOST_CHANGES:
             break
-        if candidate.way.kind not in chosen and (accepted := _accepted(candidate)):
+        if candidate.way.kind not in chosen and (accepted := _accepted(candidate, known)):
             chosen[candidate.way.kind] = accepted
     return sorted(chosen.values(), key=lambda one: one.order)
 
@@ -295,16 +319,16 @@ def _fitting(ways: Iterable[_Way]) -> list[_Fitting]:
     ]
 
 
-def _accepted(candidate: _Fitting) -> _Fitting | None:
-    """The candidate, or the same with the best K, if the plan of one does not warn."""
+def _accepted(candidate: _Fitting, known: set[str]) -> _Fitting | None:
+    """The candidate, or the same with the best K, if the plan of one warns of nothing else than what is known."""
     way, timed = candidate.way, candidate.timed
-    if not any(warnings(way.job, way.hardware, timed)):
+    if _faults(way.job, way.hardware, timed) <= known:
         return candidate
     if timed.best_num_draft_tokens is None or way.job.adapts:
         return None
     _, drafting = next(by_length(way.job, timed))
     better = _fitting([way.then(length_setting(drafting), job=drafting)])
-    return next((one for one in better if not any(warnings(one.way.job, one.way.hardware, one.timed))), None)
+    return next((one for one in better if _faults(one.way.job, one.way.hardware, one.timed) <= known), None)
 
 
 def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -376,7 +400,8 @@ def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
         yield start.then(f"model.dtype={short.name}", job=replace(job, target=replace(target, dtype=short)))
     now = format_of(target.quantization).change_weight or 0
     for storage in formats().values():
-        if storage.change_weight is not None and storage.change_weight > now and target.can_be(storage.name):
+        is_other = storage.name != target.quantization and (storage.change_weight or 0) >= now
+        if storage.change_weight is not None and is_other and target.can_be(storage.name):
             loss = Loss.little if storage.change_weight <= EIGHT_BITS else Loss.more
             other = replace(job, target=target.quantized(storage.name))
             yield replace(start, loss=loss).then(f"model.quantization={storage.name}", job=other)
@@ -404,7 +429,7 @@ def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 
 
 def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
-    """The job on one node of every other machine of the catalogue; those with the least memory in all come first."""
+    """The job on every rented size of the other machines of the catalogue; those with the least memory come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return []
     found, is_changed = [], not has_its_own_number(hardware)
@@ -412,8 +437,8 @@ def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         if machine.device != "cuda" or machine.gpu == hardware.gpu:
             continue
         for size in block_sizes(machine.num_gpus // job.num_replicas):
-            if other := same_kind(job, size):
-                num_gpus = size * job.num_replicas
+            num_gpus, other = size * job.num_replicas, same_kind(job, size)
+            if other and (machine.price is None or num_gpus in machine.price.usd_per_hour):
                 settings = [f"hardware={machine.name}"]
                 settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
                 settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []

@@ -26,7 +26,7 @@ from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, n
 from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing
 from llama_ssp.words import rounded
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 GIB = 2**30
 
 
@@ -94,6 +94,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
             *advice.notes(job, hardware, heads, fullest),
+            *advice.better_draft(job, hardware, timed),
             *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
@@ -142,12 +143,16 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
     job, figures = plan.job, asdict(plan.hardware)
-    profiles = figures.pop("profiles")
+    profiles, price = figures.pop("profiles"), plan.hardware.price
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
-        "hardware": figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]},
+        "usd_per_hour": plan.hardware.usd_per_hour,
+        "hardware": figures | {
+            "price": price and price.document(),
+            "measured_for_ranks": [profile["num_ranks"] for profile in profiles],
+        },
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
@@ -247,6 +252,8 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "speedup": timed.speedup,
         "plain_run_ms_per_token": ms(timed.plain_run_s),
         "speculative_run_ms_per_token": ms(timed.speculative_run_s),
+        "plain_run_tokens_per_s": rate(timed.plain_run_s),
+        "speculative_run_tokens_per_s": rate(timed.speculative_run_s),
         "prefill_ms": ms(timed.prefill_s),
         "round_ms": ms(timed.round_s),
         "draft_step_ms": ms(timed.draft_forward_s),

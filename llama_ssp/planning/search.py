@@ -10,19 +10,21 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
 precision, with every draft of its vocabulary and the best K, those that do not fit last.
 
-A comparison ranks machines: what fits, how fast it decodes, on how many GPUs, and at what price. A replica has 1, 2,
-4, ... GPUs of a machine. Replicas fill the GPUs that are rented anyway: all of a node that is rented as a whole or has
-no price, none where each GPU has its own price. A job that fits no node is tried on several.
+A comparison ranks machines: what fits, how fast it decodes, on how many GPUs, and at what price. Each number of GPUs
+that is rented together is tried, with replicas of 1, 2, 4, ... of them that fill it; without a price it is the whole
+node. A job that fits no node is tried on several.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
-from llama_ssp.machines.hardware import PER_GPU, PER_NODE, HardwareConfig, Price
+from llama_ssp.machines.hardware import HardwareConfig, Price
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import (
     PlannedModel,
@@ -93,19 +95,19 @@ def _unusual_whole(job: PlanSpec) -> WholeParts | None:
 
 
 def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
-    """Seconds per token of the job with every K, the fastest first; with K = auto alone where no K is recommended.
+    """Seconds per token of the job with every K, the fastest first; K = auto comes before where no K is recommended.
 
     Nothing without a draft.
     """
     times = timed.by_num_draft_tokens
-    if timed.knows_best_k:
-        by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
-        yield from ((token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
-    elif job.overlaps:  # which needs one K for all rounds
+    if times and job.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
         yield times[job.num_draft_tokens - 1], replace(job, adapts=False)
-    elif times:
+        return
+    if times and not timed.knows_best_k:
         token_s = min(timed.plain_s, *(times[number - 1] for number in ADAPTIVE_LENGTHS))
         yield token_s, replace(job, num_draft_tokens=max(ADAPTIVE_LENGTHS), adapts=True)
+    by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
+    yield from ((token_s, replace(job, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
 
 
 def length_setting(job: PlanSpec) -> str:
@@ -113,6 +115,17 @@ def length_setting(job: PlanSpec) -> str:
     if job.tree:
         return f"speculation.tree={job.tree.text}"
     return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
+
+
+def _of_choice(job: PlanSpec) -> Iterator[str]:
+    """The settings of a job of a search besides the names of its models."""
+    if job.draft and format_of(job.draft.quantization).is_quantized:
+        yield f"draft.model.quantization={job.draft.quantization}"
+    yield from placement_settings(job)
+    if job.drafts:
+        yield length_setting(job)
+    if job.device == "cuda" and not job.cuda_graphs:
+        yield "cuda_graphs=false"
 
 
 def notes_on_guesses(adapts: Iterable[bool]) -> list[str]:
@@ -200,6 +213,7 @@ class _Priced:
             "num_replicas": job.num_replicas,
             "quantization": job.target.weights_name,
             "draft": job.draft.name if job.draft else job.free_draft,
+            "draft_quantization": job.draft.weights_name if job.draft else None,
             "draft_kind": job.draft_kind.name if job.draft else None,
             "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
             "adapts": job.drafts and job.adapts,
@@ -215,7 +229,10 @@ class _Priced:
 def _price(
     job: PlanSpec, machine: HardwareConfig, *, chooses_k: bool = True, below_s: float = math.inf
 ) -> _Priced | None:
-    """Price a job, with the best K that fits if it is to be chosen; None if a token takes `below_s` or more."""
+    """Price a job, with the best K that fits if it is to be chosen; None if a token takes `below_s` or more.
+
+    Where no K fits for want of room for CUDA graphs, it is priced without them.
+    """
     try:
         full = asked = fullest_rank(job, machine)
     except PlacementError as error:
@@ -223,11 +240,14 @@ def _price(
     if full.fits or (chooses_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
         timed = timing(job, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        for token_s, way in [*(by_length(job, timed) if chooses_k else ())] or [(asked_s, job)]:
+        ways = by_length(job, timed) if chooses_k else iter(())
+        for token_s, way in chain([next(ways, (asked_s, job))], ways):
             if token_s >= below_s:
                 return None
             if (full := fullest_rank(way, machine)).fits:
                 return _Priced(job=way, fullest=full, timed=timed, token_s=token_s)
+    if chooses_k and job.cuda_graphs and asked.free_bytes + asked.graphs_bytes >= 0:
+        return _price(replace(job, cuda_graphs=False), machine, below_s=below_s)
     full = full if asked.fits else asked
     reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
     return _Priced(job=job, fullest=full, reason=reason)
@@ -256,10 +276,11 @@ def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
     job, storage, found = one.job, format_of(one.job.target.quantization), one.figures()
     settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
     settings += [f"model.quantization={storage.name}"] if storage.is_quantized else []
-    settings += [*placement_settings(job), *([length_setting(job)] if job.drafts else [])]
+    settings += _of_choice(job)
     return {
         "target": job.target.name,
-        **{name: found[name] for name in ("quantization", "draft", "draft_kind", "num_draft_tokens")},
+        **{name: found[name] for name in ("quantization", "draft", "draft_quantization", "draft_kind")},
+        "num_draft_tokens": found["num_draft_tokens"],
         "num_ranks": len(job.layout.ranks),
         **{name: found[name] for name in ("num_replicas", "adapts", "tree")},
         "overlaps": job.overlaps,
@@ -281,7 +302,7 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     known = catalogue.entries()
     is_beyond = not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names("model"))
     for model in _series(job.target, known):
-        drafts = [planned_model(draft, device=hardware.device) for draft in _drafts_of(model, known)]
+        drafts = [draft for entry in _drafts_of(model, known) for draft in _in_formats(entry, device=hardware.device)]
         is_asked = model.name == _unquantized(job.target.name)
         if job.draft and job.matching is None and is_beyond and is_asked:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
@@ -298,6 +319,23 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
                         yield from _with_trees(drafted)
                         if drafted.draft_kind is DraftLayout.own_gpu:
                             yield replace(drafted, overlap=True)
+
+
+def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
+    """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
+    plain = planned_model(draft, device=device)
+    yield plain
+    if plain.shape.is_head or format_of(plain.quantization).is_quantized:
+        return
+    unquantized, columns = 2 * 10**6, [matrix.num_columns for matrix in inventory(plain.shape).layer]
+    read_bytes = {
+        name: storage.gpu_read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized)
+        for name, storage in formats().items()
+        if plain.can_be(name) and all(number % storage.group == 0 for number in columns)
+    }
+    fastest = min(read_bytes, key=read_bytes.__getitem__)
+    if read_bytes[fastest] < unquantized:
+        yield planned_model(replace(draft, quantization=fastest), device=device)
 
 
 def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
@@ -379,8 +417,11 @@ class MachineChoice:
         adapts: K is chosen for each round, up to this one.
         tree: the shape of drafted trees; None for chains.
         ms_per_token: of each completion while it is decoded.
-        tokens_per_s: of all rows of all replicas.
+        first_token_ms: of the prompt, for the draft too.
+        tokens_per_s: of all rows of all replicas, while decoding.
+        run_tokens_per_s: the same with the time of the prompts, one batch after the other.
         usd_per_hour: of what is rented; None without a known price.
+        usd_per_million_tokens: of new tokens, with the time of their prompts.
         is_tight: it fits with less than 3 % of a rank's memory left.
         reason: why the choice is ruled out; None if it is not.
         settings: those of the plan of this choice.
@@ -393,12 +434,15 @@ class MachineChoice:
     num_replicas: int
     quantization: str
     draft: str | None = None
+    draft_quantization: str | None = None
     draft_kind: str | None = None
     num_draft_tokens: int = 0
     adapts: bool = False
     tree: str | None = None
     ms_per_token: float | None = None
+    first_token_ms: float | None = None
     tokens_per_s: float | None = None
+    run_tokens_per_s: float | None = None
     usd_per_hour: float | None = None
     usd_per_million_tokens: float | None = None
     needed_bytes: int | None = None
@@ -413,18 +457,28 @@ def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[Mach
     ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
     found = [
         _within(choice, config)
-        for machine in machines
-        for choice in _of_machine(ways[machine.device], _with_prices(machine, config.prices), config)
+        for machine, sizes in _rented([_with_prices(machine, config.prices) for machine in machines])
+        for choice in _of_machine(ways[machine.device], machine, config, sizes=sizes)
     ]
     return sorted(found, key=lambda choice: _rank(choice, config.objective or Objective.latency))
 
 
 def _with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> HardwareConfig:
-    """The machine with the price that a setting gives it, per node unless its file says otherwise."""
+    """The machine with the price that a setting gives it, of a whole node."""
     if machine.name not in prices:
         return machine
-    price = Price(usd_per_hour=prices[machine.name], per=machine.price.per if machine.price else PER_NODE)
-    return replace(machine, price=price)
+    return replace(machine, price=Price(usd_per_hour={machine.num_gpus: prices[machine.name]}))
+
+
+def _rented(machines: Iterable[HardwareConfig]) -> Iterator[tuple[HardwareConfig, list[int]]]:
+    """Each machine with the numbers of its GPUs that are rented together; what several machines have is tried once."""
+    seen: set[tuple[str, str, int]] = set()
+    for machine in sorted(machines, key=lambda machine: machine.num_gpus):
+        vendor = machine.price.vendor if machine.price else None
+        sizes = {size for size in (machine.price.usd_per_hour if machine.price else ()) if size < machine.num_gpus}
+        offers = {size: (machine.gpu, vendor or machine.name, size) for size in sorted({*sizes, machine.num_gpus})}
+        yield machine, [size for size, offer in offers.items() if size == machine.num_gpus or offer not in seen]
+        seen |= {*offers.values()}
 
 
 def _within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
@@ -443,10 +497,12 @@ def _within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
 
 def _rank(choice: MachineChoice, objective: Objective) -> tuple[Any, ...]:
     """Sort key; the price decides between equals, then the number of GPUs."""
-    ms, rate = choice.ms_per_token or math.inf, choice.tokens_per_s or 0.0
+    ms, rate = choice.ms_per_token or math.inf, choice.run_tokens_per_s or 0.0
     costs = choice.usd_per_million_tokens, choice.usd_per_hour
     price, hourly = (math.inf if cost is None else cost for cost in costs)
-    by = {Objective.latency: ms, Objective.throughput: -rate, Objective.price: price}[objective]
+    by = {
+        Objective.latency: ms, Objective.throughput: -rate, Objective.price: price, Objective.hourly: hourly
+    }[objective]  # fmt: skip
     return choice.reason is not None, by, hourly, ms, choice.num_gpus, choice.machine
 
 
@@ -474,9 +530,9 @@ def comparison_document(
     return {
         "objective": (config.objective or Objective.latency).name,
         "model": config.model.name,
-        "batch_size": config.batch_size,
+        **{name: getattr(config, name) for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
         "prices": {
-            machine.name: asdict(machine.price) | {"source": machine.sources.get("price.usd_per_hour")}
+            machine.name: machine.price.document() | {"source": machine.sources.get("price.usd_per_hour")}
             for machine in priced
             if machine.price
         },
@@ -514,74 +570,84 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
 
 
 def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
-    """The draft that was asked for, and the smallest entries of the catalogue that may share the vocabulary."""
-    smaller = [catalogue.load(name) for name in catalogue.smaller_relatives(config.model)]
-    found = {model.name: model for model in (planned_model(entry, device=asked.device) for entry in smaller)}
-    chosen = {asked.draft.name: asked.draft} | found if asked.draft else found
-    return list(chosen.values())[:MOST_DRAFTS]
+    """The draft that was asked for, and the smallest entries of the catalogue that may share the vocabulary.
+
+    Each is tried in the formats that may be faster, unless the format of the one that was asked for is given.
+    """
+    smaller = {name: catalogue.load(name) for name in catalogue.smaller_relatives(config.model)}
+    asked_for = {asked.draft.name: config.draft.model} if asked.draft and config.draft.model else {}
+    chosen = [*(asked_for | smaller).values()][:MOST_DRAFTS]
+    return [draft for entry in chosen for draft in _in_formats(entry, device=asked.device)]
 
 
-def _of_machine(ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig) -> list[MachineChoice]:
-    """The choices on one node, and on several if the job fits no node or the machine has several."""
-    node, most = replace(machine, num_nodes=1), machine.num_gpus
-    num_own = most if has_its_own_number(machine) else None
-    counts = sorted({2**power for power in range(most.bit_length())} | {most})
-    found = [choice for count in counts for choice in _on(ways, node, config, num_gpus=count, num_own=num_own)]
+def _of_machine(
+    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, *, sizes: Sequence[int]
+) -> list[MachineChoice]:
+    """The choices on a node of each size, and on several nodes if the job fits none or the machine has several."""
+    node, found = replace(machine, num_nodes=1), []
+    for count in sorted({2**power for power in range(max(sizes).bit_length())} | {*sizes}):
+        best = _best(ways, replace(node, num_gpus=count), num_gpus=count, chooses_k=config.search)
+        for size in sizes:
+            num_replicas = 1 if machine.device == "cpu" else size // count
+            if size >= count:
+                rented = replace(node, num_gpus=count * num_replicas)
+                found += [_choice(replace(job, num_replicas=num_replicas), rented, config) for job in best]
     for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
         has_room = any(choice.reason is None for choice in found)
         if num_nodes <= machine.num_nodes or (machine.network and not has_room):
             nodes = replace(machine, num_nodes=num_nodes)
-            found += _on(ways, nodes, config, num_gpus=nodes.num_ranks, num_own=num_own)
+            best = _best(ways, nodes, num_gpus=nodes.num_ranks, chooses_k=config.search)
+            found += [_choice(job, nodes, config) for job in best]
     return found
 
 
-def _on(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, *, num_gpus: int, num_own: int | None
-) -> Iterator[MachineChoice]:
-    """The fastest choice for each storage format with `num_gpus` GPUs per replica; if none fits, the nearest.
-
-    `num_own` GPUs need no setting.
-    """
-    is_shared = machine.num_nodes > 1 or machine.device == "cpu" or (machine.price and machine.price.per == PER_GPU)
-    num_replicas = 1 if is_shared else machine.num_gpus // num_gpus
-    if machine.num_nodes == 1:
-        machine = replace(machine, num_gpus=num_gpus * num_replicas)
+def _best(ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, chooses_k: bool) -> list[PlanSpec]:
+    """The fastest job for each storage format on a replica of `num_gpus` GPUs; if none fits, the nearest."""
     best: dict[str, _Priced] = {}
     for way in ways:
-        for job in on_block(replace(way, num_replicas=num_replicas), num_gpus):
+        for job in on_block(way, num_gpus):
             name = job.target.quantization
             below_s = best[name].token_s if name in best else math.inf
-            priced = _price(job, machine, chooses_k=config.search, below_s=below_s)
+            priced = _price(job, machine, chooses_k=chooses_k, below_s=below_s)
             if priced and (name not in best or priced.order < best[name].order):
                 best[name] = priced
-    for priced in best.values():
-        settings = _settings(priced.job, machine, config.model, num_own=num_own)
-        yield MachineChoice(
-            machine=machine.name, gpu=machine.gpu, num_gpus=len(priced.job.layout.ranks), num_nodes=machine.num_nodes,
-            capacity_bytes=machine.rank_bytes, settings=tuple(settings), **_costs(priced, machine), **priced.figures(),
-        )  # fmt: skip
+    return [priced.job for priced in best.values()]
+
+
+def _choice(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> MachineChoice:
+    """A job as it is, priced on what is rented."""
+    priced = _price(job, machine, chooses_k=False)
+    assert priced, "nothing is faster than an unlimited time"
+    return MachineChoice(
+        machine=machine.name, gpu=machine.gpu, num_gpus=len(job.layout.ranks), num_nodes=machine.num_nodes,
+        capacity_bytes=machine.rank_bytes, settings=tuple(_settings(job, machine, config.model)),
+        **_costs(priced, machine), **priced.figures(),
+    )  # fmt: skip
 
 
 def _costs(priced: _Priced, machine: HardwareConfig) -> dict[str, Any]:
-    """US dollars for all GPUs per hour, and per token; nothing without a known price."""
-    if machine.price is None or priced.reason:
+    """First token, tokens/s with the prompts, and US dollars per hour and per token, as far as a price is known."""
+    timed, hourly = priced.timed, machine.usd_per_hour
+    if priced.reason or timed is None:
         return {}
-    hourly = (machine.num_ranks if machine.price.per == PER_GPU else machine.num_nodes) * machine.price.usd_per_hour
-    tokens_per_s = priced.job.num_replicas * priced.job.batch_size / priced.token_s
-    million = hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
-    return {"usd_per_hour": hourly, "usd_per_million_tokens": million}
+    run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
+    tokens_per_s = priced.job.num_replicas * priced.job.batch_size / run_s
+    return {
+        "first_token_ms": 1e3 * timed.prefill_s,
+        "run_tokens_per_s": tokens_per_s,
+        "usd_per_hour": hourly,
+        "usd_per_million_tokens": None if hourly is None else hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR),
+    }
 
 
-def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig, *, num_own: int | None) -> Iterator[str]:
+def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Iterator[str]:
     """The settings of this choice, next to those that chose the models and the prices."""
     yield f"hardware={machine.name}"
-    if machine.num_gpus != num_own:
+    if not has_its_own_number(machine):
         yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
     if job.target.quantization != entry.quantization:
         yield f"model.quantization={job.target.quantization}"
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
-    yield from placement_settings(job)
-    if job.drafts:
-        yield length_setting(job)
+    yield from _of_choice(job)

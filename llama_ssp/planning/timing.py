@@ -59,7 +59,7 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, packed_bytes, rank_shares, step_bytes, waiting_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, StorageFormat, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     OWN_SLOTS_PER_SLOT,
@@ -354,43 +354,58 @@ def _roofline_s(
 def _packed_s(
     matrices: Iterable[Matrix], model: PlannedModel, packed: StoredFormat, hardware: HardwareConfig, *, rows: int
 ) -> float:
-    """Matrix products as `_roofline_s`, each of which reads what a checkpoint stores; they compute as unquantized."""
+    """Matrix products as `_roofline_s`, each of which reads what a checkpoint stores; they compute as unquantized.
+
+    Reading takes as long as in our format of as many bits.
+    """
     value_bytes, times = DTYPE_BYTES[model.matrix_dtype(hardware.device)], _slowdown(hardware, model.dtype)
+    slower = READ_SLOWDOWN.get(packed.bits or 0, 1.0)
     return times * sum(
         _product_s(
-            packed_bytes(matrix, packed, value_bytes=value_bytes), model, hardware,
+            slower * packed_bytes(matrix, packed, value_bytes=value_bytes), model, hardware,
             operations=2 * rows * matrix.num_elements,
         )
         for matrix in matrices
     )  # fmt: skip
 
 
-def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: int) -> float:
+def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:
+    """The longer of reading and computing; no engine computes at the data sheet's rate."""
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
-    return max(read_bytes / bandwidth(hardware), operations / flops)
+    return max(read_bytes / bandwidth(hardware), operations / (hardware.flops_share * flops))
 
 
 def _attention_s(
     placement: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
 ) -> float:
-    """Reading keys and values of `num_slots` slots in all layers, on the rank with the most heads.
+    """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
-    The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows.
+    The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows. A position
+    attends to itself and those before it, which are half of a block of positions.
     """
     shape, read_bytes = placement.model.shape, batch_size * _slot_bytes(placement)
     if profile := hardware.profile_of(placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = by_size(profile.attention, rows)
         return max(num_slots - MEASURED_SLOTS, 0) * read_bytes * byte_s
-    return num_slots * read_bytes / bandwidth(hardware)
+    num_heads, num_pairs = _most_heads(placement)[0], num_slots - (num_positions - 1) / 2
+    operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
+    return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
+
+
+def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
+    """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
+    shape, num_ranks = placement.model.shape, len(placement.ranks)
+    num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if placement.kind is TargetKind.accelerate or placement.whole.keeps_attention:
+        return num_heads, num_kv_heads
+    own = -(-num_kv_heads // num_ranks)
+    return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
 
 
 def _slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
-    shape = placement.model.shape
-    has_all_heads = placement.kind is TargetKind.accelerate or placement.whole.keeps_attention
-    num_ranks = 1 if has_all_heads else len(placement.ranks)
-    num_heads = -(-shape.num_key_value_heads // num_ranks)
+    shape, (_, num_heads) = placement.model.shape, _most_heads(placement)
     return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
 
 

@@ -4,6 +4,7 @@ Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all a
 settings that plan or run each of its choices.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -80,7 +81,8 @@ def print_document(
 
 
 def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
-    console.print(f"\n[bold]{_literal(headline(plan))}[/bold]")
+    console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
+    console.print(_literal(headline(plan)))
     console.print(_memory_table(plan))
     console.print(_room(plan))
     console.print(_time_table(plan))
@@ -89,6 +91,34 @@ def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     for warning in plan["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {_literal(warning)}")
     _print_notes(console, plan["notes"])
+
+
+def verdict(plan: Mapping[str, Any]) -> str:
+    """Say in one line whether it fits, how fast its faster mode is, and what the machine costs."""
+    time, machine = plan["time"], plan["hardware"]
+    full = min(plan["memory"], key=lambda rank: rank["free_bytes"])
+    costs = f"; {_price(machine, plan['usd_per_hour'])}" if machine["price"] else ""
+    if not plan["fits"]:
+        needed, capacity = (f"{full[name] / GIB:.1f}" for name in ("needed_bytes", "capacity_bytes"))
+        return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB{costs}"
+    mode = "speculative" if (time["speedup"] or 0) > 1 else "plain"
+    ends = time["speculative_ms_per_token_range"] if mode == "speculative" else None
+    between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
+    ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
+    fits = "fits, tight" if plan["is_tight"] else "fits"
+    return f"{fits}: {ms} ms/token{between}, {rate} tokens/s with prompts{costs}"
+
+
+def _price(machine: Mapping[str, Any], usd_per_hour: float | None) -> str:
+    """The price of a machine in words, with its vendor and month, and how many GPUs it is for."""
+    price, num_gpus = machine["price"], machine["num_gpus"]
+    where = " ".join(filter(None, (price["vendor"], price["date"])))
+    sizes = [int(size) for size in price["usd_per_hour"]]
+    if usd_per_hour is None:
+        return f"not rented with {num_gpus} GPUs ({where}: {', '.join(map(str, sizes))})"
+    held = next(size for size in sizes if size >= num_gpus)
+    rented = "" if held == num_gpus else f", of {held} GPUs: {num_gpus} are not rented"
+    return f"{usd_per_hour:.2f} USD/h ({where}{rented})"
 
 
 def headline(plan: Mapping[str, Any]) -> str:
@@ -177,16 +207,17 @@ def _room(plan: Mapping[str, Any]) -> str:
 def _time_table(plan: Mapping[str, Any]) -> Table:
     time, rows, num_replicas = plan["time"], plan["job"]["batch_size"], plan["job"]["num_replicas"]
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
-    title = f"Time: ms/token of a completion after its first token, tokens/s over {over}"
+    title = f"Time: ms/token of a completion after its first token, tokens/s over {over}, then with their prompts"
     table = Table(title=title, title_justify="left", title_style="")
-    for name in ("", "ms/token", "first token", "tokens/s", "speed-up"):
+    for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for mode, first in (("plain", "plain_first_token_ms"), ("speculative", "first_token_ms")):
         if (ms := time[f"{mode}_ms_per_token"]) is not None:
             gain = time["speedup"] if mode == "speculative" else None
             colour = "green" if gain and gain > 1 else "red"
             shown = "" if gain is None else f"[{colour}]{gain:.2f}x[/{colour}]"
-            table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", f"{time[f'{mode}_tokens_per_s']:.1f}", shown)
+            rates = [f"{time[f'{mode}{name}_tokens_per_s']:.1f}" for name in ("", "_run")]
+            table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", *rates, shown)
     return table
 
 
@@ -201,23 +232,25 @@ def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
         steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
         if tree:
             steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
-        lines.append(
-            f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}, other {time['other_ms']:.2f}"
-        )
+        other = f", other {time['other_ms']:.2f}" if time["other_ms"] >= LEAST_SHOWN_MS else ""
+        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}{other}")
     return lines
 
 
 def _basis(plan: Mapping[str, Any]) -> list[str]:
     time = plan["time"]
     of_copy, of_sheet = 100 * time["copy_share"], 100 * time["limit_share"]
-    reached = f"plain decoding reaches {of_copy:.0f} % of the speed of a copy, {of_sheet:.0f} % of the data sheet's"
+    reached = (
+        f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
+    )
     lines = [plan["basis"], reached]
     if time["tokens_per_round"] is not None:
         shown = {
             name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
             for name in ("tokens_per_round", "acceptance")
         }
-        best, ends = time["best_num_draft_tokens"], time["best_num_draft_tokens_range"]
+        gains = min(time["speculative_ms_per_token_by_k"], default=0.0) < time["plain_ms_per_token"]
+        best, ends = time["best_num_draft_tokens"] if gains else None, time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
         ms = time["speculative_ms_per_token_range"]
         low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""
@@ -288,29 +321,25 @@ def _shown_hours(hours: float | None) -> str:
     return "<0.01" if 0 < hours < LEAST_SHOWN_HOURS else f"{hours:.2f}"
 
 
-MOST_CHOICES = 8
-"""Choices per target that are printed; JSON has all of them."""
+MOST_CHOICES = 5
+"""Choices of a search that are printed; JSON has all of them."""
 
 
 def _print_search(content: Mapping[str, Any], console: Console, *, machine: str, unit: str) -> None:
-    """The ranking by target, with what does not fit struck out."""
+    """The best choices, with what does not fit struck out."""
     choices = content["search"]
     title = (
-        f"Choices on {_literal(machine)}, the fastest {MOST_CHOICES} of each target and the fastest of each precision. "
-        "ms/token of a completion after its first token, tokens/s over all rows and replicas, replicas x "
-        f"{unit}s of each, GiB of the fullest rank"
+        f"Choices on {_literal(machine)}, the fastest of each precision first: {MOST_CHOICES} of {len(choices)}, which "
+        "format=json has. ms/token of a completion after its first token, tokens/s over all rows and replicas, "
+        f"replicas x {unit}s of each, GiB of the fullest rank"
     )
     table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
         is_text = name in {"target", "draft"}
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    shown = []
-    for target in dict.fromkeys(choice["target"] for choice in choices):
-        rows = printed([choice for choice in choices if choice["target"] == target])
-        for choice in rows:
-            table.add_row(*_row(choice))
-        table.add_section()
-        shown += rows
+    shown = printed(choices)
+    for choice in shown:
+        table.add_row(*_row(choice))
     console.print(table)
     console.print(_literal(content["basis"]))
     _print_notes(console, content["notes"], soft_wrap=True)
@@ -321,27 +350,36 @@ def _print_search(content: Mapping[str, Any], console: Console, *, machine: str,
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices of one target that a table shows: the fastest, also of each precision, and the nearest misfits."""
+    """The choices that a table shows: of the asked model, or if it does not fit the nearest misfit and the others."""
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
-    fits_somehow = {choice["quantization"] for choice in fitting}
-    nearest: dict[str, Mapping[str, Any]] = {}
-    for choice in sorted(misfits, key=lambda choice: choice["needed_bytes"] or 0):
-        if choice["quantization"] not in fits_somehow:
-            nearest.setdefault(choice["quantization"], choice)
-    fastest = {choice["quantization"]: choice for choice in reversed(fitting)}.values()
-    others = [choice for choice in fitting[MOST_CHOICES:] if choice in fastest]
-    return [*fitting[:MOST_CHOICES], *others, *nearest.values()]
+    asked = choices[0]["target"]
+    of_asked = [choice for choice in fitting if choice["target"] == asked]
+    nearest = min(
+        misfits, key=lambda choice: (choice["target"] != asked, choice["needed_bytes"] or math.inf), default=None
+    )
+    known, shown = of_asked or fitting, [] if of_asked or nearest is None else [nearest]
+    best = {(choice["target"], choice["quantization"]): choice for choice in reversed(known)}
+    firsts = [choice for choice in known if choice in best.values()]
+    others = [choice for choice in known if choice not in firsts]
+    return [*shown, *sorted([*firsts, *others][: MOST_CHOICES - len(shown)], key=lambda choice: choice["rank"])]
 
 
 def _shown_length(choice: Mapping[str, Any]) -> str:
     return ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
 
 
+def _drafted(choice: Mapping[str, Any]) -> str:
+    """The draft of a choice, and its storage format if it is quantized."""
+    quantization = choice["draft_quantization"]
+    packed = f" {short_name(quantization)}" if quantization in formats() else ""
+    return _literal(choice["draft"] or "none") + packed
+
+
 def _row(choice: Mapping[str, Any]) -> list[str]:
     target = f"{_literal(choice['target'])} {short_name(choice['quantization'])}"
     kind = f"{choice['draft_kind']}, overlaps" if choice["overlaps"] else choice["draft_kind"]
-    draft = f"{_literal(choice['draft'])} {kind or ''}".strip() if choice["draft"] else "none"
+    draft = f"{_drafted(choice)} {kind or ''}".strip()
     ranks = f"{choice['num_replicas']} x {choice['num_ranks']}".removeprefix("1 x ")
     if choice["reason"]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
@@ -355,9 +393,12 @@ def _row(choice: Mapping[str, Any]) -> list[str]:
 
 
 _MISSING = "-"
-_ORDER = {"latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first"}
-_LEFT = ("machine", "weights", "draft")
-_COLUMNS = (*_LEFT[:1], "GPUs", "replicas", *_LEFT[1:], "K", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens")
+_ORDER = {
+    "latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first",
+    "hourly": "the cheapest hour first",
+}  # fmt: skip
+_LEFT = ("machine", "weights", "draft", "price")
+_COLUMNS = ("machine", "GPUs", "weights", "draft", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens", "price")
 
 
 def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
@@ -366,21 +407,22 @@ def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
     models, order = _literal(comparison["model"]), _ORDER[comparison["objective"]]
-    title = f"{models}, batch {comparison['batch_size']}: {order}; ms/token of a completion, tokens/s of all replicas"
+    sizes = f"batch {comparison['batch_size']}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
+    title = f"{models}, {sizes}: {order}; replicas x GPUs, tokens/s of all replicas with the time of their prompts"
     console.print(f"\n[bold]{title}[/bold]\n")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in _COLUMNS:
         side: Literal["left", "right"] = "left" if name in _LEFT else "right"
-        table.add_column(name, justify=side, no_wrap=name != "draft", vertical="bottom", overflow="fold")
+        table.add_column(
+            name, justify=side, no_wrap=name not in {"weights", "draft", "price"}, vertical="bottom", overflow="fold"
+        )
     for row in shown:
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row, comparison["prices"].get(row["machine"])))
     if shown:
         console.print(table)
         console.print(f"the first row: {_literal(' '.join(shown[0]['settings']))}", soft_wrap=True)
-    dates = sorted({price["date"] for price in comparison["prices"].values() if price["date"]})
-    if dates:
-        months = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        said = f"USD: on-demand list prices of {months}; prices={{NAME:USD_PER_HOUR}} replaces them"
+    if any(price["date"] for price in comparison["prices"].values()):
+        said = "USD/h: list prices, prices={NAME:USD_PER_HOUR} replaces them; USD/M: of new tokens, prompts included"
         console.print(said, soft_wrap=True)
     for line in comparison["basis"]:
         console.print(_literal(line), soft_wrap=True)
@@ -401,16 +443,17 @@ def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str
         seen.add(is_quantized)
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> list[str]:
     weights = short_name(row["quantization"]) + (" tight" if row["is_tight"] else "")
     nodes = row["num_nodes"]
-    gpus = str(row["num_gpus"]) if nodes == 1 else f"{nodes} x {row['num_gpus'] // nodes}"
-    price, million = row["usd_per_hour"], row["usd_per_million_tokens"]
+    gpus = f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ")
+    gpus = gpus if nodes == 1 else f"{gpus}, {nodes} nodes"
+    length, usd, million = _shown_length(row), row["usd_per_hour"], row["usd_per_million_tokens"]
     return [
-        _literal(row["machine"]), gpus, str(row["num_replicas"]), weights, _literal(row["draft"] or "none"),
-        _shown_length(row),
-        f"{row['ms_per_token']:.2f}", f"{row['tokens_per_s']:.0f}",
-        _MISSING if price is None else f"{price:.2f}", _MISSING if million is None else f"{million:.2f}",
+        _literal(row["machine"]), gpus, weights, _drafted(row) + (f" K={length}" if length else ""),
+        f"{row['ms_per_token']:.2f}", f"{row['run_tokens_per_s']:.0f}",
+        _MISSING if usd is None else f"{usd:.2f}", _MISSING if million is None else f"{million:.2f}",
+        _literal(" ".join(filter(None, (price["vendor"], price["date"]))) if price and usd is not None else ""),
     ]  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def keys_of(config: DictConfig) -> set[str]:
 
 def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in part.items():
-        yield prefix + name
+        yield f"{prefix}{name}"
         if isinstance(value, Mapping) and name not in {"shape", "hydra"}:
             yield from _keys(value, f"{prefix}{name}.")
 

@@ -80,9 +80,17 @@ _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly cons
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
+READ_SLOWDOWN = {8: 1.2, 4: 1.6}
+"""Time to read packed weights, by their bits, relative to a copy of as many bytes: fitted to published rows."""
+
+
 def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
-    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again."""
-    return packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
+    """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again.
+
+    Those of less than a third of the unquantized bytes have 4 bits.
+    """
+    slowdown = READ_SLOWDOWN[4 if 3 * packed < unquantized else 8]
+    return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
 
 
 def _int4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter

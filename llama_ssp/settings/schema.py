@@ -407,6 +407,7 @@ class Objective(Enum):
     latency = "latency"
     throughput = "throughput"
     price = "price"
+    hourly = "hourly"
 
 
 @dataclass(kw_only=True)
@@ -418,11 +419,11 @@ class PlanConfig(RunConfig):
     format: PlanFormat = PlanFormat.table  # json prints the document that docs/reference/plan-document.md describes.
     figure: str | None = None  # a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
     search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
-    # order of a comparison of machines: latency (null), throughput, or price per million tokens.
+    # order of a comparison of machines: latency (null), throughput, price per million tokens, or hourly price.
     objective: Objective | None = None
     max_ms_per_token: float | None = None  # machines that need more time per token are left out.
     max_price: float | None = None  # machines that cost more US dollars per hour are left out.
-    # US dollars per hour that replace those of the hardware files, such as {8xh100:20,1xl4:0.5}.
+    # US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.
     prices: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -42,10 +42,14 @@ def resolve(model: ModelConfig) -> Path:
     return folder
 
 
-def find_config(model: ModelConfig) -> Path:
-    """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`."""
+def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
+    """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`.
+
+    `is_enough` says that nothing else will be read, so that an error asks for nothing else.
+    """
     wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE]
-    with _one_sentence(model):
+    file = CONFIG_FILE if is_enough else None
+    with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.
         folder = Path(snapshot_download(str(model.hub_id), revision=model.revision, allow_patterns=wanted))
     if (folder / CONFIG_FILE).is_file():
@@ -54,7 +58,7 @@ def find_config(model: ModelConfig) -> Path:
     if said := _other_kind(model, folder, names):
         raise CheckpointError(said)
     is_elsewhere = constants.HF_HUB_OFFLINE or CONFIG_FILE in names
-    with _one_sentence(model):
+    with _one_sentence(model, file):
         raise (errors.LocalEntryNotFoundError if is_elsewhere else errors.EntryNotFoundError)(CONFIG_FILE)
 
 
@@ -75,17 +79,17 @@ def _other_kind(model: ModelConfig, folder: Path, names: list[str]) -> str | Non
 
 
 @contextmanager
-def _one_sentence(model: ModelConfig) -> Iterator[None]:
+def _one_sentence(model: ModelConfig, file: str | None = None) -> Iterator[None]:
     """Turn the errors of the hub's client into CheckpointError."""
     try:
         yield
     except Exception as error:  # the client's network error classes differ between its versions
-        raise CheckpointError(_sentence(model, error)) from error
+        raise CheckpointError(_sentence(model, error, file)) from error
 
 
-def _sentence(model: ModelConfig, error: Exception) -> str:
+def _sentence(model: ModelConfig, error: Exception, file: str | None) -> str:
     """The cause and a remedy. The order matters, because some error classes are subclasses of others."""
-    where, download = f"{model.hub_id} on the hub", download_command(model)
+    where, download = f"{model.hub_id} on the hub", " ".join(filter(None, (download_command(model), file)))
     page, cache = f"https://huggingface.co/{model.hub_id}", constants.HF_HUB_CACHE
     match error:
         case errors.GatedRepoError() if get_token():

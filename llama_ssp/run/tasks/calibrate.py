@@ -37,6 +37,9 @@ from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.words import counted
 
+PROMPT_SHARE = 0.75
+"""Share of the rate of a square matrix product that prompts reach, as published of an A100 (conf/hardware)."""
+
 
 def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
     """Do `task=calibrate`; returns the closing message of rank 0."""
@@ -134,6 +137,7 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
         "flops_per_s": {each.name: operators.flops_per_s(getattr(torch, each.value), device) for each in dtypes},
+        "flops_share": PROMPT_SHARE,
         "kernel_s": operators.operator_s(device, captured=True),
         "launch_s": operators.operator_s(device, captured=False),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},

@@ -133,8 +133,8 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
 
 def resolve(config: PlanConfig) -> None:
     """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
-    config.model = with_hub_sizes(config.model)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model)
+    config.model = with_hub_sizes(config.model, is_plan=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=True)
     resolve_shapes(config)
     check_plan(config)
 
@@ -156,7 +156,7 @@ def _plan(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, div
     return make_plan(chosen, machine, remark=sentence)
 
 
-def with_hub_sizes(model: ModelConfig) -> ModelConfig:
+def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
     """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
 
     Raises CheckpointError if it cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
@@ -165,7 +165,7 @@ def with_hub_sizes(model: ModelConfig) -> ModelConfig:
         return model
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
-    folder = hub.find_config(model)
+    folder = hub.find_config(model, is_enough=is_plan)
     shape, stored = read_config(folder)
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 

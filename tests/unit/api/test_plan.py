@@ -79,7 +79,7 @@ def test_this_machine_has_one_gpu_as_the_library_uses_it() -> None:
 
 def test_a_model_of_the_hub_is_planned_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hub.resolve(catalogue.load("tiny"))
-    monkeypatch.setattr(hub, "find_config", lambda _model: folder)
+    monkeypatch.setattr(hub, "find_config", lambda _model, **_given: folder)
     found = plan("owner/name", hardware="laptop_cpu")
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
 
@@ -90,7 +90,7 @@ def test_a_quantized_model_of_the_hub_is_planned_as_it_is_stored(
     content = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
     described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": described}))
-    monkeypatch.setattr(hub, "find_config", lambda _model: tmp_path)
+    monkeypatch.setattr(hub, "find_config", lambda _model, **_given: tmp_path)
     target = document(plan("owner/name", hardware="1xh100"))["target"]
     plain = document(plan("tiny", hardware="1xh100"))["target"]
     assert (target["stored_format"], plain["stored_format"]) == ("fp8", None)

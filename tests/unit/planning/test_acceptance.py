@@ -214,6 +214,17 @@ def test_a_published_pair_keeps_its_figure_and_its_source() -> None:
     assert not [note for note in plan.notes if "measure the pair" in note]
 
 
+@pytest.mark.parametrize(("name", "stores"), [("tinyllama_1B", True), ("local", False)])
+def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(name: str, stores: bool) -> None:
+    """task.store=true refuses it."""
+    job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
+    assert job.draft
+    plan = make_plan(replace(job, draft=replace(job.draft, name=name)), A100)
+    (said,) = (note for note in plan.notes if "measure the pair" in note)
+    assert ("task.store=true" in said) is stores
+    assert "task=latency" in said
+
+
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.99])
 def test_tokens_per_round_is_the_closed_form_of_leviathan(acceptance: float) -> None:
     assert tokens_per_round(acceptance, 4) == pytest.approx((1 - acceptance**5) / (1 - acceptance))

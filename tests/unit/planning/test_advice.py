@@ -60,6 +60,22 @@ def test_a_k_far_from_the_best_is_told_with_the_best() -> None:
     assert "speculation.num_draft_tokens=" in _warnings(job)
 
 
+def test_a_smaller_draft_that_gains_clearly_more_is_named() -> None:
+    notes = {
+        draft: [note for note in make_plan(make_job("13B", draft), A100).notes if note.startswith("draft=")]
+        for draft in ("7B", "tinyllama_1B")
+    }
+    smaller = make_job("13B", "tinyllama_1B", acceptance=None)
+    timed, asked = timing(smaller, A100), timing(make_job("13B", "7B"), A100)
+    gains = [each.plain_s / min(each.by_num_draft_tokens) for each in (timed, asked)]
+    assert notes == {
+        "7B": [
+            f"draft=tinyllama_1B is forecast to give {gains[0]:.2f}x with its best K, 7B {gains[1]:.2f}x with its own"
+        ],
+        "tinyllama_1B": [],
+    }
+
+
 def test_a_target_that_a_library_places_says_what_its_forecast_leaves_out() -> None:
     layer_wise = make_job("65B", num_ranks=8, target_kind=TargetKind.accelerate, cuda_graphs=False)
     (note,) = make_plan(layer_wise, A100).notes

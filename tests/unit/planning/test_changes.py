@@ -51,10 +51,12 @@ def test_a_large_pair_on_one_small_gpu_keeps_its_target() -> None:
         (make_job("30B", draft=None, device="cpu", cuda_graphs=False), LAPTOP),
     ],
 )
-def test_what_loses_less_comes_first_and_of_equal_losses_the_fastest(job: PlanSpec, machine: HardwareConfig) -> None:
+def test_what_loses_less_comes_first_then_fewer_changes_then_the_fastest(
+    job: PlanSpec, machine: HardwareConfig
+) -> None:
     found = changes_that_fit(job, machine)
     assert 1 <= len(found) <= 3
-    order = [(Loss[change.loss], change.is_tight, 1 / change.tokens_per_s) for change in found]
+    order = [(Loss[change.loss], len(change.settings), change.is_tight, 1 / change.tokens_per_s) for change in found]
     assert order == sorted(order)
 
 
@@ -106,13 +108,44 @@ def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:
     assert sharded.loss == "nothing"
 
 
+def test_a_change_that_needs_one_setting_comes_first_even_if_another_k_would_gain_more() -> None:
+    first, *others = changes_that_fit(make_job("30B_8bit", "7B", num_ranks=4, prompt_tokens=1984), A10G)
+    assert first.settings == ("placement.draft.kind=sharded",)
+    assert others[0].settings == ("draft=none",)
+
+
+def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
+    """A draft of bitsandbytes is warned of on any machine: this job needs a larger one."""
+    job = make_job("llama2_13B", "llama2_7B")
+    assert job.draft
+    packed = replace(job, draft=job.draft.quantized("int8"))
+    assert ("hardware.num_gpus=2",) in [change.settings for change in changes_that_fit(packed, ONE_A10G)]
+
+
+def test_only_machines_that_are_rented_with_so_many_gpus_are_named() -> None:
+    """One A100-40GB would be enough, and is not rented; the first machine with room for 40 GB that is has an L40S."""
+    named = [_settings(change) for change in changes_that_fit(make_job("13B"), replace(ONE_A10G, network=None))]
+    machines = [(each["hardware"], each.get("hardware.num_gpus")) for each in named if "hardware" in each]
+    assert machines == [("4xl40s", "1")]
+
+
+def test_another_format_of_as_many_bits_is_tried() -> None:
+    """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
+    job = make_job("13B")
+    four = replace(job, target=job.target.quantized("nf4"))
+    machine = replace(ONE_A10G, memory_bytes=fullest_rank(four, ONE_A10G).needed_bytes - 1)
+    found = changes_that_fit(four, machine)
+    assert ("model.quantization=int4_weight_only",) in [change.settings for change in found]
+
+
 @pytest.mark.parametrize(("target", "num_ranks"), [("65B", 4), ("30B", 4), ("65B", 1)])
 def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ranks: int) -> None:
     job, machine = make_job(target, "7B", num_ranks=num_ranks), replace(A10G, num_gpus=num_ranks)
-    kept = changes._chosen(changes._fitting(changes._ways(job, machine)))
+    kept = changes._chosen(changes._fitting(changes._ways(job, machine)), set())
     assert kept
     for one in kept:
-        assert make_plan(one.way.job, one.way.hardware).warnings == (), one.way.settings
+        said = make_plan(one.way.job, one.way.hardware).warnings
+        assert all(each.startswith("K=") for each in said), one.way.settings
 
 
 def test_a_job_without_any_way_out_says_so() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import PER_GPU, HardwareConfig, Price
+from llama_ssp.machines.hardware import HardwareConfig, Price
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.search import MachineChoice, compare, nothing_left
 from llama_ssp.planning.timing import timing
@@ -15,7 +15,9 @@ from llama_ssp.settings.drafters import ModelDraftConfig
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
 from tests.helpers.planning import make_job
 
-H100, A10G = hardware.load("8xh100"), hardware.load("g5_12xlarge")
+A10G = replace(hardware.load("g5_12xlarge"), price=Price(usd_per_hour={4: 5.672}))
+H100 = replace(hardware.load("8xh100"), price=Price(usd_per_hour={8: 31.92}))
+"""Rented as whole nodes."""
 
 
 def _config(target: str = "llama3_70B", draft: str | None = None, **fields: Any) -> PlanConfig:  # noqa: ANN401 - its fields
@@ -37,17 +39,49 @@ def test_replicas_fill_a_node_that_is_rented_as_a_whole() -> None:
     timed = timing(job, H100)
     assert found[2].ms_per_token == pytest.approx(1e3 * timed.plain_s)
     assert found[2].tokens_per_s == pytest.approx(4 / timed.plain_s)
-    assert found[2].usd_per_million_tokens == pytest.approx(31.92 * 1e6 / 3600 * timed.plain_s / 4)
+    assert found[2].usd_per_million_tokens == pytest.approx(31.92 * 1e6 / 3600 * timed.plain_run_s / 4)
     assert found[2].needed_bytes == max(rank.needed_bytes for rank in memory(job, H100))
 
 
-def test_gpus_that_are_rented_one_by_one_have_one_replica() -> None:
-    machine = replace(H100, price=Price(usd_per_hour=3.0, per=PER_GPU))
-    found = {choice.num_gpus: choice for choice in _fitting(_config(), machine)}
-    assert {number: (choice.num_replicas, choice.usd_per_hour) for number, choice in found.items()} == {
-        2: (1, 6.0), 4: (1, 12.0), 8: (1, 24.0),
+def test_every_number_of_gpus_that_is_rented_is_tried_and_filled_with_replicas() -> None:
+    machine = replace(H100, price=Price(usd_per_hour={1: 3.0, 4: 10.0, 8: 19.0}, vendor="a vendor"))
+    found = {(choice.num_gpus, choice.num_replicas): choice for choice in _fitting(_config(), machine)}
+    assert {key: choice.usd_per_hour for key, choice in found.items()} == {
+        (2, 2): 10.0, (4, 1): 10.0, (2, 4): 19.0, (4, 2): 19.0, (8, 1): 19.0
     }  # fmt: skip
-    assert "hardware.num_gpus=2" in found[2].settings
+    assert {"hardware.num_gpus=4", "placement.num_replicas=2"} <= {*found[2, 2].settings}
+
+
+def test_a_number_of_gpus_that_is_not_rented_costs_as_much_as_the_next_larger_one() -> None:
+    machine = replace(H100, num_gpus=2, price=Price(usd_per_hour={1: 3.0, 4: 10.0}))
+    assert {choice.usd_per_hour for choice in _fitting(_config(), machine)} == {10.0}
+    (none,) = {choice.usd_per_hour for choice in _fitting(_config(), replace(machine, num_gpus=8))} - {10.0}
+    assert none is None
+
+
+def test_what_two_machines_of_a_vendor_have_in_common_is_tried_once() -> None:
+    one, eight = hardware.load("1xh100"), hardware.load("8xh100")
+    sizes = {
+        choice.machine: {other.usd_per_hour for other in _fitting(_config("7B"), eight, one)
+                         if other.machine == choice.machine}
+        for choice in _fitting(_config("7B"), eight, one)
+    }  # fmt: skip
+    assert sizes == {"1xh100": {4.29}, "8xh100": {8.38, 16.36, 31.92}}
+
+
+def test_the_price_of_a_token_has_the_time_of_its_prompt() -> None:
+    """1984 tokens in and 64 out at batch 16: decoding is a fifth of the time."""
+    one = replace(H100, num_gpus=1, price=Price(usd_per_hour={1: 4.0}))
+    config = _config("llama3_8B", batch_size=16, prompt_tokens=1984, max_new_tokens=64)
+    (choice,) = _fitting(config, one)
+    assert choice.ms_per_token
+    assert choice.run_tokens_per_s
+    assert choice.first_token_ms
+    completion_s = (choice.first_token_ms + 63 * choice.ms_per_token) / 1e3
+    assert choice.run_tokens_per_s == pytest.approx(16 * 64 / completion_s)
+    assert choice.usd_per_million_tokens == pytest.approx(4.0 / 3600 / choice.run_tokens_per_s * 1e6)
+    assert choice.tokens_per_s is not None
+    assert choice.tokens_per_s > 2 * choice.run_tokens_per_s
 
 
 def test_one_gpu_is_too_small_and_the_choice_says_how_much_it_lacks() -> None:
@@ -60,9 +94,10 @@ def test_one_gpu_is_too_small_and_the_choice_says_how_much_it_lacks() -> None:
 
 def _cost(choice: MachineChoice, objective: Objective) -> float:
     assert choice.ms_per_token
-    assert choice.tokens_per_s
+    assert choice.run_tokens_per_s
     assert choice.usd_per_million_tokens
-    costs = (choice.ms_per_token, -choice.tokens_per_s, choice.usd_per_million_tokens)
+    assert choice.usd_per_hour
+    costs = (choice.ms_per_token, -choice.run_tokens_per_s, choice.usd_per_million_tokens, choice.usd_per_hour)
     return dict(zip(Objective, costs, strict=True))[objective]
 
 
@@ -140,12 +175,14 @@ def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     assert {"int8_weight_only", "int4_weight_only"} & found.keys()
     best = found["int4_weight_only"]
     assert best.draft is not None
-    job = replace(
-        make_job("llama3_70B", best.draft, acceptance=0.8), num_draft_tokens=best.num_draft_tokens, num_replicas=1
-    )
-    job = replace(job, target=job.target.quantized("int4_weight_only"))
-    assert timing(job, one).best_num_draft_tokens == best.num_draft_tokens
-    assert "model.quantization=int4_weight_only" in best.settings
+    job = make_job("llama3_70B", best.draft, acceptance=0.8, num_draft_tokens=best.num_draft_tokens)
+    assert job.draft
+    draft = job.draft.quantized("int4_weight_only")
+    job = replace(job, target=job.target.quantized("int4_weight_only"), draft=draft)
+    timed = timing(job, one)
+    assert timed.best_num_draft_tokens == best.num_draft_tokens
+    assert best.ms_per_token == pytest.approx(1e3 * (timed.speculative_s or 0))
+    assert {f"{model}.quantization=int4_weight_only" for model in ("model", "draft.model")} <= {*best.settings}
 
 
 def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:

@@ -33,6 +33,7 @@ MACHINE = replace(
     hardware.load("8xa100_80gb"),
     copy_bytes_per_s=1e6,
     flops_per_s={"fp16": 1e15},
+    flops_share=1.0,
     kernel_s=1.0,
     launch_s=100.0,
     link=Link(bandwidth_bytes_per_s=1000.0, latency_s=3.0),
@@ -95,6 +96,23 @@ def test_every_rank_reads_its_share_of_the_matrices(num_ranks: int) -> None:
 def test_layers_multiply_all_rows_and_the_head_those_that_are_scored() -> None:
     slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
     assert forward(1, slow).matrices_s == pytest.approx(2 * (15 * 2 * LAYER + 3 * HEAD) / 1e3)
+
+
+def test_products_reach_a_share_of_the_data_sheets_rate() -> None:
+    slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
+    half = replace(slow, flops_share=0.5)
+    assert forward(1, half).matrices_s == pytest.approx(2 * forward(1, slow).matrices_s)
+    assert forward(1, half).attention_s == pytest.approx(2 * forward(1, slow).attention_s)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 8), (2, 4), (3, 4), (8, 1)])
+def test_a_position_multiplies_with_those_before_it_on_the_rank_with_the_most_heads(
+    num_ranks: int, num_heads: int
+) -> None:
+    """Of 100 slots, the last five positions attend to 96, 97, ... 100; keys and values are two products."""
+    slow = replace(MACHINE, flops_per_s={"fp16": 1e3})
+    pairs = 96 + 97 + 98 + 99 + 100
+    assert forward(num_ranks, slow).attention_s == pytest.approx(3 * pairs * 2 * 2 * num_heads * 8 * 2 / 1e3)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])
@@ -162,7 +180,16 @@ def _product_s(quantization: str, *, rows: int) -> float:
 
 def test_weight_only_int8_reads_its_bytes_once_in_every_32_rows_and_unpacks_for_more_than_128() -> None:
     seconds = [_product_s("int8_weight_only", rows=rows) for rows in (1, 32, 33, 128, 129)]
-    assert seconds == pytest.approx([64 * 128 / 1e6 * times for times in (1, 1, 2, 4, 5)])
+    assert seconds == pytest.approx([64 * 128 / 1e6 * times for times in (1.2, 1.2, 2.4, 4.8, 5)])
+
+
+@pytest.mark.parametrize(("quantization", "bytes_of_a_weight", "slowdown"), [
+    ("int8_weight_only", 1, 1.2), ("int4_weight_only", 0.5 + 4 / 128, 1.6)
+])  # fmt: skip
+def test_packed_weights_take_longer_to_read_than_a_copy_by_their_bits(
+    quantization: str, bytes_of_a_weight: float, slowdown: float
+) -> None:
+    assert _product_s(quantization, rows=1) == pytest.approx(slowdown * 64 * 128 * bytes_of_a_weight / 1e6)
 
 
 def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:

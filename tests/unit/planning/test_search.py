@@ -21,12 +21,20 @@ from llama_ssp.planning.search import (
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.formats import formats
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import DraftLayout, DraftPlacement, ModelConfig, PlacementConfig, WholeParts
+from llama_ssp.settings.schema import (
+    ADAPTIVE_LENGTHS,
+    DraftLayout,
+    DraftPlacement,
+    ModelConfig,
+    PlacementConfig,
+    WholeParts,
+)
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model
 
-A10G = hardware.load("g5_12xlarge")
+A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
 TWO_NODES = replace(hardware.load("8xh100"), num_gpus=4, num_nodes=2)
 
 
@@ -41,10 +49,9 @@ def choice(
 ) -> dict[str, Any]:
     """That of one unquantized pair and placement."""
     wanted = (target, "fp16", draft, kind, num_ranks)
+    keys = ("target", "quantization", "draft", "draft_kind", "num_ranks")
     return next(
-        one
-        for one in found
-        if (one["target"], one["quantization"], one["draft"], one["draft_kind"], one["num_ranks"]) == wanted
+        one for one in found if tuple(one[key] for key in keys) == wanted and one["draft_quantization"] not in formats()
     )
 
 
@@ -175,6 +182,55 @@ def test_a_k_that_was_asked_for_and_has_no_room_hides_no_other() -> None:
     assert 0 < found["num_draft_tokens"] <= 16
 
 
+def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
+    job, most = make_job("13B", "tinyllama_1B", acceptance=None), max(ADAPTIVE_LENGTHS)
+    adaptive = memory(replace(job, num_draft_tokens=most, adapts=True), A100)[0]
+    found = {
+        missing: choice(search(job, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
+                        "13B", "tinyllama_1B", "one_rank", num_ranks=1)
+        for missing in (0, 1)
+    }  # fmt: skip
+    assert (found[0]["adapts"], found[1]["adapts"]) == (True, False)
+    assert (found[1]["reason"], "cuda_graphs=false" in found[1]["settings"]) == (None, False)
+    assert f"speculation.num_draft_tokens={found[1]['num_draft_tokens']}" in found[1]["settings"]
+
+
+def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
+    job = make_job("13B")
+    needed = memory(job, A100)[0].needed_bytes
+    with_graphs, without, neither = (
+        choice(search(job, replace(A100, num_gpus=1, memory_bytes=size)), "13B", None, None, num_ranks=1)
+        for size in (needed, needed - 1, needed - memory(job, A100)[0].graphs_bytes - 1)
+    )
+    assert "cuda_graphs=false" not in with_graphs["settings"]
+    assert (without["reason"], without["settings"][-1]) == (None, "cuda_graphs=false")
+    eager_s = timing(replace(job, cuda_graphs=False), A100).plain_s
+    assert without["ms_per_token"] == pytest.approx(1e3 * eager_s)
+    assert eager_s > 1.1 * timing(job, A100).plain_s
+    assert neither["reason"]
+
+
+def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_not() -> None:
+    job = make_job("llama3_8B", "llama3_1B")
+    found = [one for one in search(job, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]
+    of_draft = {(one["draft"], one["draft_quantization"]): one for one in reversed(found) if not one["tree"]}
+    assert {form for name, form in of_draft if name == "llama3_1B"} == {"bf16", "int4_weight_only"}
+    assert {form for name, form in of_draft if name == "eagle3_llama3_8B"} == {"fp16"}
+    packed = of_draft["llama3_1B", "int4_weight_only"]
+    assert job.draft
+    timed = timing(replace(job, draft=job.draft.quantized("int4_weight_only")), A100)
+    assert packed["ms_per_token"] == pytest.approx(1e3 * min(timed.by_num_draft_tokens))
+    assert packed["ms_per_token"] < of_draft["llama3_1B", "bf16"]["ms_per_token"]
+    assert "draft.model.quantization=int4_weight_only" in packed["settings"]
+
+
+def test_a_draft_that_groups_of_128_do_not_divide_has_8_bits() -> None:
+    """576 inputs are four and a half groups."""
+    found = search(make_job("smollm2_1.7B", "smollm2_135M"), replace(A100, num_gpus=1))
+    forms = {one["draft_quantization"] for one in found if one["draft"] == "smollm2_135M"}
+    assert forms == {"bf16", "int8_weight_only"}
+
+
 def test_a_draft_without_a_model_is_named_with_its_settings() -> None:
     job = replace(make_job("7B"), free_draft="ngram")
     found = choice(search(job, replace(A10G, num_gpus=1)), "7B", "ngram", None, num_ranks=1)
@@ -202,14 +258,12 @@ def test_a_default_draft_is_tried_if_its_sizes_are_known(default: str | None) ->
     assert "somebody/hub-draft" not in names
 
 
-A100 = hardware.load("8xa100_80gb")
-
-
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
     job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
     timed = timing(job, A100)
-    ((token_s, adaptive),) = by_length(job, timed)
+    (token_s, adaptive), *others = by_length(job, timed)
     assert length_setting(adaptive) == "speculation.num_draft_tokens=auto"
+    assert {other.num_draft_tokens for _, other in others if not other.adapts} == set(range(1, 17))
     assert token_s == pytest.approx(timing(adaptive, A100).speculative_s, rel=1e-3)
     assert not any(by_length(replace(job, draft=None), timing(replace(job, draft=None), A100)))
 

@@ -3,15 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.published import OTHER_ENGINES
 from llama_ssp.architectures.family import inventory
+from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import tree_tokens
-from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes
+from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import CostModel, ForwardTime, bandwidth, round_messages, timing
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
@@ -144,7 +148,7 @@ def test_without_a_draft_one_rank_draws_for_all_rows() -> None:
 
 
 def test_a_draft_scores_its_last_token_alone() -> None:
-    clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}))
+    clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
     assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
@@ -312,3 +316,43 @@ def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
     one = timing(make_job("13B", num_ranks=1), A100).limit_share
     row = timing(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
     assert row == pytest.approx(one, rel=0.01)
+
+
+MACHINES = [hardware.load(name) for name in sorted(hardware.names()) if not hardware.load(name).profiles]
+MODELS = [entry.name for entry in catalogue.entries() if entry.shape and not entry.shape.is_head]
+
+
+@given(
+    target=st.sampled_from(MODELS), machine=st.sampled_from(MACHINES), power=st.integers(0, 3),
+    prompt_tokens=st.integers(1, 40_000), batch_size=st.integers(1, 64),
+)  # fmt: skip
+@settings(deadline=None, max_examples=100)
+def test_no_first_token_comes_before_the_devices_could_compute_or_read_it(
+    target: str, machine: HardwareConfig, power: int, prompt_tokens: int, batch_size: int
+) -> None:
+    """At the data sheet's rates, over all ranks: every matrix for each position, and each pair of positions twice."""
+    num_ranks = min(2**power, machine.num_gpus)
+    job = make_job(
+        target, num_ranks=num_ranks, prompt_tokens=prompt_tokens, batch_size=batch_size, device=machine.device,
+        cuda_graphs=machine.device == "cuda",
+    )  # fmt: skip
+    model, held = job.target, inventory(job.target.shape)
+    shape, rate = model.shape, machine.flops_per_s.get(model.dtype.name) or max(machine.flops_per_s.values())
+    pairs = prompt_tokens * (prompt_tokens + 1) / 2
+    attended = 4 * pairs * shape.num_attention_heads * shape.head_dim
+    computed = batch_size * shape.num_hidden_layers * (2 * prompt_tokens * sum(held.products) + attended)
+    try:
+        first_s = timing(job, machine).plain_prefill_s
+    except PlacementError:  # heads that so many ranks cannot share
+        return
+    assert first_s >= computed / (num_ranks * rate)
+    read = step_bytes(held, model, device=machine.device)
+    assert first_s >= 0.99 * read / (num_ranks * machine.bandwidth_bytes_per_s), "norms are no matrices"
+
+
+@pytest.mark.parametrize(("target", "num_gpus", "published_ms"), [("llama2_7B", 1, 132.4), ("llama2_70B", 8, 249.2)])
+def test_published_prompts_of_tensorrt_llm_on_a100_are_forecast_within_a_fifth(
+    target: str, num_gpus: int, published_ms: float
+) -> None:
+    job = make_job(target, num_ranks=num_gpus, prompt_tokens=2048, max_new_tokens=1)
+    assert 1e3 * timing(job, A100).plain_prefill_s == pytest.approx(published_ms, rel=0.2)

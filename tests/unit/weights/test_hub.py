@@ -140,6 +140,13 @@ def test_a_model_that_is_not_in_the_cache_names_the_offline_mode() -> None:
         hub.resolve(ENTRY)
 
 
+def test_a_plan_asks_for_the_config_file_alone() -> None:
+    for is_enough, ending in ((True, " config.json on a network"), (False, " on a network")):
+        with pytest.raises(CheckpointError) as found:
+            hub.find_config(ModelConfig(name="a/b", hub_id="a/b"), is_enough=is_enough)
+        assert str(found.value).endswith(f"HF_HUB_OFFLINE is set: run hf download a/b{ending}")
+
+
 @pytest.mark.parametrize(("names", "reason"), [([], r"has no config\.json"), (["config.json"], "cannot be reached")])
 def test_a_folder_without_its_config_says_whether_the_hub_has_one(
     names: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

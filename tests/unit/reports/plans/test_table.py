@@ -12,9 +12,11 @@ from rich.console import Console
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.reports.plan_figures import draw, draw_plan
 from llama_ssp.reports.plan_tables import GIB, ITEMS, print_document
+from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
 
@@ -42,6 +44,45 @@ def test_a_rank_without_room_is_named_too_full() -> None:
     text = _printed(_plan("65B", "7B", num_ranks=4, machine="g5_12xlarge"))
     assert "too full" in text
     assert "does not fit" in text
+
+
+def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None) -> str:
+    job = make_job(target, draft, num_ranks=machine.num_gpus)
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_document(document(make_plan(job, machine)), console=console)
+    return console.export_text().lstrip().splitlines()[0]
+
+
+def test_the_first_line_is_the_verdict_with_the_faster_mode_and_the_price() -> None:
+    machine = replace(hardware.load("8xh100"), num_gpus=2)
+    time = document(make_plan(make_job("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
+    said = _verdict(machine, "13B", "tinyllama_1B")
+    ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
+    assert time["speedup"] > 1
+    assert said == f"fits: {ms} ms/token, {rate} tokens/s with prompts; 8.38 USD/h (Lambda 2026-09)"
+    plain = document(make_plan(make_job("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
+    assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: {rounded(plain)} ms/token, ")
+
+
+def test_the_verdict_says_what_is_rented_instead_and_what_is_not() -> None:
+    g5 = hardware.load("g5_12xlarge")
+    said = {number: _verdict(replace(g5, num_gpus=number)).partition("; ")[2] for number in (1, 2, 16)}
+    assert said == {
+        1: "1.01 USD/h (AWS 2026-09)",
+        2: "5.67 USD/h (AWS 2026-09, of 4 GPUs: 2 are not rented)",
+        16: "not rented with 16 GPUs (AWS 2026-09: 1, 4, 8)",
+    }
+    assert _verdict(replace(g5, price=None)).endswith(" with prompts")
+    assert re.match(r"does not fit: rank 0 needs 2\d\.\d of 22\.2 GiB; 1\.01 USD/h", _verdict(
+        replace(g5, num_gpus=1), "13B"
+    ))  # fmt: skip
+
+
+def test_a_best_k_is_named_only_where_it_gains() -> None:
+    good, bad = (" ".join(_printed(_plan(target, "7B", num_ranks=1)).split()) for target in ("13B", "7B"))
+    assert "best K = " in good
+    assert "best K = " not in bad
+    assert "no K gains" in bad
 
 
 def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:

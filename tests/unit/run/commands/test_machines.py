@@ -40,7 +40,7 @@ def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_
     names = {row["machine"] for row in found["machines"]}
     assert names == set(hardware.names())
     assert "mybox" in names
-    assert found["plan_version"] == 3
+    assert found["plan_version"] == 4
     assert [row["rank"] for row in found["machines"]] == list(range(1, len(found["machines"]) + 1))
 
 
@@ -65,11 +65,12 @@ def test_every_row_can_be_planned_and_takes_as_long(compare: Compare, settings: 
 def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> None:
     found = compare("model=7B", LIST, "hardware.memory_bytes=40000000000", "prices={8xh100:10}")
     assert {row["capacity_bytes"] for row in found["machines"]} == {40000000000}
-    assert found["prices"]["8xh100"]["usd_per_hour"] == 10
-    assert found["prices"]["g5_12xlarge"]["usd_per_hour"] == 5.672
+    assert found["prices"]["8xh100"]["usd_per_hour"] == {"8": 10}
+    assert found["prices"]["g5_12xlarge"]["usd_per_hour"]["4"] == 5.672
+    assert found["prices"]["g5_12xlarge"]["vendor"] == "AWS"
     assert found["prices"]["g5_12xlarge"]["date"]
-    one = compare("model=7B", LIST, "hardware.price.usd_per_hour=3", "hardware.price.per=gpu")
-    assert {row["usd_per_hour"] for row in one["machines"] if row["num_gpus"] == 2} == {6.0}
+    one = compare("model=7B", LIST, "hardware.price.usd_per_hour={2:3}")
+    assert {row["usd_per_hour"] for row in one["machines"] if row["num_gpus"] * row["num_replicas"] == 2} == {3.0}
 
 
 @pytest.mark.parametrize("objective", [Objective.price, heavy(Objective.latency), heavy(Objective.throughput)])
@@ -102,11 +103,13 @@ def test_a_mistake_is_one_sentence(
 def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]) == 0
     said = capsys.readouterr().out
-    assert "llama3_70B, batch 1: the fastest first" in said
+    assert "llama3_70B, batch 1, 128 + 64 tokens: the fastest first" in said
+    assert "Lambda" in said
+    assert "2026-09" in said
     assert "31.92" in said
     assert "the first row: hardware=8xh100 draft=none" in said
     assert "left out: 1xl4 (1 x L4): rank 0 needs" in said
-    assert "USD: on-demand list prices of 2025-06 to 2026-09" in said
+    assert "USD/M: of new tokens, prompts included" in said
 
 
 def test_the_number_of_gpus_is_a_setting_where_it_is_not_the_machines_own(compare: Compare) -> None:

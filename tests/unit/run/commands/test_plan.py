@@ -165,7 +165,7 @@ def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none(plan: Pla
 def test_the_planners_choice_is_planned_and_told(plan: Plan) -> None:
     content = plan("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
     assert content["draft"]["kind"] == "sharded", "a draft on one rank takes longer"
-    (note,) = content["notes"]
+    note, *_ = content["notes"]
     assert note.startswith("placement=auto: the target on ranks 0 1 and the draft on ranks 0 1 (sharded), forecast at ")
 
 

@@ -72,6 +72,7 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(tmp_pat
     assert profile.forward_ratio_apart == profile.forward_ratio
     assert profile.first_draft_s >= 0
     assert machine.device == "cpu"
+    assert machine.flops_share == 0.75, "its rates are those of a product, and not of a data sheet"
     timed = timing(make_job("tiny", "tiny-draft", cuda_graphs=False), machine)
     assert timed.speculative_s
     assert 1e-5 < timed.plain_s < 10
