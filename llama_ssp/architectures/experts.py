@@ -10,15 +10,22 @@ from typing import Any
 
 from llama_ssp.architectures.decoders import GRANITE, OLMO2
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
-from llama_ssp.architectures.matrices import decoder
+from llama_ssp.architectures.matrices import ATTENTION, GATED, decoder
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)
-GRANITE_MOE = replace(GRANITE, model_type="granitemoe")
+GRANITE_MOE = replace(
+    GRANITE, model_type="granitemoe",
+    tp_plan={f"model.layers.*.self_attn.{name}": "rowwise" if name == "o_proj" else "colwise" for name in ATTENTION},
+)  # fmt: skip
 QWEN3_MOE = replace(MIXTRAL, model_type="qwen3_moe", parameters=QWEN3.parameters)
-QWEN2_MOE = replace(MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3))
+QWEN2_MOE = replace(
+    MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3),
+    tp_plan={
+        f"model.layers.*.mlp.shared_expert.{name}": "rowwise" if name == "down_proj" else "colwise" for name in GATED
+    },
+)  # fmt: skip
 """With the vector that weighs the MLP beside the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
-ERNIE_MOE = replace(GRANITE, model_type="ernie4_5_moe", ties_unless_said=True)
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=QWEN3.parameters)
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=decoder)
 
@@ -34,7 +41,7 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
         return next((value for name in names if type(value := field(name)) is int and value > 0), 0)
 
     num_experts, num_chosen = first(*_EXPERTS), first(*_CHOSEN)
-    if num_experts < 2 or not num_chosen:  # noqa: PLR2004 - one expert is an MLP
+    if num_experts < 2 or not num_chosen or field("is_moe") is False:  # noqa: PLR2004 - one expert is an MLP
         return {}
     units = first("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
     step, without = max(first("decoder_sparse_step"), 1), field("mlp_only_layers") or []

@@ -36,7 +36,7 @@ class Family:
     cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
-    # tensor-parallel plan, style by module, if the library has none.
+    # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None

@@ -1,6 +1,7 @@
 """Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
 
 import re
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from llama_ssp.architectures.family import record_of
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.runner import Runner
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
 SIZES: dict[str, Any] = {
@@ -157,3 +165,12 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
     head, tail = ids_T[None, :-2], ids_T[None, -2:]
     pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in (head, tail)]
     return torch.cat(pieces, dim=1)[0].float()
+
+
+def load_ranks(folder: Path, comms: Sequence[ThreadComm]) -> list[Runner]:
+    """Load a checkpoint on ranks that are threads: one after the other, but for the comparison of a family."""
+    origin, device = inspect(folder), torch.device("cpu")
+    if record_of(origin.shape.model_type).is_written or len(comms) == 1:
+        return [load_model(origin, dtype=None, device=device, comm=comm) for comm in comms]
+    modules = [load_modules(origin, dtype=None, device=device, comm=comm) for comm in comms]
+    return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))

@@ -92,12 +92,14 @@ def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) 
 
 
 def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """The tensor-parallel style of each module by name; empty if unknown."""
+    """The tensor-parallel style of each module by name; empty if none of a layer is known."""
     family = record_of(model.config.model_type)
-    plan: dict[str, str] = dict(family.tp_plan or model.tp_plan)
+    plan: dict[str, str] = {**model.tp_plan, **family.tp_plan}
     if plan and family.cuts_vocabulary:
         # Some versions of transformers leave it whole; the memory plan assumes that it is split.
         plan.setdefault("model.embed_tokens", "embedding_rowwise")
+    if not any(".*." in name for name in plan):
+        return {}
     # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
     fused = {name: "colwise" for name in plan if name.endswith(FUSED)}
     split = {name: "rowwise" for name, style in plan.items() if style == "rowwise_split_input"}
