@@ -93,7 +93,7 @@ class Cut(Enum):
 
 HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
-FUSED = ("qkv_proj", "gate_up_proj")
+IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
     **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),

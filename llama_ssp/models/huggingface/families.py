@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import families, record_of
-from llama_ssp.architectures.matrices import FUSED
+from llama_ssp.architectures.matrices import IN_PARTS
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.source import WeightSource
 
@@ -101,6 +101,6 @@ def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
     if not any(".*." in name for name in plan):
         return {}
     # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
-    fused = {name: "colwise" for name in plan if name.endswith(FUSED)}
+    fused = {name: "colwise" for name in plan if name.endswith(IN_PARTS)}
     split = {name: "rowwise" for name, style in plan.items() if style == "rowwise_split_input"}
     return plan | fused | split
