@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.formats import FEW_ROWS
+from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS
 
 ProductOfFewRows = Callable[..., Tensor]
 """`linear_gpu.product_of_few_rows`."""
@@ -92,7 +92,10 @@ def find_few_rows(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRow
         return None
     samples = {
         "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
-        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
+    }
+    samples |= {
+        storage: (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32))
+        for storage, group in INT4_GROUPS.items()
     }
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, samples[name]), instead=instead)

@@ -24,17 +24,21 @@ from torch.nn import functional
 
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.weights import int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
-DOTS, NIBBLES = "dots", "nibbles"
+DOTS = "dots"
+NIBBLES = {128: "nibbles", 64: "nibbles_64", 32: "nibbles_32"}
+"""The kinds of int4 weights, by the inputs that share a word."""
+GROUPS = {kind: group for group, kind in NIBBLES.items()}
+"""The inputs that share a word, by kind."""
 SIGN_BIT = 128
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
 
-COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "int4_weight_only": NIBBLES}
+COMPILED = {"int8_weight_only": "bytes", "int8": DOTS} | {name: NIBBLES[group] for name, group in INT4_GROUPS.items()}
 """The kinds of the storage formats."""
 
 _FEW_ROWS = 5
@@ -130,7 +134,7 @@ class HalfLinear(Linear):
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
 
-NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), NIBBLES: ("avx512f",)}
+NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), **dict.fromkeys(GROUPS, ("avx512f",))}
 """Instructions of a CPU that each kind of compiled product needs."""
 
 
@@ -147,11 +151,11 @@ def product_of(kind: str) -> Operator | None:
 
 def _check(kind: str, product: Operator) -> None:
     """RuntimeError if a small product is wrong."""
-    if kind == NIBBLES:
-        codes_OI = torch.arange(BLOCK * GROUP).view(BLOCK, GROUP).remainder(15).to(torch.uint8)
+    if group := GROUPS.get(kind):
+        codes_OI = torch.arange(BLOCK * group).view(BLOCK, group).remainder(15).to(torch.uint8)
         scales, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
         packed, weight_OI = pack_nibbles(codes_OI, int4_rows.words_of(scales, zeros_O1)), (codes_OI - zeros_O1) * 0.5
-        x_MI, scales = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous(), torch.tensor(1.0)
+        x_MI, scales = torch.arange(group).sub(60.0).expand(2, -1).contiguous(), torch.tensor(1.0)
     else:
         weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
         packed = pack(kind, weight_OI.to(FLOATS.get(kind, torch.int8)))
@@ -174,12 +178,13 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
 
 def pack_nibbles(codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay codes (0 to 15, in bytes) and the words of their groups in blocks of outputs, as `linear_cpu` draws it."""
-    low, high = codes_OI.view(-1, BLOCK, codes_OI.shape[1] // GROUP, GROUP // 8, 4, 2).unbind(5)
+    num_groups = words_OG.shape[1]
+    low, high = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups // 8, 4, 2).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
-    is_zero_OG = (codes_OI.unflatten(1, (-1, GROUP)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
     words_OG = words_OG.masked_fill(is_zero_OG, 0)
-    heads = words_OG.view(-1, BLOCK, words_OG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+    heads = words_OG.view(-1, BLOCK, num_groups).transpose(1, 2).contiguous().view(torch.uint8)
     return torch.cat([heads, codes], dim=2).flatten(1)
 
 
@@ -201,7 +206,7 @@ class NativeLinear(Linear):
         product = product_of(kind)
         assert product
         self.kind, self._product = kind, product
-        if kind == NIBBLES:
+        if kind in GROUPS:
             self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
         else:
             self._packed, self._scales_O = pack(kind, values_OI), scales_O
@@ -270,8 +275,7 @@ def native_of(linear: Linear) -> NativeLinear | None:
 def fits(kind: str, shape: torch.Size) -> bool:
     """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
     num_outputs, num_inputs = shape
-    taken = GROUP if kind == NIBBLES else BLOCK
-    return not (num_outputs % BLOCK or num_inputs % taken) and product_of(kind) is not None
+    return not (num_outputs % BLOCK or num_inputs % GROUPS.get(kind, BLOCK)) and product_of(kind) is not None
 
 
 def native_linear(

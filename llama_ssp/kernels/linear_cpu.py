@@ -5,7 +5,7 @@
     halves    fp16, one scale           fp32                  fp32, one input after the other
     bytes     int8, a scale an output   fp32                  fp32, one input after the other
     dots      int8, a scale an output   int8, a scale a row   integers
-    nibbles   4 bits                    fp32                  fp32, group by group, one input after the other
+    nibbles   4 bits, groups of 128     fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
@@ -16,9 +16,10 @@ no sum crosses lanes. The sum of an output of a row therefore takes the same ste
 What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
 the MLP, whose gate and up blocks alternate.
 
-Of `nibbles` a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of
-a block's outputs. The codes of a group are multiplied as numbers from -8 to 7, and the rest of the zero is subtracted
-from their sum, once; most zeros are near 8, so little is lost:
+There are also `nibbles_64` and `nibbles_32`, with smaller groups. Of each a word of 32 bits holds eight inputs of
+an output, the first in its lowest bits, and a vector the words of a block's outputs. The codes of a group are
+multiplied as numbers from -8 to 7, and the rest of the zero is subtracted from their sum, once; most zeros are near 8,
+so little is lost:
 
     block | group | group | ...
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
@@ -49,12 +50,12 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.settings.formats import INT4_GROUP, WORD_BYTES
+from llama_ssp.kernels.linear import GROUPS
+from llama_ssp.settings.formats import WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}
-_ROW_BYTES = {"singles": 4, "halves": 4, "bytes": 4, "dots": 1, "nibbles": 4}
-_ONE_SCALE = {"singles", "halves", "nibbles"}
+_ONE_SCALE = {"singles", "halves", *GROUPS}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
@@ -72,7 +73,6 @@ _SERIAL = 2**16
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 _HEAD_BYTES = LANES * WORD_BYTES
-_GROUP_BYTES = _HEAD_BYTES + LANES * INT4_GROUP // 2
 """Of one block."""
 
 
@@ -189,9 +189,9 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
     code.function.attributes.add("noinline")
     block_bytes = _block_bytes(code, kind, num_inputs)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
-    starts = [code.at(rows, code.mul(num_inputs, i64(row * _ROW_BYTES[kind]))) for row in range(num_rows)]
-    if kind == "nibbles":
-        found = _sums_of_groups(code, blocks, starts, num_inputs)
+    starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
+    if kind in GROUPS:
+        found = _sums_of_groups(code, GROUPS[kind], blocks, starts, num_inputs)
     else:
         found = _sums(code, kind, blocks, starts, num_inputs)
     for number, value in enumerate(found):
@@ -201,9 +201,19 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
 
 def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
-    if kind == "nibbles":
-        return code.mul(code.sdiv(num_inputs, i64(INT4_GROUP)), i64(_GROUP_BYTES))
+    if group := GROUPS.get(kind):
+        return code.mul(code.sdiv(num_inputs, i64(group)), i64(_group_bytes(group)))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+
+
+def _group_bytes(group: int) -> int:
+    """Bytes of a group of 16 outputs."""
+    return _HEAD_BYTES + LANES * group // 2
+
+
+def _row_bytes(kind: str) -> int:
+    """Bytes of an input."""
+    return 1 if kind == "dots" else 4
 
 
 def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
@@ -215,7 +225,7 @@ def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_i
         for step in range(_UNROLLED):
             index = code.add(values[0], i64(step * taken))
             inputs = [
-                code.splat(code.read(code.at(start, code.mul(index, i64(_ROW_BYTES[kind]))), I32 if taken > 1 else F32))
+                code.splat(code.read(code.at(start, code.mul(index, i64(_row_bytes(kind)))), I32 if taken > 1 else F32))
                 for start in starts
             ]
             place = code.mul(index, i64(LANES * _VALUE_BYTES[kind]))
@@ -302,7 +312,7 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
 
     def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
         weights = code.at(given["weights"], code.mul(block, block_bytes))
-        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_ROW_BYTES[kind])))
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(kind))))
         code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], sums])
         code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
 
@@ -328,14 +338,14 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     return code.end()
 
 
-def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
+def _sums_of_groups(code: Code, group: int, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first."""
     number = len(rows) * len(blocks)
-    with code.loop(i64(0), code.sdiv(num_inputs, i64(INT4_GROUP)), 1, [floats(0.0)] * number) as totals:
-        heads = [code.at(block, code.mul(totals[0], i64(_GROUP_BYTES))) for block in blocks]
-        inputs = [code.at(row, code.mul(totals[0], i64(INT4_GROUP)), F32) for row in rows]
-        found = _sums_of_codes(code, [code.at(head, i64(_HEAD_BYTES)) for head in heads], inputs)
-        all_inputs = [_sum_of_inputs(code, row) for row in inputs]
+    with code.loop(i64(0), code.sdiv(num_inputs, i64(group)), 1, [floats(0.0)] * number) as totals:
+        heads = [code.at(block, code.mul(totals[0], i64(_group_bytes(group)))) for block in blocks]
+        inputs = [code.at(row, code.mul(totals[0], i64(group)), F32) for row in rows]
+        found = _sums_of_codes(code, group, [code.at(head, i64(_HEAD_BYTES)) for head in heads], inputs)
+        all_inputs = [_sum_of_inputs(code, group, row) for row in inputs]
         for block, head in enumerate(heads):
             word = code.read(head, I32S)
             scales = code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S)
@@ -347,10 +357,10 @@ def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inpu
     return totals[1:]
 
 
-def _sums_of_codes(code: Code, blocks: list[Value], rows: list[Value]) -> list[Value]:
+def _sums_of_codes(code: Code, group: int, blocks: list[Value], rows: list[Value]) -> list[Value]:
     """The sums of inputs times codes in one group; see `_codes`."""
     number = len(rows) * len(blocks)
-    with code.loop(i64(0), i64(INT4_GROUP), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
+    with code.loop(i64(0), i64(group), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
         # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
         words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
         for place in range(_INPUTS_OF_WORD):
@@ -371,9 +381,9 @@ def _codes(code: Code, words: Value, place: int) -> Value:
     return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
 
 
-def _sum_of_inputs(code: Code, row: Value) -> Value:
+def _sum_of_inputs(code: Code, group: int, row: Value) -> Value:
     """The sum of a row's inputs in one group, in all lanes."""
     total = code.read(row, F32S)
-    for first in range(LANES, INT4_GROUP, LANES):
+    for first in range(LANES, group, LANES):
         total = code.fadd(total, code.read(row, F32S, i64(first)))
     return code.splat(code.halves(total, code.fadd))

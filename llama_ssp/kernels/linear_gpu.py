@@ -11,10 +11,10 @@ second kernel adds the parts. `tiles_of` chooses both. Blocks that read the same
 A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
 inputs of a warp and a split depend on the matrix alone.
 
-In int4 the inputs of a warp are one group of `weights.int4_rows`: its first 64 are in the low halves of 64 bytes, the
+In int4 the inputs of a warp are one group of `weights.int4_rows`: its first half is in the low halves of bytes, the
 others in the high halves, so that both are multiplied where they are. The warp scales their sum.
 
-Shapes: M rows, I inputs, O outputs, S splits, G groups of 128 inputs.
+Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs.
 """
 
 from functools import cache
@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
@@ -129,11 +128,13 @@ def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up the warps' sums, 4 or 8, in pairs."""
+    """Add up the warps' sums, 4, 8 or 16, in pairs."""
     sums = tl.permute(total, (1, 2, 0))
     pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
     pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
     if WARPS // 4 > 1:
+        pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 8, 2)))
+    if WARPS // 8 > 1:
         pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
     return tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS))
 
@@ -239,13 +240,14 @@ def _unpack_codes(  # type: ignore[no-untyped-def]
 def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor) -> None:
     """Write int4 weights as numbers; `codes_CI` (C, I / 2) and `into_CI` (C, I) are contiguous."""
     num_outputs, num_inputs = into_CI.shape
-    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * GROUP))](
-        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=GROUP // 2, num_warps=4
+    group = num_inputs // len(words_GC)
+    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * group))](
+        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=group // 2, num_warps=4
     )
 
 
 WARP_BYTES = 64
-"""Bytes that a warp reads of a row of weights in a step: two sectors of memory."""
+"""Bytes that a warp reads of a row of int8 weights in a step: two sectors of memory."""
 STEP = 512
 """Inputs that all warps read in a step."""
 _LEAST_SAVED = 4
@@ -277,16 +279,16 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, byte_weights: int
+    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, group: int | None
 ) -> Tiles:
     """Cut a product for a GPU with so many multiprocessors; only the tile of rows depends on the number of rows.
 
     Small matrices have small blocks. If these leave half of the multiprocessors idle, they are split over the inputs.
     The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of int8 weights in a step,
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
-    2020 has. In int4 half as many warps read as many bytes each, so that a warp has one group of 128 inputs.
+    2020 has. In int4 a warp has one group, and there are as many warps as give 512 inputs.
 
-    `value_bytes` is the size of an input, and `byte_weights` the weights in a byte.
+    `value_bytes` is the size of an input, and `group` the inputs that share a word of int4, None for int8.
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
@@ -296,7 +298,7 @@ def tiles_of(
     if num_steps - split_steps < _LEAST_SAVED:
         split_steps = num_steps
     rows = next((rows for rows in (8, 16) if num_rows <= rows), 32 if is_half else 16)
-    warp_inputs = WARP_BYTES * byte_weights
+    warp_inputs = group or WARP_BYTES
     return Tiles(
         rows=rows, outputs=outputs, split_inputs=split_steps * STEP, warp_inputs=warp_inputs,
         num_warps=STEP // warp_inputs, num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
@@ -332,7 +334,7 @@ def product_of_few_rows(
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
-        byte_weights=2 if is_int4 else 1,
+        group=num_inputs // len(scales) if is_int4 else None,
     )  # fmt: skip
     y_MO = x_MI.new_empty(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()

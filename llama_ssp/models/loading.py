@@ -44,11 +44,12 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, LocalModule, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.stored import settled
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import WeightSource, storage_of
 
 Progress = Callable[[int, int], None]
 
@@ -438,20 +439,16 @@ def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[
 
     ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.
     """
-    packed = {name for name, source in sources.items() if origin.tensors[source].is_packed}
+    packed = {name for name, source in sources.items() if origin.tensors[source].storage}
     if not packed:
         return
-    if not format_of(quantization).reads_packed:
-        able = ", ".join(storage.name for storage in formats().values() if storage.reads_packed)
-        raise ConfigError(
-            f"{origin.folder} holds weights of 4 bits, and model.quantization={quantization} was given: "
-            f"model.quantization={able} (draft.model.quantization for a draft) is required"
-        )
+    assert settled(quantization, storage_of(origin), where=origin.folder) == quantization, "given as the files have it"
     odd = sorted(packed ^ {f"{name}.weight" for name, _ in _linear_layers(model)})
     if odd:
         raise CheckpointError(
-            f"{origin.folder} must hold 4 bits for all linear layers of the decoder layers and for nothing else, which "
-            f"is not so for {summary(odd)}: quantize the original checkpoint with model.quantization={quantization}"
+            f"{origin.folder} must hold {quantization} weights for all linear layers of the decoder layers and for "
+            f"nothing else, which is not so for {summary(odd)}: quantize the original checkpoint with "
+            f"model.quantization={quantization}"
         )
 
 

@@ -35,7 +35,7 @@ from llama_ssp.planning.spec import (
 )
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
     ADAPTIVE,
@@ -253,9 +253,9 @@ def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
 
 
 def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
-    job, storage, found = one.job, format_of(one.job.target.quantization), one.figures()
+    job, quantization, found = one.job, one.job.target.setting, one.figures()
     settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
-    settings += [f"model.quantization={storage.name}"] if storage.is_quantized else []
+    settings += [f"model.quantization={quantization}"] if quantization != NO_QUANTIZATION else []
     settings += [*placement_settings(job), *([length_setting(job)] if job.drafts else [])]
     return {
         "target": job.target.name,
@@ -507,9 +507,9 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:
         drafting.append(asked)
-    entries = [replace(config.model, quantization=name) for name in formats()]
-    targets = [planned_model(entry, device=asked.device) for entry in entries]
-    targets = [target for target in targets if target.can_be(target.quantization)]
+    entries = {name: replace(config.model, quantization=name) for name in formats()}
+    found = {name: planned_model(entry, device=asked.device) for name, entry in entries.items()}
+    targets = [target for name, target in found.items() if target.can_be(name)]
     return [replace(job, target=target) for target in targets for job in (plain, *drafting)]
 
 
@@ -579,8 +579,8 @@ def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig, *, num
         yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
-    if job.target.quantization != entry.quantization:
-        yield f"model.quantization={job.target.quantization}"
+    if job.target.setting != entry.quantization:
+        yield f"model.quantization={job.target.setting}"
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
     yield from placement_settings(job)
     if job.drafts:

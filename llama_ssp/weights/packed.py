@@ -1,14 +1,16 @@
-"""Int4 weights of public checkpoints, in two layouts; a layer's tensors become one weight that is read as `int4_rows`.
+"""Weights that checkpoints store quantized; a layer's tensors become one weight that is read as `byte_rows`.
 
     compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric,
                          weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
+    AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
 
-Eight codes are an int32, the first in the lowest bits. A code without a zero has the zero 8; version 1 of GPTQ stores
-zeros that are 1 too small. Both may sort the inputs by importance (desc_act, actorder), which scatters the groups: not
-supported. An actorder that is static, or weight, keeps the groups in place.
+Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
+without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. GPTQ and compressed-tensors may sort
+the inputs by importance (desc_act, actorder), which scatters the groups: not supported. An actorder that is static, or
+weight, keeps the groups in place.
 
-Shapes: O outputs, I inputs, G groups of 128 inputs.
+Shapes: O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Mapping
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD = 8
+_NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
 
@@ -38,9 +42,10 @@ class PackedTensor(TensorFacts):
     parts: Mapping[str, StoredTensor]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """Read rows, as `int4_rows` describes them, of all or some outputs (dim 0) or inputs (dim 1).
+        """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0) or inputs (dim 1).
 
-        Parts of inputs are whole groups. CheckpointError if a file has changed, or the groups are scattered.
+        Parts of inputs are whole groups of the storage format. CheckpointError if a file has changed, or the groups are
+        scattered.
         """
         whole, dim = [range(size) for size in self.shape], wanted.get("dim")
         parts = [whole[0]] if dim is None else wanted["parts"]
@@ -49,21 +54,37 @@ class PackedTensor(TensorFacts):
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim or 0)).to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        assert inputs.start % GROUP == 0 == inputs.stop % GROUP, "a slice has whole groups"
-        groups = range(inputs.start // GROUP, inputs.stop // GROUP)
-        words = range(inputs.start // _CODES_OF_A_WORD, inputs.stop // _CODES_OF_A_WORD)
+        group = format_of(self.layout.storage).group
+        assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         self._check_order(inputs)
-        codes_OI = _codes(self._matrix(self.layout.weight, outputs, words))
-        scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
-        return int4_rows.pack(codes_OI, scales_OG, self._zeros(outputs, groups))
+        blocks, columns_G = self._blocks(range(inputs.start, inputs.stop, group))
+        scales_OG = self._matrix(self.layout.scale, outputs, blocks).float()[:, columns_G]
+        if self.layout.zero in self.parts:
+            zeros_OG = self._along_outputs(self.layout.zero, outputs, blocks)[:, columns_G] + self.layout.least_zero
+        else:
+            zeros_OG = torch.full_like(scales_OG, _ZERO)
+        return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
 
-    def _zeros(self, outputs: range, groups: range) -> Tensor:
-        if self.layout.zero not in self.parts:
-            return torch.full((len(outputs), len(groups)), _ZERO)
+    def _blocks(self, inputs: range) -> tuple[range, Tensor]:
+        """The blocks that some inputs are in, and the place of each input's block among them."""
+        size = self.layout.block[1] or self.shape[1]
+        blocks = range(inputs[0] // size, inputs[-1] // size + 1)
+        return blocks, torch.tensor(inputs) // size - blocks.start
+
+    def _codes(self, outputs: range, inputs: range) -> Tensor:
+        if self.layout.joins_outputs:
+            return self._along_outputs(self.layout.weight, outputs, inputs).contiguous()
+        words = range(inputs.start // _CODES_OF_A_WORD, inputs.stop // _CODES_OF_A_WORD)
+        return _codes(self._matrix(self.layout.weight, outputs, words))
+
+    def _along_outputs(self, leaf: str, outputs: range, columns: range) -> Tensor:
+        """Codes (O, C) of a matrix whose words join those of eight outputs."""
         words = range(outputs.start // _CODES_OF_A_WORD, -(-outputs.stop // _CODES_OF_A_WORD))
-        zeros_GO = _codes(self._matrix(self.layout.zero, words, groups).t())
+        codes_CO = _codes(self._matrix(leaf, words, columns).t())
+        if self.layout.joins_outputs:
+            codes_CO = codes_CO.unflatten(1, (-1, _CODES_OF_A_WORD))[:, :, _NIBBLE_OF_OUTPUT].flatten(1)
         first = words.start * _CODES_OF_A_WORD
-        return zeros_GO[:, outputs.start - first : outputs.stop - first].t() + self.layout.least_zero
+        return codes_CO[:, outputs.start - first : outputs.stop - first].t()
 
     def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
         """A part of a stored matrix, with the outputs first."""
@@ -72,8 +93,8 @@ class PackedTensor(TensorFacts):
         return self.parts[leaf].read(rows, columns)
 
     def _check_order(self, inputs: range) -> None:
-        stored = self.parts.get(self.layout.order)
-        if stored and not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
+        stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
+        if stored and not torch.equal(stored.read(inputs).long(), torch.tensor(inputs) // size):
             raise CheckpointError(
                 f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
                 "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
@@ -89,16 +110,16 @@ def _codes(words: Tensor) -> Tensor:
 def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
 ) -> dict[str, StoredTensor | PackedTensor]:
-    """Replace the parts of each int4 weight by the weight; CheckpointError for parts that do not fit each other."""
-    suffix = f".{layout.weight}"
+    """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
+    suffix = f".{layout.scale}"
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
     packed = {name: tensor for name, tensor in weights.items() if tensor}
     if len(packed) < len(weights) or not weights:
         unfit = next((name for name in weights if name not in packed), "any layer")
         raise CheckpointError(
-            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {unfit}, though its "
-            f"config.json describes them: {', '.join(layout.leaves)} that fit each other are required"
+            f"{folder} holds no {layout.storage} weight for {unfit}, though its config.json describes them: "
+            f"{', '.join(layout.leaves)} that fit each other are required"
         )
     parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
@@ -111,13 +132,17 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if not {layout.weight, layout.scale} <= matrices.keys():
         return None
-    num_outputs, num_words = matrices[layout.weight]
-    num_groups, remainder = divmod(num_words * _CODES_OF_A_WORD, GROUP)
-    dtype, shape = parts[layout.scale].dtype, (num_outputs, GROUP * num_groups)
+    num_outputs, num_inputs = matrices[layout.weight]
+    if layout.joins_outputs:
+        num_outputs *= _CODES_OF_A_WORD
+    else:
+        num_inputs *= _CODES_OF_A_WORD
+    num_groups, remainder = divmod(num_inputs, layout.block[1] or num_inputs)
+    dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
     fits = not remainder and parts[layout.weight].kind == "I32" and dtype is not None
     fits &= matrices[layout.scale] == (num_outputs, num_groups)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):
-        fits &= order.shape == shape[1:]
-    return PackedTensor(dtype=dtype, shape=shape, is_packed=True, layout=layout, parts=parts) if fits else None
+        fits &= order.shape == (num_inputs,)
+    return PackedTensor(dtype=dtype, shape=shape, storage=layout.storage, layout=layout, parts=parts) if fits else None

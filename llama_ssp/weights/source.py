@@ -26,12 +26,12 @@ class TensorFacts:
     Attributes:
         dtype: None if weights cannot have it; of a packed tensor, that of its scales.
         shape: of the whole tensor, unpacked.
-        is_packed: it is read as rows of bytes; see `int4_rows`.
+        storage: the storage format of a packed one, which is read as `byte_rows`.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    is_packed: bool = False
+    storage: str | None = None
 
 
 class Wanted(TypedDict, total=False):
@@ -79,6 +79,11 @@ class WeightSource(Protocol):
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
+
+
+def storage_of(origin: WeightSource) -> str | None:
+    """The storage format of its packed tensors; None if it has none."""
+    return next((tensor.storage for tensor in origin.tensors.values() if tensor.storage), None)
 
 
 @dataclass(frozen=True, kw_only=True)

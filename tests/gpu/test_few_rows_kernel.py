@@ -25,7 +25,7 @@ def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     scales_OG = torch.rand(shape[0], shape[1] // 128, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
     numbers = (codes_OI.double().unflatten(1, (-1, 128)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
-    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
+    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG), 128)
     return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
 
 

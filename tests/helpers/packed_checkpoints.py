@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-GROUP = 128
-LAYOUTS = ("compressed-tensors", "compressed-tensors, asymmetric", "gptq", "gptq, asymmetric", "gptq_v2")
+LAYOUTS = {
+    "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
+    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
+}  # fmt: skip
+"""With the inputs that share a scale."""
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
 
 
@@ -33,9 +36,9 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        codes, scales, zeros = _quantized(
-            tensor.float(), is_symmetric="asymmetric" not in layout and layout != "gptq_v2"
-        )
+        size = LAYOUTS[layout] if LAYOUTS[layout] > 0 else tensor.shape[1]
+        is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
+        codes, scales, zeros = _quantized(tensor.float(), size, is_symmetric=is_symmetric)
         numbers[name] = _dequantized(codes, scales, zeros)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in _parts(codes, scales, zeros, layout).items()}
@@ -53,15 +56,22 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
+    size = LAYOUTS[layout]
+    if layout.startswith("awq"):
+        return {
+            "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
+            "modules_to_not_convert": None,
+        }  # fmt: skip
     if layout.startswith("gptq"):
         version = layout.partition(",")[0]
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": layout == "gptq",
+            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": layout == "gptq",
             "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
         }  # fmt: skip
     weights = {
-        "num_bits": 4, "type": "int", "symmetric": "asymmetric" not in layout, "strategy": "group",
-        "group_size": GROUP, "actorder": None, "dynamic": False,
+        "num_bits": 4, "type": "int", "symmetric": "asymmetric" not in layout,
+        "strategy": "group" if size > 0 else "channel", "group_size": size if size > 0 else None, "actorder": None,
+        "dynamic": False,
     }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -70,9 +80,9 @@ def quantization_config(layout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _quantized(weight_OI: Tensor, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (O, I), scales in fp16 (O, G) and zeros (O, G)."""
-    groups = weight_OI.unflatten(1, (-1, GROUP))
+    groups = weight_OI.unflatten(1, (-1, size))
     least, most = groups.amin(2), groups.amax(2)
     if is_symmetric:
         scales = (2 * torch.maximum(-least, most) / 15).half()
@@ -85,22 +95,30 @@ def _quantized(weight_OI: Tensor, *, is_symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups: Tensor = codes.unflatten(1, (-1, GROUP)) - zeros[..., None]
+    groups: Tensor = codes.unflatten(1, (scales.shape[1], -1)) - zeros[..., None]
     return (groups * scales.float()[..., None]).flatten(1)
 
 
 def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[str, Tensor]:
     num_outputs, num_inputs = codes.shape
+    if layout.startswith("awq"):
+        return {"qweight": _awq_words(codes.t()), "scales": scales.t(), "qzeros": _awq_words(zeros.t())}
     if layout.startswith("gptq"):
         first = 0 if layout == "gptq_v2" else 1
         return {
             "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),
-            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // GROUP,
+            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // (num_inputs // scales.shape[1]),
         }  # fmt: skip
     parts = {
         "weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor([num_outputs, num_inputs])
     }  # fmt: skip
     return parts if "asymmetric" not in layout else parts | {"weight_zero_point": _words(zeros.t()).t()}
+
+
+def _awq_words(codes: Tensor) -> Tensor:
+    """Join eight columns as AutoAWQ does: 0 and 1 at the bits 0 and 16, 2 and 3 at 4 and 20, and so on."""
+    columns = codes.unflatten(1, (-1, 8))
+    return _words(torch.cat([columns[..., 0::2], columns[..., 1::2]], dim=2).flatten(1))
 
 
 def _words(codes: Tensor) -> Tensor:

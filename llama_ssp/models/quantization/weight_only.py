@@ -3,7 +3,7 @@
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
 
-Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups of 128 inputs.
+Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups of 128, 64 or 32 inputs.
 """
 
 from abc import abstractmethod
@@ -16,8 +16,7 @@ from torch import Tensor
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS, UNPACKED_WEIGHTS
 from llama_ssp.weights import int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
@@ -135,8 +134,8 @@ class _Int4WeightOnly(_WeightOnlyLinear):
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return
-        groups = into_CI.unflatten(1, (-1, 2, GROUP // 2))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, GROUP // 2)))
+        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
+        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
         words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
@@ -146,23 +145,31 @@ class _Int4WeightOnly(_WeightOnlyLinear):
         groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
 
 
-def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int4_weight_only`.
+def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None, *, storage: str = "int4_weight_only") -> Linear:
+    """A layer in the format `int4_weight_only`, or in one with smaller groups.
 
     Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
-    the nearest of 16 equal steps between the smallest and the largest weight of a group of 128 inputs, or zero.
+    the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
-    is_packed = weight_OI.dtype is torch.uint8
-    codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
-    if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
-    kernel = find_few_rows("int4_weight_only", weight_OI.device.type, torch.float16)
+    group = INT4_GROUPS[storage]
+    if weight_OI.dtype is torch.uint8:
+        codes_OI, words_OG = int4_rows.split(weight_OI, group)
+    else:
+        codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
+    kind = NIBBLES[group]
+    if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
+        return NativeLinear(kind, _one_by_one(codes_OI, group), words_OG, bias_O)
+    kernel = find_few_rows(storage, weight_OI.device.type, torch.float16)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 
-def _one_by_one(codes_OI: Tensor) -> Tensor:
+int4_weight_only_64_linear = partial(int4_weight_only_linear, storage="int4_weight_only_64")
+int4_weight_only_32_linear = partial(int4_weight_only_linear, storage="int4_weight_only_32")
+
+
+def _one_by_one(codes_OI: Tensor, group: int) -> Tensor:
     """The codes of bytes of two, in the order of inputs."""
-    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, GROUP // 2))), dim=2).flatten(1)
+    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, group // 2))), dim=2).flatten(1)
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")
@@ -170,13 +177,13 @@ _library.define("int4_scales(Tensor words) -> Tensor")
 _library.impl("int4_scales", int4_rows.scales_of, "CPU")
 
 
-def _rounded(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
     """Return the bytes of the codes (C, I / 2) and the words (C, G) of the nearest weights in int4."""
-    weight_CGI = weight_CI.float().unflatten(1, (-1, GROUP))
+    weight_CGI = weight_CI.float().unflatten(1, (-1, group))
     least_CG1 = weight_CGI.amin(2, keepdim=True).clamp_(max=0)
     range_CG1 = weight_CGI.amax(2, keepdim=True).clamp_(min=0).sub_(least_CG1)
     tiny = torch.finfo(torch.float32).smallest_normal
     scales_CG1 = int4_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
     zeros_CG1 = (-least_CG1 / scales_CG1).round_().clamp_(0, _STEPS)
     codes_CGI = (weight_CGI / scales_CG1).round_().add_(zeros_CG1).clamp_(0, _STEPS).to(torch.uint8)
-    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))
+    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)), group)

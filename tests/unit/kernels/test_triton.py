@@ -141,17 +141,19 @@ H200 = 132
 """Multiprocessors."""
 
 
-def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, bits: int = 8, value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+def tiles(
+    num_rows: int, num_outputs: int, num_inputs: int = 4096, *, group: int | None = None, value_bytes: int = 2
+) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
     return linear_gpu.tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
-        value_bytes=value_bytes, byte_weights=8 // bits,
+        value_bytes=value_bytes, group=group,
     )  # fmt: skip
 
 
 @cache
-def compiled(bits: int, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
-    """The kernel as it is called for a matrix with 4096 inputs on an H200."""
-    cut = tiles(num_rows, num_outputs, bits=bits, value_bytes=VALUE_BYTES[dtype])
+def compiled(group: int | None, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
+    """The kernel as it is called for a matrix with 4096 inputs on an H200, in int4 with a group."""
+    cut = tiles(num_rows, num_outputs, group=group, value_bytes=VALUE_BYTES[dtype])
     is_split = cut.grid[2] > 1
     constants = {
         "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
@@ -159,7 +161,7 @@ def compiled(bits: int, capability: int, dtype: str, num_rows: int, *, num_outpu
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
-    types |= {"weight": "*i8", "scales": f"*{dtype}"} if bits == 8 else {"weight": "*u8", "scales": "*i32"}
+    types |= {"weight": "*u8", "scales": "*i32"} if group else {"weight": "*i8", "scales": f"*{dtype}"}
     return compile_kernel(
         linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
         num_stages=cut.num_stages, uneven=["num_rows"],
@@ -172,12 +174,12 @@ def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
     return outputs * int(linear_gpu.STEP) // found.num_warps
 
 
-@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
+@grid(group=[None, 128, 64, 32], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
 def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
-    bits: int, capability: int, dtype: str, num_rows: int
+    group: int | None, capability: int, dtype: str, num_rows: int
 ) -> None:
     """A warp that did what another one does would double its products."""
-    found = compiled(bits, capability, dtype, num_rows)
+    found = compiled(group, capability, dtype, num_rows)
     assert found.stack_bytes == 0
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
@@ -186,12 +188,12 @@ def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_co
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
 
-@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
-def test_a_weight_takes_few_instructions(bits: int, capability: int, dtype: str, num_outputs: int) -> None:
+@grid(group=[None, 128], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
+def test_a_weight_takes_few_instructions(group: int | None, capability: int, dtype: str, num_outputs: int) -> None:
     """Of large matrices in int4 and halves so few that an H200 waits for memory, up to 8 rows."""
-    found = compiled(bits, capability, dtype, 5, num_outputs=num_outputs)
-    waits = bits == 4 and dtype != "fp32" and num_outputs == 8192
-    most = 3 if waits else MOST_INSTRUCTIONS[bits, VALUE_BYTES[dtype]]
+    found = compiled(group, capability, dtype, 5, num_outputs=num_outputs)
+    waits = group is not None and dtype != "fp32" and num_outputs == 8192
+    most = 3 if waits else MOST_INSTRUCTIONS[4 if group else 8, VALUE_BYTES[dtype]]
     assert 32 * len(found.body) <= most * num_weights(found, dtype, num_outputs=num_outputs)
 
 
