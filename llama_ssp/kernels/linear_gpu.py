@@ -322,8 +322,8 @@ def product_of_few_rows(
     Args:
         x_MI: inputs in fp32, bf16 or fp16.
         weight_OI: int8 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in the dtype of x as bias and residual are; of int4, the words (G, O), contiguous.
-        bias_O: None for no bias.
+        scales: of the outputs (O,), in fp32; of int4, the words (G, O), contiguous.
+        bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """

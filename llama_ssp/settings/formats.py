@@ -137,14 +137,14 @@ register(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 
         change_weight=5,
     )
 )
-register(  # our own: one byte per weight, and a scale per output in the model's number format
+register(  # our own: one byte per weight, and an fp32 scale per output
     StorageFormat(
         name="int8_weight_only",
         order=3,
         short_name="int8wo",
         kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
         matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
-        row_bytes=lambda value_bytes: value_bytes,
+        row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,

@@ -26,7 +26,8 @@ from llama_ssp.settings.model_files import shown
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq with desc_act=false, awq gemm)"
+    "pack-quantized, gptq with desc_act=false, awq gemm), or int8 with a scale per output or matrix "
+    "(compressed-tensors int-quantized)"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -98,17 +99,33 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
     groups = described.get("config_groups")
     weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
     first = weights[0] if weights else None
-    problems = [*_differences(described, {"format": "pack-quantized"})]
-    problems += [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
+    problems = [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
     problems += ["sparse weights"] if _is_sparse(described) else []
     if not isinstance(first, dict) or any(other != first for other in weights):
         return [*problems, "several config_groups" if len(weights) > 1 else "no config_groups"]
-    problems += _differences(first, {"num_bits": 4, "type": "int"})
+    form, block = described.get("format"), _block_of(first)
+    form = f"{first.get('type')}-quantized" if form == "naive-quantized" else form
+    bits, kind = _FORMS_READ.get(str(form), (None, None))
+    problems += [] if bits else [f"format {shown(form)}"]
+    problems += _differences(first, {"num_bits": bits, "type": kind} if bits else {})
     problems += [] if first.get("actorder") in _ORDERS_IN_PLACE else [f"actorder {shown(first['actorder'])}"]
-    return _int4(
-        _block_of(first), first, problems, weight="weight_packed", scale="weight_scale", zero="weight_zero_point",
-        order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+    if form == "pack-quantized":
+        return _int4(
+            block, first, problems, weight="weight_packed", scale="weight_scale", zero="weight_zero_point",
+            order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+        )  # fmt: skip
+    problems += ["symmetric false"] if first.get("symmetric") is False else []
+    problems += [f"strategy {shown(first.get('strategy'))}"] if bits and block not in _PER_OUTPUT else []
+    return problems or PackedLayout(
+        storage="int8_weight_only", block=block or _PER_OUTPUT[0], weight="weight", scale="weight_scale",
+        others=_OF_ACTIVATIONS,
     )  # fmt: skip
+
+
+_FORMS_READ = {"pack-quantized": (4, "int"), "int-quantized": (8, "int")}
+"""Bits and kind of the weights, by the `format` of compressed-tensors."""
+_PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
+"""Blocks without a border within a row."""
 
 
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")

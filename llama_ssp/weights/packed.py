@@ -4,6 +4,7 @@
                          weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
+    others               weight (O, I) in int8 or FP8, weight_scale per output, per matrix or per block
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. GPTQ and compressed-tensors may sort
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import format_of
+from llama_ssp.settings.formats import INT4_GROUPS, format_of
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD = 8
@@ -32,6 +33,8 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
+_KINDS = {"int8_weight_only": "I8"}
+"""The dtype of stored weights in the words of files, by storage format; words of int4 are I32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +45,42 @@ class PackedTensor(TensorFacts):
     parts: Mapping[str, StoredTensor]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0) or inputs (dim 1).
+        """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        Parts of inputs are whole groups of the storage format. CheckpointError if a file has changed, or the groups are
+        This part has whole groups of the storage format. CheckpointError if a file has changed, or the groups are
         scattered.
         """
-        whole, dim = [range(size) for size in self.shape], wanted.get("dim")
-        parts = [whole[0]] if dim is None else wanted["parts"]
-        outputs_first = dim != 1
-        rows = [self._rows(part, whole[1]) if outputs_first else self._rows(whole[0], part) for part in parts]
-        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim or 0)).to(wanted.get("device"))
+        outputs, inputs = (range(size) for size in self.shape)
+        if wanted.get("dim") == 1:
+            (part,) = wanted["parts"]
+            rows = self._rows(outputs, part)
+        else:
+            parts = wanted["parts"] if wanted.get("dim") == 0 else [outputs]
+            pieces = [self._rows(part, inputs) for part in parts]
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return rows.to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
         group = format_of(self.layout.storage).group
         assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         self._check_order(inputs)
-        blocks, columns_G = self._blocks(range(inputs.start, inputs.stop, group))
-        scales_OG = self._matrix(self.layout.scale, outputs, blocks).float()[:, columns_G]
+        rows, rows_O = self._blocks(outputs, 0)
+        columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
+        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
+        if self.layout.storage not in INT4_GROUPS:
+            bytes_OI = self.parts[self.layout.weight].read(outputs, inputs).view(torch.uint8)
+            return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
         if self.layout.zero in self.parts:
-            zeros_OG = self._along_outputs(self.layout.zero, outputs, blocks)[:, columns_G] + self.layout.least_zero
+            zeros_OG = self._along_outputs(self.layout.zero, outputs, columns)[:, columns_G] + self.layout.least_zero
         else:
             zeros_OG = torch.full_like(scales_OG, _ZERO)
         return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
 
-    def _blocks(self, inputs: range) -> tuple[range, Tensor]:
-        """The blocks that some inputs are in, and the place of each input's block among them."""
-        size = self.layout.block[1] or self.shape[1]
-        blocks = range(inputs[0] // size, inputs[-1] // size + 1)
-        return blocks, torch.tensor(inputs) // size - blocks.start
+    def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
+        """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
+        size = self.layout.block[dim] or self.shape[dim]
+        blocks = range(places[0] // size, places[-1] // size + 1)
+        return blocks, torch.tensor(places) // size - blocks.start
 
     def _codes(self, outputs: range, inputs: range) -> Tensor:
         if self.layout.joins_outputs:
@@ -87,10 +98,11 @@ class PackedTensor(TensorFacts):
         return codes_CO[:, outputs.start - first : outputs.stop - first].t()
 
     def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
-        """A part of a stored matrix, with the outputs first."""
-        if self.layout.has_inputs_first:
-            return self.parts[leaf].read(columns, rows).t()
-        return self.parts[leaf].read(rows, columns)
+        """A part of a stored matrix, or of a vector that stands for a column, with the outputs first."""
+        stored = self.parts[leaf]
+        if len(stored.shape) < 2:  # noqa: PLR2004 - a matrix
+            return stored.read().view(-1, 1)[rows.start : rows.stop]
+        return stored.read(columns, rows).t() if self.layout.has_inputs_first else stored.read(rows, columns)
 
     def _check_order(self, inputs: range) -> None:
         stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
@@ -125,22 +137,30 @@ def combine(
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
 
 
+def _shapes(num_rows: int, num_columns: int) -> list[tuple[int, ...]]:
+    """The shapes that a matrix of scales may have in a file."""
+    vectors: list[tuple[int, ...]] = [(num_rows,)] if num_columns == 1 else []
+    return [(num_rows, num_columns), *vectors, *([()] if num_rows == num_columns == 1 else [])]
+
+
 def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: str) -> PackedTensor | None:
     """The weight of a module; None if its parts do not fit each other."""
     parts = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}.{leaf}"))}
     step = -1 if layout.has_inputs_first else 1
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
-    if not {layout.weight, layout.scale} <= matrices.keys():
+    if layout.weight not in matrices or layout.scale not in parts:
         return None
     num_outputs, num_inputs = matrices[layout.weight]
-    if layout.joins_outputs:
+    kind = _KINDS.get(layout.storage, "I32")
+    if kind == "I32" and layout.joins_outputs:
         num_outputs *= _CODES_OF_A_WORD
-    else:
+    elif kind == "I32":
         num_inputs *= _CODES_OF_A_WORD
-    num_groups, remainder = divmod(num_inputs, layout.block[1] or num_inputs)
     dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
-    fits = not remainder and parts[layout.weight].kind == "I32" and dtype is not None
-    fits &= matrices[layout.scale] == (num_outputs, num_groups)
+    num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
+    fits = parts[layout.weight].kind == kind and dtype is not None
+    fits &= kind != "I32" or num_inputs % num_groups == 0
+    fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):

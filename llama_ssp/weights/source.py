@@ -107,7 +107,7 @@ class StoredTensor(TensorFacts):
         index = tuple(slice(part.start, part.stop) for part in parts)
         try:
             with safe_open(self.file, framework="pt") as stored:
-                piece: Tensor = stored.get_slice(self.name)[index or slice(None)]
+                piece: Tensor = stored.get_slice(self.name)[index] if index else stored.get_tensor(self.name)
                 return piece
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.file, error) from error

@@ -19,7 +19,7 @@ def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
     if bits == 8:
         weight_OI = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).cuda()
-        scales_O = torch.rand(shape[0], generator=generator).to("cuda", dtype) / 4096
+        scales_O = torch.rand(shape[0], generator=generator).cuda() / 4096
         return x_MI, (weight_OI, scales_O), weight_OI.double() * scales_O.double()[:, None]
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     scales_OG = torch.rand(shape[0], shape[1] // 128, generator=generator).half().float() / 64

@@ -341,10 +341,10 @@ def dot_of_bf16() -> None:
 Operands = tuple[Tensor, Tensor]
 
 
-def of_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def of_bytes(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
     """What the kernel takes of weights in int8, and the weights in fp64."""
     weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales = (2.0 ** -torch.randint(3, 9, (num_outputs,))).to(dtype)
+    scales = 2.0 ** -torch.randint(3, 9, (num_outputs,))
     return (weight, scales), weight.double() * scales.double()[:, None]
 
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints with int4 weights as quantizing tools do, and the checkpoints of numbers that they stand for.
+"""Writes checkpoints with quantized weights as tools do, and the checkpoints of numbers that they stand for.
 
 The packing is written from the layouts' definitions, and shares nothing with the code under test.
 """
@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LAYOUTS = {
+_GROUPS = {
     "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
     "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
 }  # fmt: skip
-"""With the inputs that share a scale."""
+"""Layouts of int4, with the inputs that share a scale."""
+_BLOCKS: dict[str, tuple[int | None, int | None]] = {"int8": (1, None), "int8, one scale": (None, None)}
+"""Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
+LAYOUTS = (*_GROUPS, *_BLOCKS)
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
 
 
@@ -26,7 +29,7 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
 
     Args:
         origin: folder of the checkpoint.
-        packed: folder to write, with int4 weights.
+        packed: folder to write, with quantized weights.
         dequantized: folder to write, with the same weights in fp32.
         layout: one of LAYOUTS.
     """
@@ -36,12 +39,9 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        size = LAYOUTS[layout] if LAYOUTS[layout] > 0 else tensor.shape[1]
-        is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
-        codes, scales, zeros = _quantized(tensor.float(), size, is_symmetric=is_symmetric)
-        numbers[name] = _dequantized(codes, scales, zeros)
+        numbers[name], parts = (_in_bytes if layout in _BLOCKS else _in_4_bits)(tensor.float(), layout)
         module = name.removesuffix(".weight")
-        packed_tensors |= {f"{module}.{leaf}": part for leaf, part in _parts(codes, scales, zeros, layout).items()}
+        packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
     for folder, tensors in ((packed, packed_tensors), (dequantized, numbers)):
         shutil.copytree(origin, folder)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -56,7 +56,9 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
-    size = LAYOUTS[layout]
+    if layout in _BLOCKS:
+        return _config_of_bytes(layout)
+    size = _GROUPS[layout]
     if layout.startswith("awq"):
         return {
             "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
@@ -68,16 +70,54 @@ def quantization_config(layout: str) -> dict[str, Any]:
             "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": layout == "gptq",
             "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
         }  # fmt: skip
-    weights = {
-        "num_bits": 4, "type": "int", "symmetric": "asymmetric" not in layout,
-        "strategy": "group" if size > 0 else "channel", "group_size": size if size > 0 else None, "actorder": None,
-        "dynamic": False,
+    return _compressed(
+        "pack-quantized", num_bits=4, type="int", symmetric="asymmetric" not in layout,
+        strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+    )  # fmt: skip
+
+
+def _config_of_bytes(layout: str) -> dict[str, Any]:
+    strategy = "tensor" if layout.endswith("one scale") else "channel"
+    return _compressed(
+        "int-quantized", activations={"num_bits": 8, "dynamic": True}, num_bits=8, type="int", symmetric=True,
+        strategy=strategy,
+    )  # fmt: skip
+
+
+def _compressed(form: str, *, activations: object = None, **weights: object) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "weights": {"actorder": None, "dynamic": False} | weights,
+        "input_activations": activations, "output_activations": None,
     }  # fmt: skip
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight with a byte each, scaled block by block."""
+    most, (height, width) = 127, (size or whole for size, whole in zip(_BLOCKS[layout], weight_OI.shape, strict=True))
+    values, numbers = torch.zeros_like(weight_OI), torch.zeros_like(weight_OI)
+    scales = torch.zeros(-(-weight_OI.shape[0] // height), -(-weight_OI.shape[1] // width))
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+            scales[row, column] = scale = (weight_OI[block].abs().max() / most).bfloat16().float()
+            values[block] = (weight_OI[block] / scale).clamp(-most, most).round()
+            numbers[block] = values[block] * scale
+    stored = {"weight": values.to(torch.int8), "weight_scale": scales.bfloat16()}
+    if layout == "int8, one scale":
+        stored |= {"weight_scale": stored["weight_scale"].view(1), "input_scale": torch.tensor(0.5)}
+    return numbers, stored
+
+
+def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight."""
+    size = _GROUPS[layout] if _GROUPS[layout] > 0 else weight_OI.shape[1]
+    is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
+    codes, scales, zeros = _quantized(weight_OI, size, is_symmetric=is_symmetric)
+    return _dequantized(codes, scales, zeros), _parts(codes, scales, zeros, layout)
 
 
 def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:

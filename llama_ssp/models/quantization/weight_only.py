@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
-from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
+from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS, UNPACKED_WEIGHTS
-from llama_ssp.weights import int4_rows
+from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS, UNPACKED_WEIGHTS, WORD_BYTES
+from llama_ssp.weights import byte_rows, int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -100,12 +100,15 @@ class _Int8WeightOnly(_WeightOnlyLinear):
 
 
 def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int8_weight_only`."""
-    quantize = partial(quantize_by_blocks, weight_OI, _to_bytes)
-    if native := native_linear("bytes", quantize, weight_OI, bias_O):
-        return native
-    kernel = find_few_rows("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
-    return _Int8WeightOnly(quantize(), bias_O, kernel)
+    """A layer in the format `int8_weight_only`, of numbers or of `byte_rows` whose word is the scale of an output."""
+    if weight_OI.dtype is torch.uint8:
+        bytes_OI, words_O1 = byte_rows.split(weight_OI, weight_OI.shape[1] - WORD_BYTES)
+        operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
+    else:
+        operands = quantize_by_blocks(weight_OI, _to_bytes)
+    if weight_OI.device.type == "cpu" and fits("bytes", operands[0].shape):
+        return NativeLinear("bytes", *operands, bias_O)
+    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", weight_OI.device.type))
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -116,11 +119,10 @@ def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Ten
 
 
 def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 values and their scales (O,), which are rounded to the weight's dtype first."""
-    numbers = torch.finfo(weight_OI.dtype)
-    tiny = max(numbers.smallest_normal * numbers.eps, torch.finfo(torch.float32).smallest_normal)
-    scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).to(weight_OI.dtype).clamp_(min=tiny)
-    bytes_OI = (weight_OI / scales_O.float()[:, None]).round_().clamp_(-_LARGEST_BYTE, _LARGEST_BYTE)
+    """Return int8 values and their scales (O,), in fp32."""
+    tiny = torch.finfo(torch.float32).smallest_normal
+    scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).clamp_(min=tiny)
+    bytes_OI = (weight_OI / scales_O[:, None]).round_().clamp_(-_LARGEST_BYTE, _LARGEST_BYTE)
     return bytes_OI.to(torch.int8), scales_O
 
 
@@ -159,7 +161,7 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None, *, storage
     kind = NIBBLES[group]
     if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
         return NativeLinear(kind, _one_by_one(codes_OI, group), words_OG, bias_O)
-    kernel = find_few_rows(storage, weight_OI.device.type, torch.float16)
+    kernel = find_few_rows(storage, weight_OI.device.type)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 

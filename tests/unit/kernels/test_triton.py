@@ -161,7 +161,7 @@ def compiled(group: int | None, capability: int, dtype: str, num_rows: int, *, n
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
-    types |= {"weight": "*u8", "scales": "*i32"} if group else {"weight": "*i8", "scales": f"*{dtype}"}
+    types |= {"weight": "*u8", "scales": "*i32"} if group else {"weight": "*i8", "scales": "*fp32"}
     return compile_kernel(
         linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
         num_stages=cut.num_stages, uneven=["num_rows"],

@@ -162,21 +162,24 @@ def test_the_text_part_may_have_the_description() -> None:
 
 
 READ = {
-    "compressed-tensors": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=128), ""),
-    "whole rows": (compressed("pack-quantized", num_bits=4, strategy="channel"), ""),
-    "awq": (AWQ, ""),
-    "two groups of 128": (gptq(group_size=256), ""),
-    "groups of 64": (AWQ | {"group_size": 64}, "_64"),
-    "three groups of 64": (gptq(group_size=192), "_64"),
-    "groups of 32": (gptq(group_size=32), "_32"),
-    "three groups of 32": (gptq(group_size=96), "_32"),
+    "compressed-tensors": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=128), "int4"),
+    "whole rows": (compressed("pack-quantized", num_bits=4, strategy="channel"), "int4"),
+    "awq": (AWQ, "int4"),
+    "two groups of 128": (gptq(group_size=256), "int4"),
+    "groups of 64": (AWQ | {"group_size": 64}, "int4_64"),
+    "three groups of 64": (gptq(group_size=192), "int4_64"),
+    "groups of 32": (gptq(group_size=32), "int4_32"),
+    "three groups of 32": (gptq(group_size=96), "int4_32"),
+    "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), "int8"),
+    "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), "int8"),
+    "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), "int8"),
 }
 
 
-@pytest.mark.parametrize(("described", "ending"), READ.values(), ids=READ)
-def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(described: object, ending: str) -> None:
-    stored = found(described)
-    assert (stored.storage, stored.problem) == (f"int4_weight_only{ending}", None)
+@pytest.mark.parametrize(("described", "short"), READ.values(), ids=READ)
+def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(described: object, short: str) -> None:
+    stored, (bits, *group) = found(described), short.split("_")
+    assert (stored.storage, stored.problem) == ("_".join([f"{bits}_weight_only", *group]), None)
     for quantization in ("none", stored.storage):
         assert stored.settled(str(quantization), where="here") == stored.storage
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
@@ -44,6 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def numbers(rows: Tensor, storage: str | None) -> Tensor:
     """The weights (O, I) that rows of bytes stand for."""
+    if storage == "int8_weight_only":
+        values, words = byte_rows.split(rows, rows.shape[1] - 4)
+        return values.view(torch.int8) * words.view(torch.float32)
     group = INT4_GROUPS[str(storage)]
     codes, words = int4_rows.split(rows, group)
     groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
@@ -66,12 +69,11 @@ def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: 
 
 
 @grid(
-    layout=list(LAYOUTS),
+    layout=LAYOUTS,
     cut=[
         (0, [range(5, 23)]),
         (0, [range(90, 96), range(8)]),
         (1, [range(128, 256)]),
-        (1, [range(256, 384), range(128)]),
     ],
 )
 def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, list[range]]) -> None:
@@ -104,7 +106,8 @@ REFUSED = {
     "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
     "sorted inputs": (changed("gptq", desc_act=True), r"\(desc_act true\)"),
     "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
-    "another format": (changed("compressed-tensors", format="float-quantized"), r'\(format "float-quantized"\)'),
+    "another format": (changed("compressed-tensors", format="marlin-24"), r'\(format "marlin-24"\)'),
+    "a format of other bits": (changed("compressed-tensors", format="int-quantized"), r"\(num_bits 4; strategy"),
     "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
     "per matrix": (changed("compressed-tensors", *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
     "sparse": (changed("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
@@ -113,6 +116,8 @@ REFUSED = {
         r"\(several config_groups\)",
     ),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
     "group order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r'\(actorder "group"\)'),
     "its other name": (changed("compressed-tensors", *WEIGHTS, actorder="dynamic"), r'\(actorder "dynamic"\)'),
     "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
@@ -132,18 +137,32 @@ def test_other_forms_are_refused_with_what_is_different(
         inspect(folder)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors, asymmetric", "gptq"])
-@pytest.mark.parametrize("leaf", ["weight_packed", "weight_scale", "weight_zero_point", "qweight", "scales", "g_idx"])
+PARTS = [
+    *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
+    *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
+    ("int8", "weight_scale"), ("int8", "weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "leaf"), PARTS)
 def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path, layout: str, leaf: str) -> None:
     def shorten(tensors: dict[str, Tensor]) -> None:
-        name = NAME.replace("weight", leaf)
-        if name not in tensors:
-            pytest.skip("of the other layout")
+        name = f"{NAME.removesuffix('weight')}{leaf}"
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no int4_weight_only.* weight for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no int\d_weight_only.* weight for model.layers.1.*k_proj"):
         inspect(folder)
+
+
+@pytest.mark.parametrize(("layout", "leaf"), [("int8", "weight"), ("gptq", "qweight"), ("gptq", "qzeros")])
+def test_parts_of_another_kind_are_refused(made: Made, tmp_path: Path, layout: str, leaf: str) -> None:
+    def convert(tensors: dict[str, Tensor]) -> None:
+        name = f"{NAME.removesuffix('weight')}{leaf}"
+        tensors[name] = tensors[name].to(torch.int16)
+
+    with pytest.raises(CheckpointError, match=r"no int\d_weight_only weight for model.layers.1.*k_proj"):
+        inspect(edited(made(layout)[0], tmp_path, convert))
 
 
 @pytest.mark.parametrize(("layout", "leaf"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])

@@ -13,13 +13,17 @@ from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.memory import model_bytes, shares
+from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, pack_checkpoint
+from tests.unit.models.test_quantized_models import tensors_of
 
 pytestmark = pytest.mark.seconds
 
@@ -79,6 +83,18 @@ def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
     for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
         assert found_ids == ids
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str, num_ranks: int) -> None:
+    packed, _ = made("llama", layout, vocab_size=208)  # whole blocks, whose bytes a layer tells
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    for rank, held in enumerate(shares(model.shape, num_ranks=num_ranks, quantization=model.quantization)):
+        runner: Any = load(packed, Comm(rank=rank, size=num_ranks))
+        parts = [runner._layers, runner._norm, runner._head, runner._embed]
+        loaded = sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 1)
+        assert loaded == model_bytes(held, model, device="cpu").total_bytes
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
