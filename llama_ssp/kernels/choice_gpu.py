@@ -92,6 +92,7 @@ def find_few_rows(name: str, device: str) -> ProductOfFewRows | None:
         return None
     samples = {
         "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16)),
+        "fp8_weight_only": (torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.ones(2, 16)),
     }
     samples |= {
         storage: (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32))

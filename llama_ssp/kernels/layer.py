@@ -16,8 +16,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
-from llama_ssp.kernels.linear import FLOATS, GROUPS, NativeLinear
-from llama_ssp.weights import int4_rows
+from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
@@ -101,11 +100,5 @@ def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -
 
 def _small(kind: str, shape: tuple[int, int]) -> NativeLinear:
     """A layer of small whole weights."""
-    step, zero = 2.0**-6, 6
-    codes_OI = torch.arange(math.prod(shape)).view(shape).remainder(2 * zero + 1)
-    if group := GROUPS.get(kind):
-        groups_OG = codes_OI[:, ::group]
-        words_OG = int4_rows.words_of(torch.full(groups_OG.shape, step), torch.full_like(groups_OG, zero))
-        return NativeLinear(kind, codes_OI.to(torch.uint8), words_OG, None)
-    scales_O = torch.full(() if kind in FLOATS else shape[:1], step)
-    return NativeLinear(kind, codes_OI.sub(zero).to(FLOATS.get(kind, torch.int8)), scales_O, None)
+    weight_OI = torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6)
+    return NativeLinear(kind, *sample(kind, weight_OI, 2.0**-6), None)

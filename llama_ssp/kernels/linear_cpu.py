@@ -5,6 +5,7 @@
     halves    fp16, one scale           fp32                  fp32, one input after the other
     bytes     int8, a scale an output   fp32                  fp32, one input after the other
     dots      int8, a scale an output   int8, a scale a row   integers
+    fp8       E4M3, groups of 128       fp32                  fp32, group by group, one input after the other
     nibbles   4 bits, groups of 128     fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
@@ -24,6 +25,9 @@ so little is lost:
     block | group | group | ...
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
 
+Of `fp8` the words are scales, and the 16 outputs of each input follow. A number's bits, moved, are those of an fp16
+number that is 2^-8 times as large, and the scales make up for it. Codes that are no numbers do not stay so.
+
 The thread that calls norms and quantizes the rows of a product, since they are few. Memory comes from torch.
 
 Shapes: M rows, I inputs, O outputs.
@@ -35,6 +39,7 @@ from llama_ssp.kernels.emit import (
     F32,
     F32S,
     I8,
+    I16,
     I32,
     I32S,
     I64,
@@ -50,11 +55,12 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.kernels.linear import GROUPS
+from llama_ssp.kernels.linear import FP8, GROUPS
 from llama_ssp.settings.formats import WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
-_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}
+_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
+I16S, HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 _ONE_SCALE = {"singles", "halves", *GROUPS}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
@@ -191,7 +197,7 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
     if kind in GROUPS:
-        found = _sums_of_groups(code, GROUPS[kind], blocks, starts, num_inputs)
+        found = _sums_of_groups(code, kind, blocks, starts, num_inputs)
     else:
         found = _sums(code, kind, blocks, starts, num_inputs)
     for number, value in enumerate(found):
@@ -202,13 +208,13 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
 def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
     if group := GROUPS.get(kind):
-        return code.mul(code.sdiv(num_inputs, i64(group)), i64(_group_bytes(group)))
+        return code.mul(code.sdiv(num_inputs, i64(group)), i64(_group_bytes(kind)))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
 
 
-def _group_bytes(group: int) -> int:
+def _group_bytes(kind: str) -> int:
     """Bytes of a group of 16 outputs."""
-    return _HEAD_BYTES + LANES * group // 2
+    return _HEAD_BYTES + LANES * GROUPS[kind] // (1 if kind == FP8 else 2)
 
 
 def _row_bytes(kind: str) -> int:
@@ -248,8 +254,17 @@ def _weights(code: Code, kind: str, place: Value) -> Value:
     if kind == "singles":
         return code.read(place, F32S)
     if kind == "halves":
-        return code.fpext(code.read(place, ir.VectorType(ir.HalfType(), LANES)), F32S)
-    return code.sitofp(code.sext(code.read(place, ir.VectorType(I8, LANES)), I32S), F32S)
+        return code.fpext(code.read(place, HALVES), F32S)
+    codes = code.read(place, ir.VectorType(I8, LANES))
+    if kind == FP8:
+        bits = code.shl(code.sext(codes, I16S), _shorts(7))
+        return code.fpext(code.bitcast(code.and_(bits, _shorts(~(1 << 14))), HALVES), F32S)
+    return code.sitofp(code.sext(codes, I32S), F32S)
+
+
+def _shorts(number: int) -> Value:
+    """A vector of equal constants."""
+    return ir.Constant(I16S, [number] * LANES)
 
 
 def _finish(module: ir.Module, kind: str) -> Value:
@@ -338,23 +353,37 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     return code.end()
 
 
-def _sums_of_groups(code: Code, group: int, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
+def _sums_of_groups(code: Code, kind: str, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first."""
-    number = len(rows) * len(blocks)
+    number, group = len(rows) * len(blocks), GROUPS[kind]
     with code.loop(i64(0), code.sdiv(num_inputs, i64(group)), 1, [floats(0.0)] * number) as totals:
-        heads = [code.at(block, code.mul(totals[0], i64(_group_bytes(group)))) for block in blocks]
+        heads = [code.at(block, code.mul(totals[0], i64(_group_bytes(kind)))) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], i64(group)), F32) for row in rows]
-        found = _sums_of_codes(code, group, [code.at(head, i64(_HEAD_BYTES)) for head in heads], inputs)
-        all_inputs = [_sum_of_inputs(code, group, row) for row in inputs]
-        for block, head in enumerate(heads):
-            word = code.read(head, I32S)
-            scales = code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S)
-            zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
-            for row, total in enumerate(all_inputs):
-                at = row * len(blocks) + block
-                value = code.fused(zeros, total, found[at])
-                totals[1 + at] = code.fused(scales, value, totals[1 + at])
+        bodies = [code.at(head, i64(_HEAD_BYTES)) for head in heads]
+        if kind == FP8:
+            found = _sums(code, kind, bodies, inputs, i64(group))
+            scales = [code.read(head, F32S) for head in heads]
+        else:
+            found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
+        for at, value in enumerate(found):
+            totals[1 + at] = code.fused(scales[at % len(blocks)], value, totals[1 + at])
     return totals[1:]
+
+
+def _sums_of_zeroed_codes(
+    code: Code, group: int, heads: list[Value], bodies: list[Value], rows: list[Value]
+) -> tuple[list[Value], list[Value]]:
+    """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
+    found, scales = _sums_of_codes(code, group, bodies, rows), []
+    all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
+    for block, head in enumerate(heads):
+        word = code.read(head, I32S)
+        scales.append(code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S))
+        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
+        for row, total in enumerate(all_inputs):
+            at = row * len(heads) + block
+            found[at] = code.fused(zeros, total, found[at])
+    return found, scales
 
 
 def _sums_of_codes(code: Code, group: int, blocks: list[Value], rows: list[Value]) -> list[Value]:

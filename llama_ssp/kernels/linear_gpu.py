@@ -1,4 +1,4 @@
-"""A Triton kernel for the product of a few rows with an int8 or int4 matrix; torch's own is far below memory bandwidth.
+"""A Triton kernel for products of a few rows with int8, FP8 or int4 weights; torch's are far below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
 multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
@@ -12,7 +12,8 @@ A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 r
 inputs of a warp and a split depend on the matrix alone.
 
 In int4 the inputs of a warp are one group of `weights.int4_rows`: its first half is in the low halves of bytes, the
-others in the high halves, so that both are multiplied where they are. The warp scales their sum.
+others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
+where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large.
 
 Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs.
 """
@@ -111,6 +112,16 @@ def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):
     return low, high
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _converted_floats(bytes_tile, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers in E4M3 as fp16 or bf16, times 2^-8."""
+    bits = ((bytes_tile.to(tl.int16) << 7) & -16385).to(tl.int16)
+    numbers = bits.to(tl.float16, bitcast=True)
+    if tl.float16 != HALF:
+        numbers = numbers.to(tl.float32).to(HALF)
+    return numbers
+
+
 @triton.jit
 def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
     """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
@@ -157,7 +168,7 @@ def _store(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
-    IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -183,15 +194,19 @@ def _product(  # type: ignore[no-untyped-def]
         is_x = is_row[None, :, None] & is_input
         x_tile = tl.load(x_places + start, mask=is_x, other=0.0)
         bytes_tile = tl.load(weight_places + start // byte_weights, mask=is_input, other=0)
+        if GROUP > 0:
+            groups = (start + warps * INPUTS) // GROUP
+            words = tl.load(scales + groups * num_outputs + read[None, :], mask=groups * GROUP < num_inputs, other=0)
         if is_int4:
-            groups = start // INPUTS + warps
-            is_group = groups * INPUTS < num_inputs
-            words = tl.load(scales + groups * num_outputs + read[None, :], mask=is_group, other=0)
             low, high = _converted_halves(bytes_tile, words, half, PTX)
             others = tl.load(x_places + start + warp_bytes, mask=is_x, other=0.0)
             part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), low, x_tile)
             part = _added(part, high, others)
             total += part * (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
+        elif GROUP > 0:
+            numbers = _converted_floats(bytes_tile, half)
+            part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), numbers, x_tile)
+            total += part * (words * 256.0)[:, :, None]
         else:
             total = _added(total, _converted(bytes_tile, half, PTX), x_tile)
     result = _sum_of_warps(total, WARPS, OUTPUTS, ROWS)
@@ -202,7 +217,7 @@ def _product(  # type: ignore[no-untyped-def]
         tl.store(y + places, result, mask=is_stored)
     else:
         outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
-        _store(result, None if is_int4 else scales, bias, residual, y, outputs, places, is_stored)
+        _store(result, None if GROUP > 0 else scales, bias, residual, y, outputs, places, is_stored)
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
@@ -288,7 +303,7 @@ def tiles_of(
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
     2020 has. In int4 a warp has one group, and there are as many warps as give 512 inputs.
 
-    `value_bytes` is the size of an input, and `group` the inputs that share a word of int4, None for int8.
+    `value_bytes` is the size of an input, and `group` the inputs that share a word of int4, None for bytes.
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
@@ -321,8 +336,8 @@ def product_of_few_rows(
 
     Args:
         x_MI: inputs in fp32, bf16 or fp16.
-        weight_OI: int8 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in fp32; of int4, the words (G, O), contiguous.
+        weight_OI: int8 or E4M3 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
+        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, contiguous.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
@@ -331,10 +346,13 @@ def product_of_few_rows(
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
+    group = num_inputs // len(scales) if scales.ndim == 2 else 0  # noqa: PLR2004 - a matrix
+    if weight_OI.dtype is torch.float8_e4m3fn:
+        weight_OI = weight_OI.view(torch.int8)
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
-        group=num_inputs // len(scales) if is_int4 else None,
+        group=group if is_int4 else None,
     )  # fmt: skip
     y_MO = x_MI.new_empty(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()
@@ -342,12 +360,12 @@ def product_of_few_rows(
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](
         x_MI, weight_OI, scales, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
-        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, IS_SPLIT=is_split,
-        PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group,
+        IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
-            parts, None if is_int4 else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
+            parts, None if group else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
             ELEMENTS=_SUMMED,
         )  # fmt: skip
     return y_MO

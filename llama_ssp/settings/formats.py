@@ -78,6 +78,7 @@ SCALE_BYTES, WORD_BYTES = 4, 4  # Of an fp32 scale, and of the scale and zero of
 NF4_GROUP = 64  # Inputs that share a scale.
 INT4_GROUPS = {"int4_weight_only": 128, "int4_weight_only_64": 64, "int4_weight_only_32": 32}
 """The same by storage format, the largest first; most public int4 checkpoints have 128."""
+FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
@@ -168,3 +169,17 @@ for _name, _group in INT4_GROUPS.items():
             change_weight=5 if _name == "int4_weight_only" else None,
         )
     )
+register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
+    StorageFormat(
+        name="fp8_weight_only",
+        order=5,
+        short_name="fp8wo",
+        kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
+        matrix_bytes=lambda num_weights, value_bytes: num_weights + SCALE_BYTES * -(-num_weights // FP8_GROUP),  # noqa: ARG005
+        fp32_on_cpus=True,
+        gpu_read_bytes=_few_rows_bytes,
+        gpu_unpacks=UNPACKED_WEIGHTS,
+        group=FP8_GROUP,
+        one_gpu_per_rank=True,
+    )
+)

@@ -20,14 +20,14 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq with desc_act=false, awq gemm), or int8 with a scale per output or matrix "
-    "(compressed-tensors int-quantized)"
+    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix "
+    "(compressed-tensors int-quantized), or FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized)"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -114,6 +114,8 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
             block, first, problems, weight="weight_packed", scale="weight_scale", zero="weight_zero_point",
             order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
         )  # fmt: skip
+    if form == "float-quantized":
+        return _fp8_in(block, problems)
     problems += ["symmetric false"] if first.get("symmetric") is False else []
     problems += [f"strategy {shown(first.get('strategy'))}"] if bits and block not in _PER_OUTPUT else []
     return problems or PackedLayout(
@@ -122,16 +124,38 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
     )  # fmt: skip
 
 
-_FORMS_READ = {"pack-quantized": (4, "int"), "int-quantized": (8, "int")}
+def _fp8_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    block = described.get("weight_block_size")
+    return _fp8_in((None, None) if block is None else _pair(block), [])
+
+
+def _fbgemm_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:  # noqa: ARG001 - it has one form
+    return _fp8_in((1, None), [])
+
+
+def _fp8_in(block: _Block | None, problems: list[str]) -> PackedLayout | list[str]:
+    if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
+        problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
+    return problems or PackedLayout(
+        storage="fp8_weight_only", block=block or (None, None), weight="weight", scale="weight_scale",
+        others=_OF_ACTIVATIONS,
+    )  # fmt: skip
+
+
+_FORMS_READ = {"pack-quantized": (4, "int"), "int-quantized": (8, "int"), "float-quantized": (8, "float")}
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
 
 
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+_OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "output_scale",
+    "output_zero_point",
+)  # fmt: skip
 """Tensors of engines that quantize activations."""
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], PackedLayout | list[str]]] = {
-    "compressed-tensors": _compressed_layout, "gptq": _gptq_layout, "awq": _awq_layout,
+    "compressed-tensors": _compressed_layout, "gptq": _gptq_layout, "awq": _awq_layout, "fp8": _fp8_layout,
+    "fbgemm_fp8": _fbgemm_layout,
 }  # fmt: skip
 
 

@@ -4,7 +4,8 @@
                          weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
-    others               weight (O, I) in int8 or FP8, weight_scale per output, per matrix or per block
+    others               weight (O, I) in int8 or FP8, weight_scale per output, per matrix or per block; of FP8 also
+                         called weight_scale_inv
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. GPTQ and compressed-tensors may sort
@@ -15,7 +16,7 @@ Shapes: O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -33,7 +34,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
-_KINDS = {"int8_weight_only": "I8"}
+_KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
 """The dtype of stored weights in the words of files, by storage format; words of int4 are I32."""
 
 
@@ -123,6 +124,8 @@ def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
 ) -> dict[str, StoredTensor | PackedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
+    if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
+        layout = replace(layout, scale=f"{layout.scale}_inv")
     suffix = f".{layout.scale}"
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}

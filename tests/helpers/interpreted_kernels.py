@@ -357,6 +357,15 @@ def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: 
     return (weight, words.t().contiguous()), numbers.flatten(1)
 
 
+def of_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What it takes of weights in FP8, small numbers of all exponents, and the weights."""
+    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).remainder(64)
+    weight = (weight - 128 * torch.randint(0, 2, weight.shape)).to(torch.int8).view(torch.float8_e4m3fn)
+    scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128))
+    numbers = weight.double().unflatten(1, (-1, 128)) * scales[..., None]
+    return (weight, scales.t().contiguous()), numbers.flatten(1)
+
+
 Make = Callable[[int, int, torch.dtype], tuple[Operands, Tensor]]
 of_64: Make = partial(of_halves, group=64)
 of_32: Make = partial(of_halves, group=32)
@@ -367,7 +376,7 @@ def few_rows() -> None:
     dot_of_bf16()
     cases: Sequence[tuple[Make, int, int]] = (
         (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176), (of_64, 20, 2112),
-        (of_32, 20, 2080),
+        (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176),
     )  # fmt: skip
     for dtype, (make, num_outputs, num_inputs) in product((torch.float32, torch.float16, torch.bfloat16), cases):
         operands, numbers = make(num_outputs, num_inputs, dtype)

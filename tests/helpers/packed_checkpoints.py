@@ -18,7 +18,10 @@ _GROUPS = {
     "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
 }  # fmt: skip
 """Layouts of int4, with the inputs that share a scale."""
-_BLOCKS: dict[str, tuple[int | None, int | None]] = {"int8": (1, None), "int8, one scale": (None, None)}
+_BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "int8": (1, None), "int8, one scale": (None, None), "fp8": (128, 128), "fp8, one scale": (None, None),
+    "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128), "float, one scale": (None, None),
+}  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
 LAYOUTS = (*_GROUPS, *_BLOCKS)
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
@@ -77,10 +80,16 @@ def quantization_config(layout: str) -> dict[str, Any]:
 
 
 def _config_of_bytes(layout: str) -> dict[str, Any]:
-    strategy = "tensor" if layout.endswith("one scale") else "channel"
+    kind, _, scales = layout.partition(", ")
+    if kind == "fbgemm_fp8":
+        return {"quant_method": kind, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    if kind == "fp8":
+        block = None if scales else [128, 128]
+        return {"quant_method": kind, "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
     return _compressed(
-        "int-quantized", activations={"num_bits": 8, "dynamic": True}, num_bits=8, type="int", symmetric=True,
-        strategy=strategy,
+        "int-quantized" if kind == "int8" else "float-quantized", activations={"num_bits": 8, "dynamic": True},
+        num_bits=8, type="int" if kind == "int8" else "float", symmetric=True, block_structure=[128, 128],
+        strategy={"one scale": "tensor", "blocks": "block", "": "channel"}[scales],
     )  # fmt: skip
 
 
@@ -97,18 +106,29 @@ def _compressed(form: str, *, activations: object = None, **weights: object) -> 
 
 def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight with a byte each, scaled block by block."""
-    most, (height, width) = 127, (size or whole for size, whole in zip(_BLOCKS[layout], weight_OI.shape, strict=True))
+    most = 127 if layout.startswith("int8") else 448
+    height, width = (size or whole for size, whole in zip(_BLOCKS[layout], weight_OI.shape, strict=True))
     values, numbers = torch.zeros_like(weight_OI), torch.zeros_like(weight_OI)
     scales = torch.zeros(-(-weight_OI.shape[0] // height), -(-weight_OI.shape[1] // width))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
             scales[row, column] = scale = (weight_OI[block].abs().max() / most).bfloat16().float()
-            values[block] = (weight_OI[block] / scale).clamp(-most, most).round()
+            scaled = (weight_OI[block] / scale).clamp(-most, most)
+            values[block] = scaled.round() if most == 127 else scaled.to(torch.float8_e4m3fn).float()
             numbers[block] = values[block] * scale
-    stored = {"weight": values.to(torch.int8), "weight_scale": scales.bfloat16()}
-    if layout == "int8, one scale":
-        stored |= {"weight_scale": stored["weight_scale"].view(1), "input_scale": torch.tensor(0.5)}
+    stored = {"weight": values.to(torch.int8 if most == 127 else torch.float8_e4m3fn)}
+    match layout:
+        case "fp8":
+            stored["weight_scale_inv"] = scales
+        case "fp8, one scale":  # AutoFP8 calls it otherwise
+            stored |= {"weight_scale": scales.view(()), "input_scale": torch.tensor(0.5)}
+        case "fbgemm_fp8":
+            stored |= {"weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
+        case "int8, one scale" | "float, one scale":
+            stored |= {"weight_scale": scales.bfloat16().view(1), "input_scale": torch.tensor(0.5)}
+        case _:
+            stored["weight_scale"] = scales.bfloat16()
     return numbers, stored
 
 

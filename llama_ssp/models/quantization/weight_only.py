@@ -1,4 +1,4 @@
-"""Linear layers whose weights alone are quantized: int8 with a scale per output, int4 with a scale and a zero a group.
+"""Linear layers whose weights alone are quantized: int8 with a scale per output, FP8 or int4 with one per group.
 
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
-from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits
+from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS, UNPACKED_WEIGHTS, WORD_BYTES
+from llama_ssp.settings.formats import FEW_ROWS, FP8_GROUP, INT4_GROUPS, UNPACKED_WEIGHTS, WORD_BYTES
 from llama_ssp.weights import byte_rows, int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 """Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
-_LARGEST_BYTE, _STEPS = 127, 15
+_LARGEST_BYTE, _STEPS, _E4M3 = 127, 15, torch.float8_e4m3fn
 
 
 class _WeightOnlyLinear(Linear):
@@ -172,6 +172,39 @@ int4_weight_only_32_linear = partial(int4_weight_only_linear, storage="int4_weig
 def _one_by_one(codes_OI: Tensor, group: int) -> Tensor:
     """The codes of bytes of two, in the order of inputs."""
     return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, group // 2))), dim=2).flatten(1)
+
+
+class _Fp8WeightOnly(_WeightOnlyLinear):
+    """Its operands are the weights (O, I) in E4M3 and the scales (G, O) of their groups."""
+
+    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
+        weight_OI, scales_GO = self._operands
+        into_CI.copy_(weight_OI[outputs])
+        into_CI.unflatten(1, (len(scales_GO), -1)).mul_(scales_GO[:, outputs].t()[..., None])
+
+
+def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `fp8_weight_only`, of `byte_rows` whose words are the scales of groups of 128 inputs.
+
+    Numbers are rounded to E4M3, whose largest number stands for the largest weight of a group.
+    """
+    if weight_OI.dtype is torch.uint8:
+        bytes_OI, words_OG = byte_rows.split(weight_OI, FP8_GROUP)
+        scales_OG = words_OG.view(torch.float32)
+    else:
+        bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
+    if weight_OI.device.type == "cpu" and fits(FP8, bytes_OI.shape):
+        return NativeLinear(FP8, bytes_OI, scales_OG, bias_O)
+    kernel = find_few_rows("fp8_weight_only", weight_OI.device.type)
+    return _Fp8WeightOnly((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
+
+
+def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the nearest numbers in E4M3 and the scales (C, G), in fp32."""
+    weight_CGI = weight_CI.float().unflatten(1, (-1, FP8_GROUP))
+    tiny = torch.finfo(torch.float32).smallest_normal
+    scales_CG1 = (weight_CGI.abs().amax(2, keepdim=True) / torch.finfo(_E4M3).max).clamp_(min=tiny)
+    return (weight_CGI / scales_CG1).to(_E4M3).flatten(1).view(torch.uint8), scales_CG1.squeeze(2)
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")

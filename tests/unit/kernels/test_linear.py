@@ -64,6 +64,10 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
     if version in {"half", "halves"}:
         return weight.half().double()
+    if version == linear.FP8:
+        groups = weight.unflatten(1, (-1, 128))
+        scales = groups.abs().amax(2, keepdim=True) / 448
+        return ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
     if version in linear.NIBBLES.values():
         return in_4_bits(weight, linear.GROUPS[version])
     return in_steps(weight) if version in QUANTIZED else weight.double()

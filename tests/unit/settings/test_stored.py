@@ -172,6 +172,10 @@ READ = {
     "three groups of 32": (gptq(group_size=96), "int4_32"),
     "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), "int8"),
     "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), "int8"),
+    "fp8": (FP8, "fp8"),
+    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8"),
+    "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fp8"),
+    "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "fp8"),
     "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), "int8"),
 }
 

@@ -47,6 +47,10 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
     if storage == "int8_weight_only":
         values, words = byte_rows.split(rows, rows.shape[1] - 4)
         return values.view(torch.int8) * words.view(torch.float32)
+    if storage == "fp8_weight_only":
+        values, words = byte_rows.split(rows, 128)
+        scales = words.view(torch.float32)[..., None]
+        return (values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128)) * scales).flatten(1)
     group = INT4_GROUPS[str(storage)]
     codes, words = int4_rows.split(rows, group)
     groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
@@ -117,6 +121,8 @@ REFUSED = {
     ),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
     "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
+    "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
     "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
     "group order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r'\(actorder "group"\)'),
     "its other name": (changed("compressed-tensors", *WEIGHTS, actorder="dynamic"), r'\(actorder "dynamic"\)'),
@@ -140,7 +146,7 @@ def test_other_forms_are_refused_with_what_is_different(
 PARTS = [
     *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
     *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
-    ("int8", "weight_scale"), ("int8", "weight"),
+    ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
 ]  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no int\d_weight_only.* weight for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no \w+_weight_only.* weight for model.layers.1.*k_proj"):
         inspect(folder)
 
 

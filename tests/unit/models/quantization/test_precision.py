@@ -20,7 +20,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most, one
 # of int4 2 / 15.
 WEIGHT_ERRORS = {"int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127} | dict.fromkeys(INT4_GROUPS, 1 / 15)
-GROUPS = {"nf4": 64} | INT4_GROUPS
+WEIGHT_ERRORS["fp8_weight_only"] = 16 / 448
+GROUPS = {"nf4": 64, "fp8_weight_only": 128} | INT4_GROUPS
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
