@@ -201,7 +201,8 @@ class Matrix:
         return replace(self, num_rows=rows, num_columns=columns)
 
 
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+"""Modules with one input, which one product computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +234,7 @@ class Inventory:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes = Counter[str]()
         for matrix in self.layer:
-            sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
+            sizes[FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property

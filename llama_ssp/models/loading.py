@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,7 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import family_of, record_of
-from llama_ssp.architectures.matrices import cut_of, split_model
+from llama_ssp.architectures.matrices import FUSED, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
@@ -429,40 +429,53 @@ def check_model(
     whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
-    check_packed(model, origin, find_sources(model, origin), quantization)
-    _check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
+    kept = check_packed(model, origin, find_sources(model, origin), quantization)
+    _check_quantizable(
+        model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept
+    )
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
-def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str) -> None:
-    """Check that weights which are stored packed belong to the layers that are quantized, and that all of those are.
+def check_packed(
+    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str
+) -> frozenset[str]:
+    """Check that weights which are stored packed belong to the layers that may be; returns those of others of them.
 
-    ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.
+    ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder layers
+    are packed, or only some of those with one input.
     """
     packed = {name for name, source in sources.items() if origin.tensors[source].storage}
     if not packed:
-        return
+        return frozenset()
     assert settled(quantization, storage_of(origin), where=origin.folder) == quantization, "given as the files have it"
-    odd = sorted(packed ^ {f"{name}.weight" for name, _ in _linear_layers(model)})
+    layers = {name: f"{name}.weight" in packed for name, _ in _linear_layers(model)}
+    of_one_input: dict[tuple[str, str], set[bool]] = {}
+    for name, is_packed in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
+    odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
+    odd += sorted(packed - {f"{name}.weight" for name in layers})
     if odd:
         raise CheckpointError(
-            f"{origin.folder} must hold {quantization} weights for all linear layers of the decoder layers and for "
-            f"nothing else, which is not so for {summary(odd)}: quantize the original checkpoint with "
-            f"model.quantization={quantization}"
+            f"{origin.folder} must hold {quantization} weights for linear layers of the decoder layers alone, and for "
+            f"all or none of those with one input, which is not so for {summary(odd)}: quantize the original "
+            f"checkpoint with model.quantization={quantization}"
         )
+    return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
 def _check_quantizable(
-    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool
-) -> None:
-    """Check that a whole model, before `tensor_parallel.shard`, can be quantized.
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
+    kept: Collection[str],
+) -> None:  # fmt: skip
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
-    layers = dict(_linear_layers(model))
+    layers = {name: layer for name, layer in _linear_layers(model) if name not in kept}
     cut_dims = {name: cut_dim(model, name, whole=whole) if num_ranks > 1 else None for name in layers}
 
     def sizes(name: str, dim: int) -> set[int]:

@@ -92,11 +92,13 @@ def weight_bytes(
     quantization: str,
     matrix_dtype: Dtype | None = None,
     packed: StoredFormat | None = None,
+    kept_shares: tuple[tuple[str, float], ...] = (),
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers, `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
+    applies to the matrices of layers, except for the share of layers that keeps a module in `kept_shares`, and `packed`
+    to those that a checkpoint quantizes. Embeddings, norms, biases and
     nearly every head stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
@@ -110,6 +112,9 @@ def weight_bytes(
         else:
             stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
         row_scales = storage.row_bytes(size) * matrix.num_rows
+        if share := dict(kept_shares).get(matrix.module):
+            unquantized = matrix_size * kept(matrix).num_elements
+            stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -161,7 +166,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        packed=model.packed,
+        packed=model.packed, kept_shares=model.kept_shares,
     )  # fmt: skip
 
 

@@ -110,6 +110,11 @@ class PlannedModel:
         return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
 
     @property
+    def kept_shares(self) -> tuple[tuple[str, float], ...]:
+        """See `StoredFormat`, of files that runs read."""
+        return self.stored_format.kept_shares if self.stored_format and self.stored_format.storage else ()
+
+    @property
     def setting(self) -> str:
         """The `model.quantization` that a run needs for this: none for weights that are stored so."""
         return NO_QUANTIZATION if self.stored_format and self.stored_format.storage else self.quantization

@@ -196,7 +196,10 @@ def _check(
         tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
         eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(folder),
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
-        precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
+        precision=Precision(
+            quantization=entry.quantization, int8_threshold=entry.int8_threshold,
+            is_stored=storage_of(origin) is not None,
+        ),
     )  # fmt: skip
 
 

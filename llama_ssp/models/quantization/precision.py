@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear
+from llama_ssp.kernels.linear import DOTS, Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
@@ -36,10 +36,12 @@ class Precision:
     Attributes:
         int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
             makes rows depend on each other; 0 quantizes all.
+        is_stored: the files have packed weights, and their other weights are not quantized.
     """
 
     quantization: str = NO_QUANTIZATION
     int8_threshold: float = 0.0
+    is_stored: bool = False
 
     @property
     def kernel(self) -> Kernel | None:
@@ -47,12 +49,17 @@ class Precision:
         storage = format_of(self.quantization)
         kernel: Kernel | None = storage.load_kernel()
         settings = {keyword: getattr(self, setting) for setting, keyword in storage.settings.items()}
-        return partial(kernel, **settings) if kernel and settings else kernel
+        kernel = partial(kernel, **settings) if kernel and settings else kernel
+        return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
+
+
+def _packed_alone(kernel: Kernel, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    return kernel(weight_OI, bias_O) if weight_OI.dtype is torch.uint8 else make_linear(weight_OI, bias_O)
 
 
 UNQUANTIZED = Precision()

@@ -65,9 +65,7 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     if version in {"half", "halves"}:
         return weight.half().double()
     if version == linear.FP8:
-        groups = weight.unflatten(1, (-1, 128))
-        scales = groups.abs().amax(2, keepdim=True) / 448
-        return ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
+        return in_fp8(weight)
     if version in linear.NIBBLES.values():
         return in_4_bits(weight, linear.GROUPS[version])
     return in_steps(weight) if version in QUANTIZED else weight.double()
@@ -81,6 +79,14 @@ def in_4_bits(weight: Tensor, group: int) -> Tensor:
     zeros = (-least / steps).round()
     codes = ((groups / steps).round() + zeros).clamp(0, 15)
     weight_OI: Tensor = ((codes - zeros).double() * steps.double()).flatten(1)
+    return weight_OI
+
+
+def in_fp8(weight: Tensor) -> Tensor:
+    """E4M3, whose largest number stands for the largest of 128 weights."""
+    groups = weight.unflatten(1, (-1, 128))
+    scales = groups.abs().amax(2, keepdim=True) / 448
+    weight_OI: Tensor = ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
     return weight_OI
 
 

@@ -1,5 +1,6 @@
 """Models of quantized checkpoints: the text of the numbers that they stand for, over ranks, and what is refused."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,9 @@ from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, pack_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint
 from tests.unit.models.test_quantized_models import tensors_of
+from tests.unit.weights.test_packed import edited
 
 pytestmark = pytest.mark.seconds
 
@@ -66,7 +68,8 @@ def greedy(runner: Runner) -> tuple[list[int], Tensor]:
 def load(folder: Path, comm: Comm, precision: Precision | None = None) -> Runner:
     """In the precision of the files, unless another is given."""
     origin = inspect(folder)
-    precision = precision or Precision(quantization=storage_of(origin) or "none")
+    storage = storage_of(origin)
+    precision = precision or Precision(quantization=storage or "none", is_stored=storage is not None)
     return load_model(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
 
 
@@ -92,9 +95,12 @@ def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str, num_ra
     model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
     for rank, held in enumerate(shares(model.shape, num_ranks=num_ranks, quantization=model.quantization)):
         runner: Any = load(packed, Comm(rank=rank, size=num_ranks))
-        parts = [runner._layers, runner._norm, runner._head, runner._embed]
-        loaded = sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 1)
-        assert loaded == model_bytes(held, model, device="cpu").total_bytes
+        assert loaded_bytes(runner) == model_bytes(held, model, device="cpu").total_bytes
+
+
+def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides are looked at
+    parts = [runner._layers, runner._norm, runner._head, runner._embed]
+    return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 1)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
@@ -118,20 +124,51 @@ def test_weights_are_not_quantized_again(made: Made) -> None:
     check_model(inspect(plain), num_ranks=1, quantization=other)
 
 
-def test_layers_that_were_left_out_are_refused(made: Made, tmp_path: Path) -> None:
-    """Otherwise they would be rounded without a word."""
-    from tests.unit.weights.test_packed import edited
-
-    packed, plain = made("llama", "compressed-tensors")
-    name = "model.layers.0.mlp.down_proj"
+def left_out(made: Made, tmp_path: Path, layout: str, *modules: str) -> Path:
+    """A packed checkpoint of 16 bits, with numbers in place of the parts of some modules."""
+    packed, plain = made("llama", layout, vocab_size=208)
 
     def leave_out(tensors: dict[str, Tensor]) -> None:
-        for leaf in ("weight_packed", "weight_scale", "weight_shape"):
-            del tensors[f"{name}.{leaf}"]
-        tensors[f"{name}.weight"] = inspect(plain).read(f"{name}.weight")
+        for module in modules:
+            for name in [name for name in tensors if name.startswith(f"{module}.")]:
+                del tensors[name]
+            tensors[f"{module}.weight"] = inspect(plain).read(f"{module}.weight")
 
-    with pytest.raises(CheckpointError, match=rf"for all linear layers .* not so for {name}.weight"):
-        check_model(inspect(edited(packed, tmp_path, leave_out)), num_ranks=1, quantization="int4_weight_only")
+    folder = edited(packed, tmp_path, leave_out)
+    described = json.loads((folder / "config.json").read_text())["quantization_config"]
+    key = "ignore" if layout.startswith("compressed") else "modules_to_not_convert"
+    edit_config(folder, quantization_config=described | {key: ["lm_head", *modules]})
+    return folder
+
+
+MIXED = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"] + ["model.layers.1.mlp.down_proj"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+def test_layers_that_were_left_out_stay_as_they_are(made: Made, tmp_path: Path, layout: str, num_ranks: int) -> None:
+    folder = left_out(made, tmp_path, layout, *MIXED)
+    ids, logits = greedy(load(made("llama", layout, vocab_size=208)[1], Comm.single()))
+    check_model(inspect(folder), num_ranks=num_ranks, quantization=str(storage_of(inspect(folder))))
+    comms = thread_comms(num_ranks)
+    runners: list[Any] = [load(folder, comm) for comm in comms]
+    loaded = [loaded_bytes(runner) for runner in runners]
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+        assert found_ids == ids
+        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+    model = planned_model(ModelConfig(name="local", path=str(folder)), device="cpu")
+    held = shares(model.shape, num_ranks=num_ranks, quantization=model.quantization)
+    counted = [model_bytes(share, model, device="cpu").total_bytes for share in held]
+    assert loaded == pytest.approx(counted, abs=32)  # a mean over the layers is rounded
+
+
+def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Path) -> None:
+    folder = left_out(made, tmp_path, "compressed-tensors", MIXED[0], "model.layers.1.mlp.up_proj")
+    sentence = (
+        r"all or none of those with one input, .* not so for model.layers.0.self_attn.qkv, model.layers.1.mlp.gate_up"
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        check_model(inspect(folder), num_ranks=1, quantization="int4_weight_only")
 
 
 def test_a_cut_through_a_group_is_refused(made: Made) -> None:
