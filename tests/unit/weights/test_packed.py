@@ -50,7 +50,8 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
     if storage == "fp8_weight_only":
         values, words = byte_rows.split(rows, 128)
         groups = values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
-        return groups.mul_(words.view(torch.float32)[..., None]).flatten(1)
+        weights: Tensor = groups.mul_(words.view(torch.float32)[..., None]).flatten(1)
+        return weights
     group = INT4_GROUPS[str(storage)]
     codes, words = int4_rows.split(rows, group)
     groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
