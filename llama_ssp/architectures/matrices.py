@@ -162,8 +162,8 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
     """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "
-            "was given: use model.quantization=none, or placement.target.kind=tensor"
+            f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
+            f"{quantization}: use an unquantized target, or placement.target.kind=tensor"
         )
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:

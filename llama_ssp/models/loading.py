@@ -431,8 +431,9 @@ def check_model(
     model = build_empty(origin)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
     _check_quantizable(
-        model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept
-    )
+        model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
+        is_stored=storage_of(origin) is not None,
+    )  # fmt: skip
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
@@ -466,9 +467,11 @@ def check_packed(
 
 def _check_quantizable(
     model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
-    kept: Collection[str],
+    kept: Collection[str], is_stored: bool,
 ) -> None:  # fmt: skip
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
+
+    `is_stored` says that its files hold the quantized weights.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
@@ -498,9 +501,10 @@ def _check_quantizable(
             if width % storage.group:
                 is_cut = cut_dims[name] == 1
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
+                other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
                 raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
-                    f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
+                    f"use {'another number of ranks, or ' if is_cut else ''}{other}"
                 )
 
 

@@ -230,8 +230,8 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
         return
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
-            f"{quantization} was given: use model.quantization=none, or no offload"
+            f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
+            f"{quantization}: use an unquantized target, or no offload"
         )
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
