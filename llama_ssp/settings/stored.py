@@ -27,7 +27,7 @@ QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
     "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix "
-    "(compressed-tensors int-quantized), or FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized)"
+    "(compressed-tensors int-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -142,6 +142,18 @@ def _fp8_in(block: _Block | None, problems: list[str]) -> PackedLayout | list[st
     )  # fmt: skip
 
 
+def _bitsandbytes_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if described.get("bnb_4bit_quant_storage") is not None:
+        wanted["bnb_4bit_quant_storage"] = "uint8"
+    return [*_differences(described, wanted)] or PackedLayout(
+        storage="nf4", block=(1, NF4_GROUP), weight="weight", scale="weight.absmax",
+        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", NF4_STATE),
+    )  # fmt: skip
+
+
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+"""Last part of the name of a tensor with JSON."""
 _FORMS_READ = {"pack-quantized": (4, "int"), "int-quantized": (8, "int"), "float-quantized": (8, "float")}
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
@@ -155,7 +167,7 @@ _OF_ACTIVATIONS = (
 """Tensors of engines that quantize activations."""
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], PackedLayout | list[str]]] = {
     "compressed-tensors": _compressed_layout, "gptq": _gptq_layout, "awq": _awq_layout, "fp8": _fp8_layout,
-    "fbgemm_fp8": _fbgemm_layout,
+    "fbgemm_fp8": _fbgemm_layout, "bitsandbytes": _bitsandbytes_layout,
 }  # fmt: skip
 
 

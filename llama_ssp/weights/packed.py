@@ -6,6 +6,7 @@
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     others               weight (O, I) in int8 or FP8, weight_scale per output, per matrix or per block; of FP8 also
                          called weight_scale_inv
+    bitsandbytes         see `nf4_files`
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. GPTQ and compressed-tensors may sort
@@ -17,6 +18,7 @@ Shapes: O outputs, I inputs, G groups of inputs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -26,7 +28,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS, format_of
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import byte_rows, int4_rows
+from llama_ssp.weights import byte_rows, int4_rows, nf4_files
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD = 8
@@ -64,6 +66,8 @@ class PackedTensor(TensorFacts):
     def _rows(self, outputs: range, inputs: range) -> Tensor:
         group = format_of(self.layout.storage).group
         assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
+        if self.layout.storage == "nf4":
+            return nf4_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
         columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
@@ -153,6 +157,10 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
+    make = partial(PackedTensor, storage=layout.storage, layout=layout, parts=parts)
+    if layout.storage == "nf4":
+        shape = nf4_files.shape_of(parts)
+        return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
     kind = _KINDS.get(layout.storage, "I32")
     if kind == "I32" and layout.joins_outputs:
@@ -168,4 +176,4 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):
         fits &= order.shape == (num_inputs,)
-    return PackedTensor(dtype=dtype, shape=shape, storage=layout.storage, layout=layout, parts=parts) if fits else None
+    return make(dtype=dtype, shape=shape) if fits else None

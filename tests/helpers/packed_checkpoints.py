@@ -23,7 +23,15 @@ _BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128), "float, one scale": (None, None),
 }  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
-LAYOUTS = (*_GROUPS, *_BLOCKS)
+_FLOATS = ("nf4", "nf4, twice")
+LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS)
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
 
 
@@ -42,7 +50,8 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        numbers[name], parts = (_in_bytes if layout in _BLOCKS else _in_4_bits)(tensor.float(), layout)
+        make = _in_bytes if layout in _BLOCKS else _in_nf4 if layout in _FLOATS else _in_4_bits
+        numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
     for folder, tensors in ((packed, packed_tensors), (dequantized, numbers)):
@@ -61,6 +70,12 @@ def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
     if layout in _BLOCKS:
         return _config_of_bytes(layout)
+    if layout in _FLOATS:
+        return {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": layout != "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
+        }  # fmt: skip
     size = _GROUPS[layout]
     if layout.startswith("awq"):
         return {
@@ -130,6 +145,27 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
         case _:
             stored["weight_scale"] = scales.bfloat16()
     return numbers, stored
+
+
+def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight, also with scales that are quantized themselves."""
+    blocks = weight_OI.view(-1, 64)
+    scales = blocks.abs().amax(1)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
+    stored = {"weight.absmax": scales, "weight.quant_map": NF4.clone()}
+    if layout == "nf4, twice":
+        offset, numbers = float(scales.mean()), torch.linspace(-1, 1, 256)
+        outer = torch.stack([part.sub(offset).abs().max() for part in scales.split(256)])
+        spread = outer.repeat_interleave(256)[: len(scales)]
+        bytes_ = (((scales - offset) / spread)[:, None] - numbers).abs().argmin(1)
+        scales = numbers[bytes_] * spread + offset
+        stored |= {"weight.absmax": bytes_.to(torch.uint8), "weight.nested_absmax": outer}
+        stored["weight.nested_quant_map"] = numbers
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = ((blocks / scales[:, None])[..., None] - NF4).abs().argmin(2)
+    stored["weight"] = (codes.view(-1, 2)[:, :1] << 4 | codes.view(-1, 2)[:, 1:]).to(torch.uint8)
+    stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return (NF4[codes] * scales[:, None]).view_as(weight_OI), stored
 
 
 def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -176,6 +176,8 @@ READ = {
     "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8"),
     "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fp8"),
     "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "fp8"),
+    "nf4": (NF4, "nf4"),
+    "nf4, double": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4"),
     "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), "int8"),
 }
 
@@ -183,7 +185,8 @@ READ = {
 @pytest.mark.parametrize(("described", "short"), READ.values(), ids=READ)
 def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(described: object, short: str) -> None:
     stored, (bits, *group) = found(described), short.split("_")
-    assert (stored.storage, stored.problem) == ("_".join([f"{bits}_weight_only", *group]), None)
+    storage = short if short == "nf4" else "_".join([f"{bits}_weight_only", *group])
+    assert (stored.storage, stored.problem) == (storage, None)
     for quantization in ("none", stored.storage):
         assert stored.settled(str(quantization), where="here") == stored.storage
 

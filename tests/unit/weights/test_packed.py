@@ -17,7 +17,7 @@ from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint, quantization_config
+from tests.helpers.packed_checkpoints import LAYOUTS, NF4, edit_config, pack_checkpoint, quantization_config
 
 pytestmark = pytest.mark.seconds
 
@@ -47,6 +47,10 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
     if storage == "int8_weight_only":
         values, words = byte_rows.split(rows, rows.shape[1] - 4)
         return values.view(torch.int8) * words.view(torch.float32)
+    if storage == "nf4":
+        values, words = byte_rows.split(rows, 32)
+        codes = torch.stack([values >> 4, values & 15], dim=2).view(len(rows), -1, 64)
+        return (NF4[codes.long()] * words.view(torch.float32)[..., None]).flatten(1)
     if storage == "fp8_weight_only":
         values, words = byte_rows.split(rows, 128)
         groups = values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
@@ -122,6 +126,9 @@ REFUSED = {
     ),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
     "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "fp4": (changed("nf4", bnb_4bit_quant_type="fp4"), r'\(bnb_4bit_quant_type "fp4"\)'),
+    "bytes of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
     "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
     "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
     "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
@@ -148,6 +155,8 @@ PARTS = [
     *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
     *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
     ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
+    ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
+    ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
 ]  # fmt: skip
 
 
@@ -158,7 +167,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no \w+_weight_only.* weight for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4) weight for model.layers.1.*k_proj"):
         inspect(folder)
 
 
