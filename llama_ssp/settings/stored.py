@@ -26,8 +26,8 @@ from llama_ssp.settings.model_files import shown
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix "
-    "(compressed-tensors int-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
+    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
+    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -105,6 +105,7 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
         return [*problems, "several config_groups" if len(weights) > 1 else "no config_groups"]
     form, block = described.get("format"), _block_of(first)
     form = f"{first.get('type')}-quantized" if form == "naive-quantized" else form
+    form = _PACKED_BYTES if form == "pack-quantized" and first.get("num_bits") == 8 else form  # noqa: PLR2004 - a byte
     bits, kind = _FORMS_READ.get(str(form), (None, None))
     problems += [] if bits else [f"format {shown(form)}"]
     problems += _differences(first, {"num_bits": bits, "type": kind} if bits else {})
@@ -119,8 +120,8 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
     problems += ["symmetric false"] if first.get("symmetric") is False else []
     problems += [f"strategy {shown(first.get('strategy'))}"] if bits and block not in _PER_OUTPUT else []
     return problems or PackedLayout(
-        storage="int8_weight_only", block=block or _PER_OUTPUT[0], weight="weight", scale="weight_scale",
-        others=_OF_ACTIVATIONS,
+        storage="int8_weight_only", block=block or _PER_OUTPUT[0], scale="weight_scale",
+        weight="weight_packed" if form == _PACKED_BYTES else "weight", others=("weight_shape", *_OF_ACTIVATIONS),
     )  # fmt: skip
 
 
@@ -154,7 +155,11 @@ def _bitsandbytes_layout(described: Mapping[str, Any]) -> PackedLayout | list[st
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 """Last part of the name of a tensor with JSON."""
-_FORMS_READ = {"pack-quantized": (4, "int"), "int-quantized": (8, "int"), "float-quantized": (8, "float")}
+_PACKED_BYTES = "pack-quantized with 8 bits"
+_FORMS_READ = {
+    "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
+    "float-quantized": (8, "float"),
+}  # fmt: skip
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""

@@ -4,14 +4,14 @@
                          weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
-    others               weight (O, I) in int8 or FP8, weight_scale per output, per matrix or per block; of FP8 also
-                         called weight_scale_inv
+    int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
+                         which some files with FP8 call weight_scale_inv
     bitsandbytes         see `nf4_files`
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
-without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. GPTQ and compressed-tensors may sort
-the inputs by importance (desc_act, actorder), which scatters the groups: not supported. An actorder that is static, or
-weight, keeps the groups in place.
+without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
+are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
+the groups: not supported. An actorder that is static, or weight, keeps the groups in place.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -31,13 +31,13 @@ from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights import byte_rows, int4_rows, nf4_files
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
-_CODES_OF_A_WORD = 8
+_CODES_OF_A_WORD, _BYTES_OF_A_WORD, _SIGN_BIT = 8, 4, 128
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
 _KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
-"""The dtype of stored weights in the words of files, by storage format; words of int4 are I32."""
+"""The dtype of weights that are not packed into words, as files call it, by storage format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class PackedTensor(TensorFacts):
         columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
         scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
         if self.layout.storage not in INT4_GROUPS:
-            bytes_OI = self.parts[self.layout.weight].read(outputs, inputs).view(torch.uint8)
+            bytes_OI = self._bytes(outputs, inputs)
             return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
         if self.layout.zero in self.parts:
             zeros_OG = self._along_outputs(self.layout.zero, outputs, columns)[:, columns_G] + self.layout.least_zero
@@ -86,6 +86,13 @@ class PackedTensor(TensorFacts):
         size = self.layout.block[dim] or self.shape[dim]
         blocks = range(places[0] // size, places[-1] // size + 1)
         return blocks, torch.tensor(places) // size - blocks.start
+
+    def _bytes(self, outputs: range, inputs: range) -> Tensor:
+        stored = self.parts[self.layout.weight]
+        if stored.kind != "I32":
+            return stored.read(outputs, inputs).view(torch.uint8)
+        words = stored.read(outputs, range(inputs.start // _BYTES_OF_A_WORD, inputs.stop // _BYTES_OF_A_WORD))
+        return words.clone(memory_format=torch.contiguous_format).view(torch.uint8) ^ _SIGN_BIT
 
     def _codes(self, outputs: range, inputs: range) -> Tensor:
         if self.layout.joins_outputs:
@@ -162,15 +169,16 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
         shape = nf4_files.shape_of(parts)
         return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
-    kind = _KINDS.get(layout.storage, "I32")
-    if kind == "I32" and layout.joins_outputs:
+    is_int4 = layout.storage in INT4_GROUPS
+    kind = "I32" if is_int4 or layout.weight == "weight_packed" else _KINDS[layout.storage]
+    if layout.joins_outputs:
         num_outputs *= _CODES_OF_A_WORD
     elif kind == "I32":
-        num_inputs *= _CODES_OF_A_WORD
+        num_inputs *= _CODES_OF_A_WORD if is_int4 else _BYTES_OF_A_WORD
     dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
     num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
     fits = parts[layout.weight].kind == kind and dtype is not None
-    fits &= kind != "I32" or num_inputs % num_groups == 0
+    fits &= not is_int4 or num_inputs % num_groups == 0
     fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)

@@ -19,8 +19,9 @@ _GROUPS = {
 }  # fmt: skip
 """Layouts of int4, with the inputs that share a scale."""
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
-    "int8": (1, None), "int8, one scale": (None, None), "fp8": (128, 128), "fp8, one scale": (None, None),
-    "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128), "float, one scale": (None, None),
+    "int8": (1, None), "int8, packed": (1, None), "int8, one scale": (None, None), "fp8": (128, 128),
+    "fp8, one scale": (None, None), "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128),
+    "float, one scale": (None, None),
 }  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
 _FLOATS = ("nf4", "nf4, twice")
@@ -101,10 +102,11 @@ def _config_of_bytes(layout: str) -> dict[str, Any]:
     if kind == "fp8":
         block = None if scales else [128, 128]
         return {"quant_method": kind, "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
+    form = "pack-quantized" if scales == "packed" else "int-quantized" if kind == "int8" else "float-quantized"
     return _compressed(
-        "int-quantized" if kind == "int8" else "float-quantized", activations={"num_bits": 8, "dynamic": True},
+        form, activations={"num_bits": 8, "dynamic": True},
         num_bits=8, type="int" if kind == "int8" else "float", symmetric=True, block_structure=[128, 128],
-        strategy={"one scale": "tensor", "blocks": "block", "": "channel"}[scales],
+        strategy={"one scale": "tensor", "blocks": "block"}.get(scales, "channel"),
     )  # fmt: skip
 
 
@@ -134,6 +136,10 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
             numbers[block] = values[block] * scale
     stored = {"weight": values.to(torch.int8 if most == 127 else torch.float8_e4m3fn)}
     match layout:
+        case "int8, packed":
+            words = (values.long() + 128).unflatten(1, (-1, 4)) << 8 * torch.arange(4)
+            stored = {"weight_packed": _int32(words.sum(2)), "weight_scale": scales.bfloat16()}
+            stored["weight_shape"] = torch.tensor(weight_OI.shape)
         case "fp8":
             stored["weight_scale_inv"] = scales
         case "fp8, one scale":  # AutoFP8 calls it otherwise
@@ -219,5 +225,8 @@ def _awq_words(codes: Tensor) -> Tensor:
 
 def _words(codes: Tensor) -> Tensor:
     """Join eight columns to an int32, the first in its lowest bits."""
-    words = (codes.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    return _int32((codes.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2))
+
+
+def _int32(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

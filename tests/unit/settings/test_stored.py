@@ -172,6 +172,7 @@ READ = {
     "three groups of 32": (gptq(group_size=96), "int4_32"),
     "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), "int8"),
     "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), "int8"),
+    "packed bytes": (compressed("pack-quantized", num_bits=8, strategy="channel"), "int8"),
     "fp8": (FP8, "fp8"),
     "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8"),
     "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fp8"),
