@@ -199,8 +199,8 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
     """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "
-            "was given: use model.quantization=none, or placement.target.kind=tensor"
+            f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
+            f"{quantization}: use an unquantized target, or placement.target.kind=tensor"
         )
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:
@@ -248,7 +248,8 @@ class Matrix:
         return replace(self, num_rows=rows, num_columns=columns)
 
 
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+"""Modules with one input, which one product computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +287,7 @@ class Inventory:
         sizes = Counter[str]()
         for matrix in self.layer:
             if not matrix.num_chosen:
-                sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
+                sizes[FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property

@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,7 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import cut_of, split_model
+from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
@@ -45,11 +45,12 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.stored import settled
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import WeightSource, storage_of
 
 Progress = Callable[[int, int], None]
 
@@ -268,7 +269,7 @@ def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> 
             assert quantize
             weights.fill(f"{name}.")
             model.set_submodule(name, QuantizedLinear(module, quantize))
-        for name, module in list(model.named_modules()):
+        for name, module in list(_experts(model)):
             if can_be_own(module) and (quantize or weights.device.type == "cpu"):
                 weights.fill(f"{name}.")
                 model.set_submodule(name, OwnExperts(module, quantize))
@@ -443,44 +444,57 @@ def check_model(
     whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
-    check_packed(model, origin, find_sources(model, origin), quantization)
-    _check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
+    kept = check_packed(model, origin, find_sources(model, origin), quantization)
+    _check_quantizable(
+        model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
+        is_stored=storage_of(origin) is not None,
+    )  # fmt: skip
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
-def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str) -> None:
-    """Check that weights which are stored packed belong to the layers that are quantized, and that all of those are.
+def check_packed(
+    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str
+) -> frozenset[str]:
+    """Check that weights which are stored packed belong to the layers that may be; returns those of others of them.
 
-    ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.
+    ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder layers
+    are packed, or only some of those with one input.
     """
-    packed = {name for name, source in sources.items() if origin.tensors[source].is_packed}
+    packed = {name for name, source in sources.items() if origin.tensors[source].storage}
     if not packed:
-        return
-    if not format_of(quantization).reads_packed:
-        able = ", ".join(storage.name for storage in formats().values() if storage.reads_packed)
-        raise ConfigError(
-            f"{origin.folder} holds weights of 4 bits, and model.quantization={quantization} was given: "
-            f"model.quantization={able} (draft.model.quantization for a draft) is required"
-        )
-    odd = sorted(packed ^ {f"{name}.weight" for name, _ in _linear_layers(model)})
+        return frozenset()
+    assert settled(quantization, storage_of(origin), where=origin.folder) == quantization, "given as the files have it"
+    layers = {name: f"{name}.weight" in packed for name, _ in _linear_layers(model)}
+    of_one_input: dict[tuple[str, str], set[bool]] = {}
+    for name, is_packed in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
+    odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
+    experts = {f"{name}.{part}" for name, module in _experts(model) if can_be_own(module) for part in _OF_EXPERTS}
+    odd += sorted(packed - {f"{name}.weight" for name in layers} - experts)
     if odd:
         raise CheckpointError(
-            f"{origin.folder} must hold 4 bits for all linear layers of the decoder layers and for nothing else, which "
-            f"is not so for {summary(odd)}: quantize the original checkpoint with model.quantization={quantization}"
+            f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
+            f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the original "
+            f"checkpoint with model.quantization={quantization}"
         )
+    return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
 def _check_quantizable(
-    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool
-) -> None:
-    """Check that a whole model, before `tensor_parallel.shard`, can be quantized.
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
+    kept: Collection[str], is_stored: bool,
+) -> None:  # fmt: skip
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
+
+    `is_stored` says that its files hold the quantized weights.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
-    layers = dict(_linear_layers(model))
+    layers = {name: layer for name, layer in _linear_layers(model) if name not in kept}
     cut_dims = {name: cut_dim(model, name, whole=whole) if num_ranks > 1 else None for name in layers}
 
     def sizes(name: str, dim: int) -> set[int]:
@@ -489,6 +503,21 @@ def _check_quantizable(
             return {shard.num_features(cut_of(name), layers[name].weight.shape[dim]) for shard in shards}
         return {layers[name].weight.shape[dim]}
 
+    if quantization != NO_QUANTIZATION and (
+        foreign := [name for name, each in _experts(model) if not can_be_own(each)]
+    ):
+        raise ConfigError(
+            f"the experts of {shape.model_type} models cannot be quantized ({summary(foreign)}): "
+            "use model.quantization=none"
+        )
+    for name, module in _experts(model) if storage.group > 1 else ():
+        found = {module.down_proj.shape[2], module.gate_up_proj.shape[2]}
+        found |= {each.num_features(Cut.mlp_units, module.down_proj.shape[2]) for each in shards}
+        if odd_width := next((width for width in found if width % storage.group), None):
+            raise PlacementError(
+                f"{storage.name} packs {storage.group} inputs at a time, and the experts {name} have {odd_width}: "
+                f"use fewer ranks, or {'an unquantized checkpoint' if is_stored else 'quantization=int8_weight_only'}"
+            )
     if (package := storage.package) and find_spec(package.name) is None:
         has_product = compiles and quantization in COMPILED and product_of(COMPILED[quantization]) is not None
         odd = [name for name in layers if any(size % BLOCK for size in sizes(name, 0) | sizes(name, 1))]
@@ -503,10 +532,22 @@ def _check_quantizable(
             if width % storage.group:
                 is_cut = cut_dims[name] == 1
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
+                other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
                 raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
-                    f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
+                    f"use {'another number of ranks, or ' if is_cut else ''}{other}"
                 )
+
+
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+"""Tensors of a module of experts, all of them in each."""
+
+
+def _experts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """All modules of experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            yield name, module
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -102,12 +102,13 @@ def weight_bytes(
     matrix_dtype: Dtype | None = None,
     expert_dtype: Dtype | None = None,
     packed: StoredFormat | None = None,
+    kept_shares: tuple[tuple[str, float], ...] = (),
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
-    is that of experts. `quantization`
-    applies to the matrices of layers, `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
+    is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
+    module in `kept_shares`, and `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
     nearly every head stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
@@ -122,6 +123,9 @@ def weight_bytes(
             unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
             stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized)
         row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
+        if share := dict(kept_shares).get(matrix.module):
+            unquantized = matrix_size * kept(matrix).num_elements
+            stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -173,7 +177,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        expert_dtype=model.expert_dtype(device), packed=model.packed,
+        expert_dtype=model.expert_dtype(device), packed=model.packed, kept_shares=model.kept_shares,
     )  # fmt: skip
 
 
@@ -241,8 +245,8 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
         return
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
-            f"{quantization} was given: use model.quantization=none, or no offload"
+            f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
+            f"{quantization}: use an unquantized target, or no offload"
         )
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"

@@ -14,11 +14,11 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
-from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     MOST_PIECES,
@@ -57,7 +57,8 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `stored_format` is that of linear layers that its files quantize. `quantized_dtype` is its number format if it is
+    `stored_format` is that of linear layers that its files quantize, and `quantization` then what runs keep them in if
+    they can read it. `quantized_dtype` is its number format if it is
     quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
     supports its family.
     """
@@ -99,7 +100,7 @@ class PlannedModel:
 
     @property
     def packed(self) -> StoredFormat | None:
-        """The format of its files, if its linear layers stay in it: a quantization that is given has precedence."""
+        """The format of its files, if runs do not read it: a quantization that is given has precedence."""
         is_known = self.stored_format is not None and self.stored_format.bits is not None
         return self.stored_format if is_known and not format_of(self.quantization).is_quantized else None
 
@@ -109,12 +110,21 @@ class PlannedModel:
         storage = format_of(self.quantization)
         return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
 
+    @property
+    def kept_shares(self) -> tuple[tuple[str, float], ...]:
+        """See `StoredFormat`, of files that runs read."""
+        return self.stored_format.kept_shares if self.stored_format and self.stored_format.storage else ()
+
+    @property
+    def setting(self) -> str:
+        """The `model.quantization` that a run needs for this: none for weights that are stored so."""
+        return NO_QUANTIZATION if self.stored_format and self.stored_format.storage else self.quantization
+
     def can_be(self, quantization: str) -> bool:
         """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
         if self.stored_format is None:
-            return True
-        storage = format_of(quantization)
-        return storage.reads_packed if self.stored_format.problem is None else not storage.is_quantized
+            return quantization == NO_QUANTIZATION or format_of(quantization).change_weight is not None
+        return quantization == (self.stored_format.storage or NO_QUANTIZATION)
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -301,7 +311,9 @@ def make_job(
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
     if config.weights is WeightsKind.synthetic:
-        target, draft = replace(target, stored_format=None), draft and replace(draft, stored_format=None)
+        target = replace(target, stored_format=None, quantization=config.model.quantization)
+        if draft and config.draft.model:
+            draft = replace(draft, stored_format=None, quantization=config.draft.model.quantization)
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
@@ -380,6 +392,8 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
         packed = read_stored_format(read_path(model.path), shape)
+    if packed and packed.storage and model.quantization == NO_QUANTIZATION:
+        model = replace(model, quantization=packed.storage)
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
@@ -454,16 +468,24 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     Raises CheckpointError for a file that is missing or not JSON.
     """
     modules = [matrix.module for matrix in inventory(shape).layer]
-    found = stored_format(read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers)
-    return found and replace(found, has_head=found.has_head and not shape.tie_word_embeddings)
+    return stored_format(
+        read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers,
+        ties_head=shape.tie_word_embeddings,
+    )  # fmt: skip
 
 
-def check_family(folder: Path) -> None:
-    """Raise what `read_config` does for a checkpoint that a run is about to read, or as `require_folder`."""
+def check_readable(folder: Path, quantization: str) -> None:
+    """Check by config.json alone that runs read a checkpoint, and with this quantization.
+
+    Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
+    quantization than the stored one. A file without a family is left to the run.
+    """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
     if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
-        read_config(folder)
+        shape, _ = read_config(folder)
+        if stored := read_stored_format(folder, shape):
+            stored.settled(quantization, where=folder)
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
@@ -478,16 +500,15 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
 
 def notes_on_storage(job: PlanSpec) -> Iterator[str]:
     """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for prefix, model in (("", job.target), ("draft.", job.draft)):
+    for model in (job.target, job.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
         if stored.bits is None:
             yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
-        if stored.problem is not None:
-            yield f"runs do not read this format yet: {stored.name} ({stored.problem}), of {model.name}"
-        elif not format_of(model.quantization).reads_packed:
-            able = " or ".join(name for name, storage in formats().items() if storage.reads_packed)
-            yield f"runs read {stored.name}, of {model.name}, with {prefix}model.quantization={able} alone"
+        try:
+            stored.settled(model.quantization, where=model.name)
+        except SspError as error:
+            yield f"runs refuse this model: {error}"
 
 
 def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:

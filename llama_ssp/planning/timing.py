@@ -308,6 +308,7 @@ def _matrices_s(
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         storage, plain, packed = format_of(model.quantization), format_of(NO_QUANTIZATION), model.packed
+        packed = model.stored_format if model.kept_shares else packed
         if packed:
             layer = _packed_s(held.layer, model, packed, hardware, rows=rows)
         else:

@@ -31,7 +31,7 @@ from llama_ssp.settings.model_files import (
     shown,
 )
 from llama_ssp.settings.schema import ModelConfig, ModelShape
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of
+from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
@@ -59,8 +59,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of the stored tensors."""
-        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
+        """The dtype of most of the stored tensors that are not packed."""
+        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype and not tensor.storage)
         return dtypes.most_common(1)[0][0]
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
@@ -175,10 +175,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
     layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
     if isinstance(layout, str):
-        problem = problem or (
-            f"describes quantized weights that cannot be read ({layout}): float32, bfloat16 or float16 weights are "
-            "required, or 4 bits in groups of 128 (compressed-tensors pack-quantized, or gptq with desc_act=false)"
-        )
+        problem = problem or unreadable(layout)
         layout = None
     if problem:
         raise CheckpointError(f"{file} {problem}")

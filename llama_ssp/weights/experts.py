@@ -31,43 +31,50 @@ _JOINED = {
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor(TensorFacts):
-    """A tensor of all experts; `stored` has the matrices of each, which stand one below the other."""
+    """A tensor of all experts; `stored` has the matrices of each, which stand one below the other.
 
-    stored: tuple[tuple[StoredTensor, ...], ...]
+    Packed matrices are joined as their `byte_rows`.
+    """
+
+    stored: tuple[tuple[StoredTensor | PackedTensor, ...], ...]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`; parts are of the outputs (dim 1) or of the inputs (dim 2) of every expert."""
+        dim, dtype = wanted.get("dim"), wanted.get("dtype") or self.dtype
         num_rows = self.stored[0][0].shape[0]
-        outputs, inputs = ([range(size)] for size in self.shape[1:])
-        if wanted.get("dim") == 1:
-            outputs = [*wanted["parts"]]
-        elif wanted.get("dim") is not None:
-            inputs = [*wanted["parts"]]
-        sizes = len(self.stored), sum(map(len, outputs)), sum(map(len, inputs))
-        joined = torch.empty(sizes, dtype=wanted.get("dtype") or self.dtype)
-        for rows_OI, stored in zip(joined, self.stored, strict=True):
-            start = 0
+        wholes = [[range(size)] for size in self.shape[1:]]
+        outputs, inputs = ([*wanted["parts"]] if dim == place else wholes[place - 1] for place in (1, 2))
+        experts = []
+        for matrices in self.stored:
+            rows = []
             for part in outputs:
-                for number, matrix in enumerate(stored):
-                    first = max(part.start - number * num_rows, 0)
-                    end = min(part.stop - number * num_rows, num_rows)
+                for number, matrix in enumerate(matrices):
+                    first, end = max(part.start - number * num_rows, 0), min(part.stop - number * num_rows, num_rows)
                     if first < end:
-                        columns = rows_OI[start : start + end - first].split([len(each) for each in inputs], dim=1)
-                        for into, each in zip(columns, inputs, strict=True):
-                            into.copy_(matrix.read(range(first, end), each))
-                        start += end - first
-        return joined.to(wanted.get("device"))
+                        rows.append(_read(matrix, range(first, end), inputs))
+            joined = torch.cat(rows)
+            experts.append(joined if self.storage else joined.to(dtype))
+        return torch.stack(experts).to(wanted.get("device"))
+
+
+def _read(matrix: StoredTensor | PackedTensor, outputs: range, inputs: Sequence[range]) -> Tensor:
+    """Some outputs of a matrix, or some of its inputs."""
+    if isinstance(matrix, StoredTensor):
+        return torch.cat([matrix.read(outputs, part) for part in inputs], dim=1)
+    if len(outputs) < matrix.shape[0]:
+        return matrix.read(dim=0, parts=[outputs])
+    return matrix.read(dim=1, parts=inputs)
 
 
 def join_experts(
     tensors: Mapping[str, StoredTensor | PackedTensor], folder: Path
-) -> dict[str, "StoredTensor | PackedTensor | JoinedTensor"]:
+) -> dict[str, StoredTensor | PackedTensor | JoinedTensor]:
     """Replace the matrices of experts by joined tensors; CheckpointError for experts that do not fit each other."""
-    found: dict[str, dict[int, dict[int, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[int, dict[int, StoredTensor | PackedTensor]]] = defaultdict(lambda: defaultdict(dict))
     others: dict[str, StoredTensor | PackedTensor | JoinedTensor] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
-        if match and match["matrix"] in _JOINED and isinstance(tensor, StoredTensor) and len(tensor.shape) == 2:  # noqa: PLR2004 - a matrix
+        if match and match["matrix"] in _JOINED and len(tensor.shape) == 2:  # noqa: PLR2004 - a matrix
             joined, place = _JOINED[match["matrix"]]
             found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
         else:
@@ -75,17 +82,20 @@ def join_experts(
     return others | {name: _joined(name, experts, folder) for name, experts in found.items()}
 
 
-def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor]], folder: Path) -> JoinedTensor:
+def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor | PackedTensor]], folder: Path) -> JoinedTensor:
     num_matrices = 1 + name.endswith("gate_up_proj")
-    stored = [tuple(experts.get(number, {}).get(place) for place in range(num_matrices)) for number in sorted(experts)]
     first = next(iter(experts[min(experts)].values()))
-    alike: Sequence[tuple[StoredTensor, ...]] = [
-        tuple(each for each in matrices if each and (each.shape, each.dtype) == (first.shape, first.dtype))
-        for matrices in stored
-    ]
+    facts = first.shape, first.dtype, first.storage
+    alike = tuple(
+        tuple(each for place in range(num_matrices) if (each := experts[number].get(place))
+              and (each.shape, each.dtype, each.storage) == facts)
+        for number in sorted(experts)
+    )  # fmt: skip
     if sorted(experts) != [*range(len(experts))] or any(len(matrices) < num_matrices for matrices in alike):
         raise CheckpointError(
             f"{folder} lacks matrices of {name}, or has some of another shape: copy or download it again"
         )
     rows, columns = first.shape
-    return JoinedTensor(dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), stored=(*alike,))
+    return JoinedTensor(
+        dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), storage=first.storage, stored=alike
+    )

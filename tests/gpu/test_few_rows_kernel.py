@@ -19,13 +19,13 @@ def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
     if bits == 8:
         weight_OI = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).cuda()
-        scales_O = torch.rand(shape[0], generator=generator).to("cuda", dtype) / 4096
+        scales_O = torch.rand(shape[0], generator=generator).cuda() / 4096
         return x_MI, (weight_OI, scales_O), weight_OI.double() * scales_O.double()[:, None]
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
     scales_OG = torch.rand(shape[0], shape[1] // 128, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
     numbers = (codes_OI.double().unflatten(1, (-1, 128)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
-    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
+    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG), 128)
     return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
 
 

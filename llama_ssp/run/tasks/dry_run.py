@@ -25,7 +25,7 @@ from llama_ssp.planning.search import (
 )
 from llama_ssp.planning.spec import (
     PlanSpec,
-    check_family,
+    check_readable,
     job_of_plan,
     make_job,
     read_config,
@@ -193,6 +193,9 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, leng
     job = make_job(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
+    for planned in (job.target, job.draft):
+        if planned and planned.stored_format:
+            planned.stored_format.settled(planned.quantization, where=planned.name)
     has_own = task_of(config).largest_cell is not None
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
@@ -232,19 +235,19 @@ def read_files(config: RunConfig) -> None:
 
 
 def check_models(config: RunConfig) -> None:
-    """Check the families of the models, by config.json where the catalogue does not know it.
+    """Check the families of the models, by config.json where the catalogue does not know it, and how they are stored.
 
-    Raises PlacementError for a family that the engine does not run, CheckpointError for a faulty config.json.
+    Raises as `check_readable`.
     """
     for model in (config.model, config.draft.model):
         if model is None or config.weights is WeightsKind.synthetic:
             continue
         if model.path is not None:
-            check_family(read_path(model.path))
+            check_readable(read_path(model.path), model.quantization)
         elif model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
-            check_family(hub.find_config(model))
+            check_readable(hub.find_config(model), model.quantization)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:
