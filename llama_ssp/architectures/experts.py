@@ -52,6 +52,6 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
         "num_experts_per_tok": min(num_chosen, num_experts),
         "moe_intermediate_size": units,
         "shared_intermediate_size": first("shared_expert_intermediate_size", "shared_intermediate_size")
-        or units * first(*_SHARED),
+        or units * (first(*_SHARED) or int(bool(field("intermediate_size_mlp")))),  # the latter is a Llama 4's
         "num_dense_layers": min(len(dense), num_layers - 1),
     }

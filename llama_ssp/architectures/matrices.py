@@ -412,17 +412,19 @@ def _with_experts(dense: Inventory, shape: ModelShape) -> Inventory:
     chosen = share * shape.num_experts_per_tok
     mlp = [replace(each, copies=1 - share) for each in dense.layer if _CUTS[each.module] is Cut.mlp_units and share < 1]
 
-    def both(units: int, **facts: float) -> list[Matrix]:
+    def both(name: str, units: int, *, copies: float, num_chosen: float = 0.0) -> list[Matrix]:
         return [
-            Matrix(module="gate_up_proj", num_rows=2 * units, num_columns=width, cut=0, **facts),  # type: ignore[arg-type]
-            Matrix(module="down_proj", num_rows=width, num_columns=units, cut=1, **facts),  # type: ignore[arg-type]
-        ]
+            Matrix(module=f"{name}.{each}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
+                   num_chosen=num_chosen)
+            for each, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
+        ]  # fmt: skip
 
-    experts = both(shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
-    shared = both(shape.shared_intermediate_size, copies=share) if shape.shared_intermediate_size else []
-    router = Matrix(module="router", num_rows=shape.num_experts, num_columns=width, copies=share)
-    attention = [each for each in dense.layer if _CUTS[each.module] in {*HEAD_CUTS}]
-    return replace(dense, layer=(*attention, *(mlp if share < 1 else ()), router, *experts, *shared))
+    experts = both("experts", shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
+    units = shape.shared_intermediate_size
+    shared = both("shared_experts", units, copies=share) if units else []
+    attention = [each for each in dense.layer if _CUTS[each.module] in HEAD_CUTS]
+    router = round(share * shape.num_experts * width)  # never quantized
+    return replace(dense, layer=(*attention, *mlp, *experts, *shared), layer_vectors=dense.layer_vectors + router)
 
 
 _OF_HEADS = ("o_proj", "out_proj", "dense")

@@ -48,7 +48,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.settings.stored import settled
-from llama_ssp.weights.checkpoint import num_mtp_layers, summary
+from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, storage_of
 
@@ -445,6 +445,7 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
+    _check_experts(model, quantization, num_ranks=num_ranks, is_stored=storage_of(origin) is not None)
     _check_quantizable(
         model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
         is_stored=storage_of(origin) is not None,
@@ -475,10 +476,29 @@ def check_packed(
     if odd:
         raise CheckpointError(
             f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
-            f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the original "
-            f"checkpoint with model.quantization={quantization}"
+            f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
+            f"original checkpoint with model.quantization={quantization}"
         )
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
+
+
+def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, is_stored: bool) -> None:
+    """Check that experts can be quantized; raises as `_check_quantizable`."""
+    storage, model_type = format_of(quantization), model.config.model_type
+    for name, module in _experts(model) if storage.is_quantized else ():
+        if not can_be_own(module):
+            raise ConfigError(
+                f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
+            )
+        shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
+        units = module.down_proj.shape[2]
+        widths = {module.gate_up_proj.shape[2], *(each.num_features(Cut.mlp_units, units) for each in shards)}
+        if odd := [width for width in widths if width % storage.group]:
+            other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
+            raise PlacementError(
+                f"{storage.name} packs {storage.group} inputs at a time, and the experts {name} have {min(odd)}: "
+                f"use fewer ranks, or {other}"
+            )
 
 
 def _check_quantizable(
@@ -503,21 +523,6 @@ def _check_quantizable(
             return {shard.num_features(cut_of(name), layers[name].weight.shape[dim]) for shard in shards}
         return {layers[name].weight.shape[dim]}
 
-    if quantization != NO_QUANTIZATION and (
-        foreign := [name for name, each in _experts(model) if not can_be_own(each)]
-    ):
-        raise ConfigError(
-            f"the experts of {shape.model_type} models cannot be quantized ({summary(foreign)}): "
-            "use model.quantization=none"
-        )
-    for name, module in _experts(model) if storage.group > 1 else ():
-        found = {module.down_proj.shape[2], module.gate_up_proj.shape[2]}
-        found |= {each.num_features(Cut.mlp_units, module.down_proj.shape[2]) for each in shards}
-        if odd_width := next((width for width in found if width % storage.group), None):
-            raise PlacementError(
-                f"{storage.name} packs {storage.group} inputs at a time, and the experts {name} have {odd_width}: "
-                f"use fewer ranks, or {'an unquantized checkpoint' if is_stored else 'quantization=int8_weight_only'}"
-            )
     if (package := storage.package) and find_spec(package.name) is None:
         has_product = compiles and quantization in COMPILED and product_of(COMPILED[quantization]) is not None
         odd = [name for name in layers if any(size % BLOCK for size in sizes(name, 0) | sizes(name, 1))]

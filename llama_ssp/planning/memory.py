@@ -155,8 +155,9 @@ def weight_bytes(
 
 def packed_bytes(matrix: Matrix, packed: StoredFormat, *, value_bytes: int) -> int:
     """Bytes of a matrix in the format of a checkpoint; where it is kept, a weight has `value_bytes`."""
-    unquantized = value_bytes * matrix.num_elements
-    return packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
+    unquantized = value_bytes * matrix.num_rows * matrix.num_columns
+    one = packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
+    return round(matrix.copies * one)
 
 
 def head_bytes(output: Matrix, packed: StoredFormat | None, *, value_bytes: int) -> int:

@@ -14,7 +14,14 @@ from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.memory import fits, memory, model_bytes, shares, step_bytes
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import compare, search
-from llama_ssp.planning.spec import PlannedModel, check_readable, job_of_plan, planned_model, resolve_shapes
+from llama_ssp.planning.spec import (
+    PlannedModel,
+    check_readable,
+    job_of_plan,
+    planned_model,
+    read_config,
+    resolve_shapes,
+)
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
 from llama_ssp.settings.formats import READ_SLOWDOWN
 from llama_ssp.settings.schema import (
@@ -98,6 +105,70 @@ REPORTED = {  # GB, as users report them, without a page that was looked up
     "unsloth/Meta-Llama-3.1-8B-bnb-4bit": (LLAMA_8B, NF4_TWICE, 5.7),
     "Qwen/Qwen3-32B-FP8": (QWEN3_32B, FP8_BLOCKS, 34.3),
 }
+
+
+MOE = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768, "dtype": "bfloat16"}
+MIXTRAL = MOE | {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN3_30B = MOE | {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+GPT_OSS = MOE | {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
+DEEPSEEK_V3 = MOE | {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+}  # fmt: skip
+GLM_45 = MOE | {
+    "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92, "num_attention_heads": 96, "head_dim": 128, "vocab_size": 151552, "n_routed_experts": 160,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+}  # fmt: skip
+SCOUT = MOE | {
+    "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "head_dim": 128, "vocab_size": 202048, "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
+GEMMA3_27B = MOE | {
+    "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+    "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+}  # fmt: skip
+STATED = {  # billions of parameters, as the models' pages and reports have them
+    "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL, 46.7),
+    "mistralai/Mixtral-8x22B-v0.1": (
+        MIXTRAL | {
+            "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48
+        }, 140.6,
+    ),
+    "Qwen/Qwen3-30B-A3B": (QWEN3_30B, 30.5),
+    "openai/gpt-oss-20b": (GPT_OSS, 20.91),
+    "openai/gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116.83),
+    "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3, 671),
+    "zai-org/GLM-4.5": (GLM_45, 355),
+    "meta-llama/Llama-4-Scout-17B-16E, without its vision": (SCOUT, 107.8),
+    "google/gemma-3-27b-it, without its vision": (GEMMA3_27B, 27.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "billions"), STATED.values(), ids=STATED)
+def test_models_with_experts_have_the_parameters_that_their_pages_state(
+    sizes: dict[str, Any], billions: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert inventory(read_config(tmp_path)[0]).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_mxfp4_is_that_of_experts_alone(tmp_path: Path) -> None:
+    """12.8 GiB, by the model card of gpt-oss-20b."""
+    described = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    assert total(planned(tmp_path, GPT_OSS, described)) / 2**30 == pytest.approx(12.8, rel=0.01)
 
 
 def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:  # noqa: ANN401 - any field
@@ -268,10 +339,10 @@ def test_searches_and_comparisons_name_no_format_that_a_run_would_refuse(tmp_pat
         config = config_of(tmp_path, LLAMA_70B, described)
         rows = search(job_of_plan(config, H100), H100)
         assert {row["quantization"] for row in rows} == {name}
-        assert not any("quantization" in setting for row in rows for setting in row["settings"])
+        assert not any(setting.startswith("model.quantization") for row in rows for setting in row["settings"])
         choices = compare(replace(config, search=True), [H100])
         assert {each.quantization for each in choices} == {name}
-        assert not any("quantization" in setting for each in choices for setting in each.settings)
+        assert not any(setting.startswith("model.quantization") for each in choices for setting in each.settings)
 
 
 def test_a_calibrated_machine_has_not_measured_the_format(tmp_path: Path) -> None:

@@ -113,6 +113,25 @@ def test_other_families_read_them_too(made: Made, family: str) -> None:
     assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "int8", "fp8"])
+def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
+    packed, plain = made("qwen3_moe", layout, moe_intermediate_size=256)
+    ids, logits = greedy(load(plain, Comm.single()))
+    check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
+    comms = thread_comms(num_ranks)
+    runners = [load(packed, comm) for comm in comms]
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+        assert found_ids == ids
+        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
+    packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=256)
+    with pytest.raises(PlacementError, match=r"the experts model.layers.0.mlp.experts have 85: use fewer ranks"):
+        check_model(inspect(packed), num_ranks=3, quantization="int4_weight_only")
+
+
 def test_weights_are_not_quantized_again(made: Made) -> None:
     packed, plain = made("llama", "gptq")
     other = "int8_weight_only"
