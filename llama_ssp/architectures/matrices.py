@@ -200,7 +200,7 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
     if format_of(quantization).is_quantized:
         raise PlacementError(
             f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
-            f"{quantization}: use an unquantized target, or placement.target.kind=tensor"
+            f"{quantization}: use model.quantization=none on unquantized files, or placement.target.kind=tensor"
         )
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:

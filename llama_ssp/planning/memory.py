@@ -247,7 +247,7 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
     if format_of(quantization).is_quantized:
         raise PlacementError(
             f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
-            f"{quantization}: use an unquantized target, or no offload"
+            f"{quantization}: use model.quantization=none on unquantized files, or no offload"
         )
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
