@@ -60,8 +60,8 @@ _HEAD = """\
 windows of 6 tokens where the kind has them, loads it, and compares greedy texts of {tokens} tokens behind prompts of 3
 to 21 tokens with those of transformers {transformers}: in batches of 1 and 4, without a draft and with a draft of one
 layer of the same kind, K = 4. Texts are equal up to the first two tokens that transformers itself finds equally
-probable. The bytes are those of the weights in fp32, by the plan and, where
-they differ, as loaded, on one rank and on the first of two.
+probable. The bytes are those of the weights in fp32, by the plan and, where they differ, as loaded: on one rank, and on
+the first of two.
 
 Families without a record are planned as a Llama of their sizes, so their bytes are estimates. A run first compares
 their logits for a short text with those that the same modules give without its cache.
