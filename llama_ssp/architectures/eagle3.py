@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.matrices import Inventory, Matrix, gated
+from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.schema import ModelShape
 
@@ -95,7 +95,7 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
 
 
 def _parameters(shape: ModelShape) -> Inventory:
-    width, whole = shape.hidden_size, gated(shape, norms_per_layer=3)
+    width, whole = shape.hidden_size, decoder(shape, norms=3)
     layer = (
         *(replace(each, num_columns=2 * width) if each.module in {"q_proj", "k_proj", "v_proj"} else each
           for each in whole.layer),

@@ -43,6 +43,7 @@ class HeadShard:
 
     query_heads: range
     kv_heads: range
+    num_kv_heads: int  # of all ranks.
 
 
 def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[HeadShard, ...]:
@@ -61,11 +62,17 @@ def split_heads(*, num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[H
         raise PlacementError(f"{num_heads} query heads over {num_kv_heads} key-value heads: a multiple is required")
     if num_ranks <= num_kv_heads:
         return tuple(
-            HeadShard(query_heads=range(part.start * group, part.stop * group), kv_heads=part)
+            HeadShard(
+                query_heads=range(part.start * group, part.stop * group), kv_heads=part, num_kv_heads=num_kv_heads
+            )
             for part in split_blocks(num_kv_heads, num_ranks)
         )
     return tuple(
-        HeadShard(query_heads=range(first + part.start, first + part.stop), kv_heads=range(kv_head, kv_head + 1))
+        HeadShard(
+            query_heads=range(first + part.start, first + part.stop),
+            kv_heads=range(kv_head, kv_head + 1),
+            num_kv_heads=num_kv_heads,
+        )
         for kv_head, ranks in enumerate(split_blocks(num_ranks, num_kv_heads))
         for first in [kv_head * group]
         for part in split_blocks(group, len(ranks))
@@ -78,16 +85,21 @@ class Cut(Enum):
     query_heads = "query heads"
     kv_heads = "key-value heads"
     fused_qkv = "heads, each with its query, key and value"
+    qkv = "query heads, then key heads, then value heads"
     mlp_units = "MLP units"
+    gate_up = "gates, then MLP units"
     vocabulary = "vocabulary"
 
 
-HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv})
+HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
+IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
     **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
+    "qkv_proj": Cut.qkv,
+    "gate_up_proj": Cut.gate_up,
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Cut.mlp_units),
     **dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj"), Cut.mlp_units),
     **dict.fromkeys((*_EMBEDDINGS, "lm_head"), Cut.vocabulary),
@@ -110,23 +122,48 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """One rank's part of a model: attention heads, MLP units, and token ids of embedding and output head."""
+    """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
+    Units are cut in blocks of `group`.
+    """
+
+    rank: int
+    num_ranks: int
     heads: HeadShard
     head_dim: int
-    mlp_units: range
-    vocabulary: range
+    group: int
 
-    def features(self, cut: Cut) -> range:
-        """The rows (column-parallel) or columns (row-parallel) of a matrix that this rank holds."""
-        units, width = {
-            Cut.query_heads: (self.heads.query_heads, self.head_dim),
-            Cut.kv_heads: (self.heads.kv_heads, self.head_dim),
-            Cut.fused_qkv: (self.heads.query_heads, 3 * self.head_dim),  # contiguous: [head][q, k, v][dim]
-            Cut.mlp_units: (self.mlp_units, 1),
-            Cut.vocabulary: (self.vocabulary, 1),
-        }[cut]
-        return range(units.start * width, units.stop * width)
+    def features(self, cut: Cut, size: int) -> tuple[range, ...]:
+        """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
+        dim = self.head_dim
+        queries, keys = (
+            range(heads.start * dim, heads.stop * dim) for heads in (self.heads.query_heads, self.heads.kv_heads)
+        )
+        match cut:
+            case Cut.query_heads:
+                return (queries,)
+            case Cut.kv_heads:
+                return (keys,)
+            case Cut.fused_qkv:
+                return (range(3 * queries.start, 3 * queries.stop),)  # [head][q, k, v][dim]
+            case Cut.qkv:
+                num_keys = self.heads.num_kv_heads * dim
+                return queries, _behind(size - 2 * num_keys, keys), _behind(size - num_keys, keys)
+            case Cut.gate_up:
+                (units,) = self.features(Cut.mlp_units, size // 2)
+                return units, _behind(size // 2, units)
+            case Cut.mlp_units | Cut.vocabulary:
+                block = self.group if cut is Cut.mlp_units else BLOCK
+                has_blocks = size > block * (self.num_ranks - 1)
+                return (split_blocks(size, self.num_ranks, block=block if has_blocks else 1)[self.rank],)
+
+    def num_features(self, cut: Cut, size: int) -> int:
+        """The number of them."""
+        return sum(map(len, self.features(cut, size)))
+
+
+def _behind(start: int, part: range) -> range:
+    return range(start + part.start, start + part.stop)
 
 
 def split_model(
@@ -139,31 +176,31 @@ def split_model(
     """
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if whole.keeps_attention:
-        heads = (HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads)),) * num_ranks
+        every = HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads), num_kv_heads=num_kv_heads)
+        heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     group = math.lcm(BLOCK, format_of(quantization).group)
-    units, vocabulary = (
-        split_blocks(size, num_ranks, block=block if size > block * (num_ranks - 1) else 1)
-        for size, block in ((shape.intermediate_size, group), (shape.vocab_size, BLOCK))
-    )
-    return tuple(
-        RankShard(heads=heads[rank], head_dim=shape.head_dim, mlp_units=units[rank], vocabulary=vocabulary[rank])
+    shards = tuple(
+        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, group=group)
         for rank in range(num_ranks)
     )
+    for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
+        shards[0].features(cut, size)  # refuses too many ranks
+    return shards
 
 
-def widths(shards: Sequence[RankShard], cut: Cut) -> tuple[int, ...]:
-    """The number of features on each rank."""
-    return tuple(len(shard.features(cut)) for shard in shards)
+def widths(shards: Sequence[RankShard], cut: Cut, size: int) -> tuple[int, ...]:
+    """The number of features on each rank, of a matrix with `size` of them."""
+    return tuple(shard.num_features(cut, size) for shard in shards)
 
 
 def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
     """Raise PlacementError for quantized layers, or if ranks would not have equal numbers of key-value groups."""
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.kind=deepspeed splits only unquantized layers, and model.quantization={quantization} "
-            "was given: use model.quantization=none, or placement.target.kind=tensor"
+            f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
+            f"{quantization}: use model.quantization=none on unquantized files, or placement.target.kind=tensor"
         )
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:
@@ -178,7 +215,8 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
-    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension.
+    `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
+    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all.
     """
 
     module: str
@@ -186,22 +224,32 @@ class Matrix:
     num_columns: int
     cut: int | None = None
     has_bias: bool = False
+    copies: float = 1.0
+    num_chosen: float = 0.0
 
     @property
     def num_elements(self) -> int:
-        """Number of elements, without the bias."""
-        return self.num_rows * self.num_columns
+        """Number of elements of all copies, without the bias."""
+        return round(self.copies * self.num_rows * self.num_columns)
+
+    def num_used(self, num_tokens: float) -> float:
+        """The copies that some of so many tokens use, which choose independently and evenly.
+
+        Source: arXiv:2506.20675.
+        """
+        return self.copies * (1 - (1 - self.num_chosen / self.copies) ** num_tokens) if self.num_chosen else self.copies
 
     def of_rank(self, shard: RankShard) -> "Matrix":
         """The slice that a rank holds."""
         if self.cut is None:
             return self
-        width = len(shard.features(cut_of(self.module)))
+        width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns)
 
 
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+"""Modules with one input, which one product computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +274,20 @@ class Inventory:
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
         """How many matrices of a layer have so many elements."""
-        return Counter(matrix.num_elements for matrix in self.layer)
+        return Counter(matrix.num_elements for matrix in self.layer if not matrix.num_chosen)
+
+    @cached_property
+    def experts(self) -> tuple[Matrix, ...]:
+        """The matrices of a layer that stand for one of each expert."""
+        return tuple(matrix for matrix in self.layer if matrix.num_chosen)
 
     @cached_property
     def products(self) -> tuple[int, ...]:
         """Elements of each matrix product of a layer; matrices with the same input are fused into one."""
         sizes = Counter[str]()
         for matrix in self.layer:
-            sizes[_FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
+            if not matrix.num_chosen:
+                sizes[FUSED.get(matrix.module, matrix.module)] += matrix.num_elements
         return tuple(sizes.values())
 
     @property
@@ -265,7 +319,8 @@ class Inventory:
         tables = [*self.embeddings, *([self.head] if self.head else [])]
         biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
         layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
-        return self.num_layers * layer + sum(table.num_elements for table in tables) + self.final_vectors
+        head = sum(table.num_elements + table.num_rows * table.has_bias for table in tables)
+        return self.num_layers * layer + head + self.final_vectors
 
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""
@@ -316,22 +371,61 @@ def inventory_of(
     )
 
 
-def gated(
-    shape: ModelShape, *, has_qkv_bias: bool = False, norms_per_layer: int = 2, has_head_norms: bool = False
-) -> Inventory:
-    """List the parameters of Llama, Gemma and similar models: grouped-query attention, gated MLP, RMS norms.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
-    `has_head_norms` means norms of queries and keys over the head dim.
+
+def decoder(
+    shape: ModelShape, modules: Sequence[str] = (*ATTENTION, *GATED),
+    *,
+    biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
+) -> Inventory:  # fmt: skip
+    """List the parameters of a decoder with grouped-query attention and one MLP in each layer; those of Llama.
+
+    Args:
+        shape: of the model.
+        modules: the matrices of a layer.
+        biased: those of them with a bias.
+        norms: vectors of the model's width in a layer.
+        final_norms: and behind the last layer.
+        head_norms: vectors of the head dim in a layer.
     """
-    units, dim = shape.intermediate_size, shape.head_dim
-    queries, keys = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
-    return inventory_of(
-        shape,
-        {
-            "q_proj": (queries, 0), "k_proj": (keys, 0), "v_proj": (keys, 0), "o_proj": (queries, 1),
-            "gate_proj": (units, 0), "up_proj": (units, 0), "down_proj": (units, 1),
-        },
-        biased=("q_proj", "k_proj", "v_proj") if has_qkv_bias else (),
-        layer_vectors=norms_per_layer * shape.hidden_size + 2 * dim * has_head_norms,
-        final_vectors=shape.hidden_size,
+    units, queries = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    keys, inputs = shape.num_key_value_heads * shape.head_dim, dict.fromkeys(_OF_HEADS, queries)
+    outputs = {
+        "q_proj": queries, **dict.fromkeys(("k_proj", "v_proj"), keys), "qkv_proj": queries + 2 * keys,
+        "query_key_value": 3 * queries, "gate_up_proj": 2 * units,
+    }  # fmt: skip
+    is_last = {modules[-1], *(name for name in modules if name in _OF_HEADS)}
+    sizes = {name: (inputs.get(name, units), 1) if name in is_last else (outputs.get(name, units), 0)
+             for name in modules}  # fmt: skip
+    found = inventory_of(
+        shape, sizes, biased=biased, layer_vectors=norms * shape.hidden_size + head_norms * shape.head_dim,
+        final_vectors=final_norms * shape.hidden_size,
     )  # fmt: skip
+    return _with_experts(found, shape) if shape.num_experts else found
+
+
+def _with_experts(dense: Inventory, shape: ModelShape) -> Inventory:
+    """The parameters of a model whose MLPs are experts in most layers, with a router and perhaps an MLP beside them."""
+    width, share = shape.hidden_size, 1 - shape.num_dense_layers / shape.num_hidden_layers
+    chosen = share * shape.num_experts_per_tok
+    mlp = [replace(each, copies=1 - share) for each in dense.layer if _CUTS[each.module] is Cut.mlp_units and share < 1]
+
+    def both(name: str, units: int, *, copies: float, num_chosen: float = 0.0) -> list[Matrix]:
+        return [
+            Matrix(module=f"{name}.{each}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
+                   num_chosen=num_chosen)
+            for each, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
+        ]  # fmt: skip
+
+    experts = both("experts", shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
+    units = shape.shared_intermediate_size
+    shared = both("shared_experts", units, copies=share) if units else []
+    attention = [each for each in dense.layer if _CUTS[each.module] in HEAD_CUTS]
+    router = round(share * shape.num_experts * width)  # never quantized
+    return replace(dense, layer=(*attention, *mlp, *experts, *shared), layer_vectors=dense.layer_vectors + router)
+
+
+_OF_HEADS = ("o_proj", "out_proj", "dense")
+"""Matrices behind attention."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.formats import FEW_ROWS
+from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS
 
 ProductOfFewRows = Callable[..., Tensor]
 """`linear_gpu.product_of_few_rows`."""
@@ -81,18 +81,22 @@ def _is_red_hat() -> bool:
 
 
 @cache
-def find_few_rows(name: str, device: str, dtype: torch.dtype) -> ProductOfFewRows | None:
+def find_few_rows(name: str, device: str) -> ProductOfFewRows | None:
     """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
 
-    It is tried for one row and for the most, since these have tiles of their own, and for scales that are no numbers
-    with inputs in fp16 and in bf16, if the GPU computes in that.
+    It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
+    the GPU computes in that.
     Without it a warning says, once, what the format of this `name` costs.
     """
     if device != "cuda":
         return None
     samples = {
-        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16, dtype=dtype)),
-        "int4_weight_only": (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.int32)),
+        "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16)),
+        "fp8_weight_only": (torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.ones(2, 16)),
+    }
+    samples |= {
+        storage: (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32))
+        for storage, group in INT4_GROUPS.items()
     }
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, samples[name]), instead=instead)
@@ -103,7 +107,7 @@ def _tried_few_rows(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
 
     weight_OI, scales = (operand.cuda() for operand in operands)
     halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
-    for dtype in (scales.dtype,) if scales.is_floating_point() else halves:
+    for dtype in halves:
         for num_rows in (1, FEW_ROWS):
             product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
     return product_of_few_rows

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
-from llama_ssp.kernels.linear import FLOATS, NIBBLES, NativeLinear
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
-from llama_ssp.weights import int4_rows
+from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
@@ -81,8 +79,9 @@ def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | N
 
 def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -> None:
     """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
-    num_heads, num_slots = GROUP // math.gcd(GROUP, head_dim), 5
-    width, attended = GROUP, num_heads * head_dim
+    width, num_slots = max(GROUPS.values()), 5
+    num_heads = width // math.gcd(width, head_dim)
+    attended = num_heads * head_dim
     shapes = (3 * attended, width), (width, attended), (2 * width, width), (width, width)
     qkv, output, gated, down = parts = [_small(kind, shape) for shape in shapes]
     qkv.take_in(torch.ones(width), 1.0, gates=False)
@@ -101,11 +100,5 @@ def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -
 
 def _small(kind: str, shape: tuple[int, int]) -> NativeLinear:
     """A layer of small whole weights."""
-    step, zero = 2.0**-6, 6
-    codes_OI = torch.arange(math.prod(shape)).view(shape).remainder(2 * zero + 1)
-    if kind == NIBBLES:
-        groups_OG = codes_OI[:, ::GROUP]
-        words_OG = int4_rows.words_of(torch.full(groups_OG.shape, step), torch.full_like(groups_OG, zero))
-        return NativeLinear(kind, codes_OI.to(torch.uint8), words_OG, None)
-    scales_O = torch.full(() if kind in FLOATS else shape[:1], step)
-    return NativeLinear(kind, codes_OI.sub(zero).to(FLOATS.get(kind, torch.int8)), scales_O, None)
+    weight_OI = torch.arange(math.prod(shape)).view(shape).remainder(13).sub(6)
+    return NativeLinear(kind, *sample(kind, weight_OI, 2.0**-6), None)

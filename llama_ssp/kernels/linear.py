@@ -24,17 +24,23 @@ from torch.nn import functional
 
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS
 from llama_ssp.weights import int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
-DOTS, NIBBLES = "dots", "nibbles"
+DOTS, FP8 = "dots", "fp8"
+NIBBLES = {128: "nibbles", 64: "nibbles_64", 32: "nibbles_32"}
+"""The kinds of int4 weights, by the inputs that share a word."""
+GROUPS = {kind: group for group, kind in NIBBLES.items()} | {FP8: FP8_GROUP}
+"""The inputs that share a word, by kind."""
 SIGN_BIT = 128
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
 
-COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "int4_weight_only": NIBBLES}
+COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "fp8_weight_only": FP8} | {
+    name: NIBBLES[group] for name, group in INT4_GROUPS.items()
+}
 """The kinds of the storage formats."""
 
 _FEW_ROWS = 5
@@ -130,7 +136,8 @@ class HalfLinear(Linear):
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
 
-NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), NIBBLES: ("avx512f",)}
+NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), FP8: ("f16c",),
+         **dict.fromkeys(NIBBLES.values(), ("avx512f",))}  # fmt: skip
 """Instructions of a CPU that each kind of compiled product needs."""
 
 
@@ -147,19 +154,33 @@ def product_of(kind: str) -> Operator | None:
 
 def _check(kind: str, product: Operator) -> None:
     """RuntimeError if a small product is wrong."""
-    if kind == NIBBLES:
-        codes_OI = torch.arange(BLOCK * GROUP).view(BLOCK, GROUP).remainder(15).to(torch.uint8)
-        scales, zeros_O1 = torch.full((BLOCK, 1), 0.5), torch.arange(BLOCK)[:, None]
-        packed, weight_OI = pack_nibbles(codes_OI, int4_rows.words_of(scales, zeros_O1)), (codes_OI - zeros_O1) * 0.5
-        x_MI, scales = torch.arange(GROUP).sub(60.0).expand(2, -1).contiguous(), torch.tensor(1.0)
-    else:
-        weight_OI = torch.arange(BLOCK * BLOCK).view(BLOCK, BLOCK).remainder(11).sub(5)
-        packed = pack(kind, weight_OI.to(FLOATS.get(kind, torch.int8)))
-        x_MI = torch.arange(-127.0, 129.0, 16)[None].expand(2, -1).clamp(max=127).contiguous()
-        scales = torch.ones(() if kind in FLOATS else BLOCK)
-    none = torch.empty(0)
-    if not torch.equal(product(x_MI, packed, scales, none, none, none, 0.0, False), x_MI @ weight_OI.t().float()):
+    num_inputs, none = GROUPS.get(kind, BLOCK), torch.empty(0)
+    weight_OI = torch.arange(BLOCK * num_inputs).view(BLOCK, num_inputs).remainder(11).sub(5)
+    x_MI = torch.linspace(-127, 113, BLOCK).repeat(2, num_inputs // BLOCK).clamp(max=127)
+    packed, scales = operands(kind, *sample(kind, weight_OI, 0.5))
+    wanted_MO = x_MI @ weight_OI.t().float() * 0.5
+    if not torch.equal(product(x_MI, packed, scales, none, none, none, 0.0, False), wanted_MO):
         raise RuntimeError(f"the product of {kind} is wrong on this CPU")
+
+
+def sample(kind: str, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -6 to 6, times a scale, as `NativeLinear` takes them."""
+    if kind in FLOATS:
+        return weight_OI.to(FLOATS[kind]), torch.tensor(scale)
+    if kind not in GROUPS:
+        return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
+    scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // GROUPS[kind]), scale)
+    if kind == FP8:
+        return weight_OI.to(torch.float8_e4m3fn).view(torch.uint8), scales_OG
+    zeros_O1 = torch.arange(len(weight_OI))[:, None].remainder(4).add(6)
+    return (weight_OI + zeros_O1).to(torch.uint8), int4_rows.words_of(scales_OG, zeros_O1)
+
+
+def operands(kind: str, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights in blocks, and their scales, as the operator of a kind takes what `NativeLinear` is given."""
+    if kind in GROUPS:
+        return pack_groups(kind, values_OI, scales_O), torch.tensor(1.0)
+    return pack(kind, values_OI), scales_O
 
 
 def pack(kind: str, values_OI: Tensor) -> Tensor:
@@ -172,13 +193,24 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
     return words.transpose(1, 2).reshape(num_outputs // BLOCK, -1)
 
 
-def pack_nibbles(codes_OI: Tensor, words_OG: Tensor) -> Tensor:
-    """Lay codes (0 to 15, in bytes) and the words of their groups in blocks of outputs, as `linear_cpu` draws it."""
-    low, high = codes_OI.view(-1, BLOCK, codes_OI.shape[1] // GROUP, GROUP // 8, 4, 2).unbind(5)
+def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
+    """Lay the bytes of FP8, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
+
+    `linear_cpu` draws them. In words of FP8 are the scales times 2^8.
+    """
+    num_groups = words_OG.shape[1]
+    if kind == FP8:
+        codes = codes_OI.view(-1, BLOCK, num_groups, GROUPS[kind]).permute(0, 2, 3, 1).flatten(2)
+        return _with_heads(words_OG * 2.0**8, codes)
+    low, high = codes_OI.view(-1, BLOCK, num_groups, GROUPS[kind] // 8, 4, 2).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
-    is_zero_OG = (codes_OI.unflatten(1, (-1, GROUP)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
-    words_OG = words_OG.masked_fill(is_zero_OG, 0)
+    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
+
+
+def _with_heads(words_OG: Tensor, codes: Tensor) -> Tensor:
+    """Put the words in front of the groups of all blocks."""
     heads = words_OG.view(-1, BLOCK, words_OG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
     return torch.cat([heads, codes], dim=2).flatten(1)
 
@@ -190,8 +222,8 @@ class NativeLinear(Linear):
 
     Args:
         kind: of `linear_cpu`.
-        values_OI: weights in int8, fp16 or fp32, or codes of 4 bits.
-        scales_O: one an output; of fp16 and fp32 one number; of 4 bits the words of all groups.
+        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits.
+        scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of 4 bits the words of all groups.
         bias_O: None for none.
     """
 
@@ -201,10 +233,7 @@ class NativeLinear(Linear):
         product = product_of(kind)
         assert product
         self.kind, self._product = kind, product
-        if kind == NIBBLES:
-            self._packed, self._scales_O = pack_nibbles(values_OI, scales_O), torch.tensor(1.0)
-        else:
-            self._packed, self._scales_O = pack(kind, values_OI), scales_O
+        self._packed, self._scales_O = operands(kind, values_OI, scales_O)
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
         self._bias_O = self._none if bias_O is None else bias_O
 
@@ -270,8 +299,7 @@ def native_of(linear: Linear) -> NativeLinear | None:
 def fits(kind: str, shape: torch.Size) -> bool:
     """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
     num_outputs, num_inputs = shape
-    taken = GROUP if kind == NIBBLES else BLOCK
-    return not (num_outputs % BLOCK or num_inputs % taken) and product_of(kind) is not None
+    return not (num_outputs % BLOCK or num_inputs % GROUPS.get(kind, BLOCK)) and product_of(kind) is not None
 
 
 def native_linear(

@@ -5,7 +5,8 @@
     halves    fp16, one scale           fp32                  fp32, one input after the other
     bytes     int8, a scale an output   fp32                  fp32, one input after the other
     dots      int8, a scale an output   int8, a scale a row   integers
-    nibbles   4 bits                    fp32                  fp32, group by group, one input after the other
+    fp8       E4M3, groups of 128       fp32                  fp32, group by group, one input after the other
+    nibbles   4 bits, groups of 128     fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
@@ -16,12 +17,16 @@ no sum crosses lanes. The sum of an output of a row therefore takes the same ste
 What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
 the MLP, whose gate and up blocks alternate.
 
-Of `nibbles` a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of
-a block's outputs. The codes of a group are multiplied as numbers from -8 to 7, and the rest of the zero is subtracted
-from their sum, once; most zeros are near 8, so little is lost:
+There are also `nibbles_64` and `nibbles_32`, with smaller groups. Of each a word of 32 bits holds eight inputs of
+an output, the first in its lowest bits, and a vector the words of a block's outputs. The codes of a group are
+multiplied as numbers from -8 to 7, and the rest of the zero is subtracted from their sum, once; most zeros are near 8,
+so little is lost:
 
     block | group | group | ...
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
+
+Of `fp8` the words are scales, and the 16 outputs of each input follow. A number's bits, moved, are those of an fp16
+number that is 2^-8 times as large, and the scales make up for it. Codes that are no numbers do not stay so.
 
 The thread that calls norms and quantizes the rows of a product, since they are few. Memory comes from torch.
 
@@ -34,6 +39,7 @@ from llama_ssp.kernels.emit import (
     F32,
     F32S,
     I8,
+    I16,
     I32,
     I32S,
     I64,
@@ -49,12 +55,13 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.settings.formats import INT4_GROUP, WORD_BYTES
+from llama_ssp.kernels.linear import FP8, GROUPS
+from llama_ssp.settings.formats import WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
-_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1}
-_ROW_BYTES = {"singles": 4, "halves": 4, "bytes": 4, "dots": 1, "nibbles": 4}
-_ONE_SCALE = {"singles", "halves", "nibbles"}
+_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
+I16S, HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
+_ONE_SCALE = {"singles", "halves", *GROUPS}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
@@ -72,7 +79,6 @@ _SERIAL = 2**16
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 _HEAD_BYTES = LANES * WORD_BYTES
-_GROUP_BYTES = _HEAD_BYTES + LANES * INT4_GROUP // 2
 """Of one block."""
 
 
@@ -82,7 +88,7 @@ def emit(kind: str) -> ir.Module:
     tiles = {
         (rows, blocks): _tile(module, kind, rows, blocks)
         for rows in range(1, _MOST_ROWS + 1)
-        for blocks in _numbers_of_blocks(rows)
+        for blocks in _numbers_of_blocks(kind, rows)
     }
     part = _part(module, kind, tiles, _finish(module, kind))
     part.linkage = "external"  # `layer_cpu` calls it too
@@ -176,9 +182,11 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
 
 
-def _numbers_of_blocks(num_rows: int) -> list[int]:
+def _numbers_of_blocks(kind: str, num_rows: int) -> list[int]:
     """How many blocks of outputs a tile may have, the most first."""
-    return sorted({1, 2, _BLOCKS[num_rows]}, reverse=True)
+    # The sums of 6 rows and 4 blocks, with those of a group, do not fit into registers, which halves FP8's speed.
+    most = 2 if kind == FP8 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
+    return sorted({1, 2, most}, reverse=True)
 
 
 def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
@@ -189,9 +197,9 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
     code.function.attributes.add("noinline")
     block_bytes = _block_bytes(code, kind, num_inputs)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
-    starts = [code.at(rows, code.mul(num_inputs, i64(row * _ROW_BYTES[kind]))) for row in range(num_rows)]
-    if kind == "nibbles":
-        found = _sums_of_groups(code, blocks, starts, num_inputs)
+    starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
+    if kind in GROUPS:
+        found = _sums_of_groups(code, kind, blocks, starts, num_inputs)
     else:
         found = _sums(code, kind, blocks, starts, num_inputs)
     for number, value in enumerate(found):
@@ -201,9 +209,19 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
 
 def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
-    if kind == "nibbles":
-        return code.mul(code.sdiv(num_inputs, i64(INT4_GROUP)), i64(_GROUP_BYTES))
+    if group := GROUPS.get(kind):
+        return code.mul(code.sdiv(num_inputs, i64(group)), i64(_group_bytes(kind)))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+
+
+def _group_bytes(kind: str) -> int:
+    """Bytes of a group of 16 outputs."""
+    return _HEAD_BYTES + LANES * GROUPS[kind] // (1 if kind == FP8 else 2)
+
+
+def _row_bytes(kind: str) -> int:
+    """Bytes of an input."""
+    return 1 if kind == "dots" else 4
 
 
 def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
@@ -215,7 +233,7 @@ def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_i
         for step in range(_UNROLLED):
             index = code.add(values[0], i64(step * taken))
             inputs = [
-                code.splat(code.read(code.at(start, code.mul(index, i64(_ROW_BYTES[kind]))), I32 if taken > 1 else F32))
+                code.splat(code.read(code.at(start, code.mul(index, i64(_row_bytes(kind)))), I32 if taken > 1 else F32))
                 for start in starts
             ]
             place = code.mul(index, i64(LANES * _VALUE_BYTES[kind]))
@@ -238,8 +256,17 @@ def _weights(code: Code, kind: str, place: Value) -> Value:
     if kind == "singles":
         return code.read(place, F32S)
     if kind == "halves":
-        return code.fpext(code.read(place, ir.VectorType(ir.HalfType(), LANES)), F32S)
-    return code.sitofp(code.sext(code.read(place, ir.VectorType(I8, LANES)), I32S), F32S)
+        return code.fpext(code.read(place, HALVES), F32S)
+    codes = code.read(place, ir.VectorType(I8, LANES))
+    if kind == FP8:
+        bits = code.shl(code.sext(codes, I16S), _shorts(7))
+        return code.fpext(code.bitcast(code.and_(bits, _shorts(~(1 << 14))), HALVES), F32S)
+    return code.sitofp(code.sext(codes, I32S), F32S)
+
+
+def _shorts(number: int) -> Value:
+    """A vector of equal constants."""
+    return ir.Constant(I16S, [number] * LANES)
 
 
 def _finish(module: ir.Module, kind: str) -> Value:
@@ -302,13 +329,13 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
 
     def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
         weights = code.at(given["weights"], code.mul(block, block_bytes))
-        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_ROW_BYTES[kind])))
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(kind))))
         code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], sums])
         code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
 
     def all_blocks(row: Value, num_rows: int) -> None:
         start = chunk
-        for num_blocks in _numbers_of_blocks(num_rows):
+        for num_blocks in _numbers_of_blocks(kind, num_rows):
             rest = code.sub(chunk_end, start)
             stop = code.add(start, code.sub(rest, code.srem(rest, i64(num_blocks))))
             with code.loop(start, stop, num_blocks) as (block,):
@@ -328,29 +355,43 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     return code.end()
 
 
-def _sums_of_groups(code: Code, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
+def _sums_of_groups(code: Code, kind: str, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first."""
-    number = len(rows) * len(blocks)
-    with code.loop(i64(0), code.sdiv(num_inputs, i64(INT4_GROUP)), 1, [floats(0.0)] * number) as totals:
-        heads = [code.at(block, code.mul(totals[0], i64(_GROUP_BYTES))) for block in blocks]
-        inputs = [code.at(row, code.mul(totals[0], i64(INT4_GROUP)), F32) for row in rows]
-        found = _sums_of_codes(code, [code.at(head, i64(_HEAD_BYTES)) for head in heads], inputs)
-        all_inputs = [_sum_of_inputs(code, row) for row in inputs]
-        for block, head in enumerate(heads):
-            word = code.read(head, I32S)
-            scales = code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S)
-            zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
-            for row, total in enumerate(all_inputs):
-                at = row * len(blocks) + block
-                value = code.fused(zeros, total, found[at])
-                totals[1 + at] = code.fused(scales, value, totals[1 + at])
+    number, group = len(rows) * len(blocks), GROUPS[kind]
+    with code.loop(i64(0), code.sdiv(num_inputs, i64(group)), 1, [floats(0.0)] * number) as totals:
+        heads = [code.at(block, code.mul(totals[0], i64(_group_bytes(kind)))) for block in blocks]
+        inputs = [code.at(row, code.mul(totals[0], i64(group)), F32) for row in rows]
+        bodies = [code.at(head, i64(_HEAD_BYTES)) for head in heads]
+        if kind == FP8:
+            found = _sums(code, kind, bodies, inputs, i64(group))
+            scales = [code.read(head, F32S) for head in heads]
+        else:
+            found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
+        for at, value in enumerate(found):
+            totals[1 + at] = code.fused(scales[at % len(blocks)], value, totals[1 + at])
     return totals[1:]
 
 
-def _sums_of_codes(code: Code, blocks: list[Value], rows: list[Value]) -> list[Value]:
+def _sums_of_zeroed_codes(
+    code: Code, group: int, heads: list[Value], bodies: list[Value], rows: list[Value]
+) -> tuple[list[Value], list[Value]]:
+    """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
+    found, scales = _sums_of_codes(code, group, bodies, rows), []
+    all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
+    for block, head in enumerate(heads):
+        word = code.read(head, I32S)
+        scales.append(code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S))
+        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
+        for row, total in enumerate(all_inputs):
+            at = row * len(heads) + block
+            found[at] = code.fused(zeros, total, found[at])
+    return found, scales
+
+
+def _sums_of_codes(code: Code, group: int, blocks: list[Value], rows: list[Value]) -> list[Value]:
     """The sums of inputs times codes in one group; see `_codes`."""
     number = len(rows) * len(blocks)
-    with code.loop(i64(0), i64(INT4_GROUP), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
+    with code.loop(i64(0), i64(group), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
         # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
         words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
         for place in range(_INPUTS_OF_WORD):
@@ -371,9 +412,9 @@ def _codes(code: Code, words: Value, place: int) -> Value:
     return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
 
 
-def _sum_of_inputs(code: Code, row: Value) -> Value:
+def _sum_of_inputs(code: Code, group: int, row: Value) -> Value:
     """The sum of a row's inputs in one group, in all lanes."""
     total = code.read(row, F32S)
-    for first in range(LANES, INT4_GROUP, LANES):
+    for first in range(LANES, group, LANES):
         total = code.fadd(total, code.read(row, F32S, i64(first)))
     return code.splat(code.halves(total, code.fadd))

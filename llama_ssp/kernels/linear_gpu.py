@@ -1,4 +1,4 @@
-"""A Triton kernel for the product of a few rows with an int8 or int4 matrix; torch's own is far below memory bandwidth.
+"""A Triton kernel for products of a few rows with int8, FP8 or int4 weights; torch's are far below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
 multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
@@ -11,10 +11,11 @@ second kernel adds the parts. `tiles_of` chooses both. Blocks that read the same
 A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
 inputs of a warp and a split depend on the matrix alone.
 
-In int4 the inputs of a warp are one group of `weights.int4_rows`: its first 64 are in the low halves of 64 bytes, the
-others in the high halves, so that both are multiplied where they are. The warp scales their sum.
+In int4 the inputs of a warp are one group of `weights.int4_rows`: its first half is in the low halves of bytes, the
+others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
+where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large.
 
-Shapes: M rows, I inputs, O outputs, S splits, G groups of 128 inputs.
+Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs.
 """
 
 from functools import cache
@@ -25,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
@@ -112,6 +112,16 @@ def _converted_halves(bytes_tile, words, HALF: tl.constexpr, PTX: tl.constexpr):
     return low, high
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _converted_floats(bytes_tile, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers in E4M3 as fp16 or bf16, times 2^-8."""
+    bits = ((bytes_tile.to(tl.int16) << 7) & -16385).to(tl.int16)
+    numbers = bits.to(tl.float16, bitcast=True)
+    if tl.float16 != HALF:
+        numbers = numbers.to(tl.float32).to(HALF)
+    return numbers
+
+
 @triton.jit
 def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
     """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
@@ -129,11 +139,13 @@ def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up the warps' sums, 4 or 8, in pairs."""
+    """Add up the warps' sums, 4, 8 or 16, in pairs."""
     sums = tl.permute(total, (1, 2, 0))
     pairs = tl.split(tl.reshape(sums, (OUTPUTS, ROWS, WARPS // 2, 2)))
     pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 4, 2)))
     if WARPS // 4 > 1:
+        pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, WARPS // 8, 2)))
+    if WARPS // 8 > 1:
         pairs = tl.split(tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS, 2)))
     return tl.reshape(pairs[0] + pairs[1], (OUTPUTS, ROWS))
 
@@ -156,7 +168,7 @@ def _store(  # type: ignore[no-untyped-def]
 def _product(  # type: ignore[no-untyped-def]
     x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
-    IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -182,15 +194,19 @@ def _product(  # type: ignore[no-untyped-def]
         is_x = is_row[None, :, None] & is_input
         x_tile = tl.load(x_places + start, mask=is_x, other=0.0)
         bytes_tile = tl.load(weight_places + start // byte_weights, mask=is_input, other=0)
+        if GROUP > 0:
+            groups = (start + warps * INPUTS) // GROUP
+            words = tl.load(scales + groups * num_outputs + read[None, :], mask=groups * GROUP < num_inputs, other=0)
         if is_int4:
-            groups = start // INPUTS + warps
-            is_group = groups * INPUTS < num_inputs
-            words = tl.load(scales + groups * num_outputs + read[None, :], mask=is_group, other=0)
             low, high = _converted_halves(bytes_tile, words, half, PTX)
             others = tl.load(x_places + start + warp_bytes, mask=is_x, other=0.0)
             part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), low, x_tile)
             part = _added(part, high, others)
             total += part * (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
+        elif GROUP > 0:
+            numbers = _converted_floats(bytes_tile, half)
+            part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), numbers, x_tile)
+            total += part * (words * 256.0)[:, :, None]
         else:
             total = _added(total, _converted(bytes_tile, half, PTX), x_tile)
     result = _sum_of_warps(total, WARPS, OUTPUTS, ROWS)
@@ -201,7 +217,7 @@ def _product(  # type: ignore[no-untyped-def]
         tl.store(y + places, result, mask=is_stored)
     else:
         outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
-        _store(result, None if is_int4 else scales, bias, residual, y, outputs, places, is_stored)
+        _store(result, None if GROUP > 0 else scales, bias, residual, y, outputs, places, is_stored)
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
@@ -239,13 +255,14 @@ def _unpack_codes(  # type: ignore[no-untyped-def]
 def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor) -> None:
     """Write int4 weights as numbers; `codes_CI` (C, I / 2) and `into_CI` (C, I) are contiguous."""
     num_outputs, num_inputs = into_CI.shape
-    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * GROUP))](
-        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=GROUP // 2, num_warps=4
+    group = num_inputs // len(words_GC)
+    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * group))](
+        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=group // 2, num_warps=4
     )
 
 
 WARP_BYTES = 64
-"""Bytes that a warp reads of a row of weights in a step: two sectors of memory."""
+"""Bytes that a warp reads of a row of int8 weights in a step: two sectors of memory."""
 STEP = 512
 """Inputs that all warps read in a step."""
 _LEAST_SAVED = 4
@@ -277,16 +294,16 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, byte_weights: int
+    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, group: int | None
 ) -> Tiles:
     """Cut a product for a GPU with so many multiprocessors; only the tile of rows depends on the number of rows.
 
     Small matrices have small blocks. If these leave half of the multiprocessors idle, they are split over the inputs.
     The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of int8 weights in a step,
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
-    2020 has. In int4 half as many warps read as many bytes each, so that a warp has one group of 128 inputs.
+    2020 has. In int4 a warp has one group, and there are as many warps as give 512 inputs.
 
-    `value_bytes` is the size of an input, and `byte_weights` the weights in a byte.
+    `value_bytes` is the size of an input, and `group` the inputs that share a word of int4, None for bytes.
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
@@ -296,7 +313,7 @@ def tiles_of(
     if num_steps - split_steps < _LEAST_SAVED:
         split_steps = num_steps
     rows = next((rows for rows in (8, 16) if num_rows <= rows), 32 if is_half else 16)
-    warp_inputs = WARP_BYTES * byte_weights
+    warp_inputs = group or WARP_BYTES
     return Tiles(
         rows=rows, outputs=outputs, split_inputs=split_steps * STEP, warp_inputs=warp_inputs,
         num_warps=STEP // warp_inputs, num_stages=4 if rows * value_bytes <= 32 else 3,  # noqa: PLR2004 - 99 KiB
@@ -319,9 +336,9 @@ def product_of_few_rows(
 
     Args:
         x_MI: inputs in fp32, bf16 or fp16.
-        weight_OI: int8 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in the dtype of x as bias and residual are; of int4, the words (G, O), contiguous.
-        bias_O: None for no bias.
+        weight_OI: int8 or E4M3 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
+        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, contiguous.
+        bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """
@@ -329,10 +346,13 @@ def product_of_few_rows(
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
+    group = num_inputs // len(scales) if scales.ndim == 2 else 0  # noqa: PLR2004 - a matrix
+    if weight_OI.dtype is torch.float8_e4m3fn:
+        weight_OI = weight_OI.view(torch.int8)
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
-        byte_weights=2 if is_int4 else 1,
+        group=group if is_int4 else None,
     )  # fmt: skip
     y_MO = x_MI.new_empty(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()
@@ -340,12 +360,12 @@ def product_of_few_rows(
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](
         x_MI, weight_OI, scales, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
-        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, IS_SPLIT=is_split,
-        PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group,
+        IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
-            parts, None if is_int4 else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
+            parts, None if group else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
             ELEMENTS=_SUMMED,
         )  # fmt: skip
     return y_MO

@@ -21,10 +21,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import num_positions, record_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
@@ -199,9 +200,15 @@ class LibraryCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D)."""
-        written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        return self.view.update(written_M2ND, layer_idx)
+        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D).
+
+        Values that are narrower than keys are padded.
+        """
+        width = value_states.shape[-1]
+        wide = functional.pad(value_states, (0, key_states.shape[-1] - width))
+        written_M2ND = torch.cat([key_states, wide], dim=1).transpose(1, 2).flatten(0, 1)
+        keys, values = self.view.update(written_M2ND, layer_idx)
+        return keys, values[..., :width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Always 0: rows have different lengths, and positions are always given."""
@@ -326,7 +333,7 @@ class CachedRunner:
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.vocab_size: int = config.vocab_size
-        self.max_position_embeddings: int = config.max_position_embeddings
+        self.max_position_embeddings: int = num_positions(lambda name: getattr(config, name, None))
         self.num_allocations = 0
         self._num_layers: int = config.num_hidden_layers
         self._windows = record_of(config.model_type).windows_of(config)

@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -31,24 +31,26 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from llama_ssp.architectures.family import family_of, record_of
-from llama_ssp.architectures.matrices import cut_of, split_model
+from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
+from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.llama.head import HeadRunner, build_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, LocalModule, RowLinear, Slice, cut_dim, shard
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
-from llama_ssp.weights.checkpoint import num_mtp_layers, summary
+from llama_ssp.settings.stored import settled
+from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import WeightSource, storage_of
 
 Progress = Callable[[int, int], None]
 
@@ -147,8 +149,14 @@ class Weights:
         precision = loading.get("precision", UNQUANTIZED)
         check_packed(model, origin, sources, precision.quantization)
         if precision.rounds_inputs:
-            model.config._attn_implementation = BY_POSITION[model.config._attn_implementation]
-        self._model, self._origin, self._device, self._places = model, origin, device, places or {}
+            attention = model.config._attn_implementation
+            if attention not in BY_POSITION:
+                raise ConfigError(
+                    f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
+                    "model.quantization=none or int8_weight_only"
+                )
+            model.config._attn_implementation = BY_POSITION[attention]
+        self._model, self._origin, self.device, self._places = model, origin, device, places or {}
         self._dtype, self._progress = loading["dtype"] or origin.dtype, loading.get("progress")
         self._table = {name: self._row(name, source) for name, source in sources.items()}
         self._uses = Counter(self._table.values())
@@ -185,12 +193,13 @@ class Weights:
 
     def _row(self, name: str, source: str) -> _Row:
         module, leaf = self._find(name)
-        cut = module.slices.get(leaf) if isinstance(module, LocalModule) else None
-        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self._device)
+        slices: Mapping[str, Slice] = getattr(module, "slices", {})
+        cut = slices.get(leaf)
+        device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self.device)
         return _Row(source, cut, device)
 
     def _read(self, row: _Row) -> Tensor:
-        dim, parts = (row.cut.dim, [row.cut.part]) if row.cut else (None, [])
+        dim, parts = (row.cut.dim, row.cut.parts) if row.cut else (None, [])
         return self._origin.read(row.source, dim=dim, parts=parts, dtype=self._dtype, device=row.device)
 
 
@@ -253,12 +262,17 @@ def load_modules(
 
 
 def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
-    """Fill the modules of transformers with weights in the given precision, linear layers one by one."""
-    if quantize := loading.get("precision", UNQUANTIZED).kernel:
-        with _returning_memory():
-            for name, module in list(_linear_layers(model)):
+    """Fill the modules of transformers with weights in the given precision, linear layers and experts one by one."""
+    quantize = loading.get("precision", UNQUANTIZED).kernel
+    with _returning_memory():
+        for name, module in list(_linear_layers(model)) if quantize else []:
+            assert quantize
+            weights.fill(f"{name}.")
+            model.set_submodule(name, QuantizedLinear(module, quantize))
+        for name, module in list(_experts(model)):
+            if can_be_own(module) and (quantize or weights.device.type == "cpu"):
                 weights.fill(f"{name}.")
-                model.set_submodule(name, QuantizedLinear(module, quantize))
+                model.set_submodule(name, OwnExperts(module, quantize))
     weights.fill()
 
 
@@ -288,6 +302,7 @@ def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.devi
 
 def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
     """What each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    whole = kept_whole(origin.shape, whole)
     return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
 
 
@@ -304,7 +319,9 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
-    config._attn_implementation = record_of(origin.config.model_type).attention
+    family = record_of(origin.config.model_type)
+    has_sdpa = family.is_written or model_class._supports_sdpa
+    config._attn_implementation = family.attention if has_sdpa else "eager"
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
         with init_empty_weights():
@@ -424,54 +441,86 @@ def check_model(
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
-    family_of(origin.shape.model_type)
     whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
-    check_packed(model, origin, find_sources(model, origin), quantization)
-    _check_quantizable(model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles)
+    kept = check_packed(model, origin, find_sources(model, origin), quantization)
+    _check_experts(model, quantization, num_ranks=num_ranks, is_stored=storage_of(origin) is not None)
+    _check_quantizable(
+        model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
+        is_stored=storage_of(origin) is not None,
+    )  # fmt: skip
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
 
-def check_packed(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str) -> None:
-    """Check that weights which are stored packed belong to the layers that are quantized, and that all of those are.
+def check_packed(
+    model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str], quantization: str
+) -> frozenset[str]:
+    """Check that weights which are stored packed belong to the layers that may be; returns those of others of them.
 
-    ConfigError if `quantization` is another format; CheckpointError if only some of the layers are packed.
+    ConfigError if `quantization` is another format; CheckpointError if others than linear layers of the decoder layers
+    are packed, or only some of those with one input.
     """
-    packed = {name for name, source in sources.items() if origin.tensors[source].is_packed}
+    packed = {name for name, source in sources.items() if origin.tensors[source].storage}
     if not packed:
-        return
-    if not format_of(quantization).reads_packed:
-        able = ", ".join(storage.name for storage in formats().values() if storage.reads_packed)
-        raise ConfigError(
-            f"{origin.folder} holds weights of 4 bits, and model.quantization={quantization} was given: "
-            f"model.quantization={able} (draft.model.quantization for a draft) is required"
-        )
-    odd = sorted(packed ^ {f"{name}.weight" for name, _ in _linear_layers(model)})
+        return frozenset()
+    assert settled(quantization, storage_of(origin), where=origin.folder) == quantization, "given as the files have it"
+    layers = {name: f"{name}.weight" in packed for name, _ in _linear_layers(model)}
+    of_one_input: dict[tuple[str, str], set[bool]] = {}
+    for name, is_packed in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
+    odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
+    experts = {f"{name}.{part}" for name, module in _experts(model) if can_be_own(module) for part in _OF_EXPERTS}
+    odd += sorted(packed - {f"{name}.weight" for name in layers} - experts)
     if odd:
         raise CheckpointError(
-            f"{origin.folder} must hold 4 bits for all linear layers of the decoder layers and for nothing else, which "
-            f"is not so for {summary(odd)}: quantize the original checkpoint with model.quantization={quantization}"
+            f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
+            f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
+            f"original checkpoint with model.quantization={quantization}"
         )
+    return frozenset(name for name, is_packed in layers.items() if not is_packed)
+
+
+def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, is_stored: bool) -> None:
+    """Check that experts can be quantized; raises as `_check_quantizable`."""
+    storage, model_type = format_of(quantization), model.config.model_type
+    for name, module in _experts(model) if storage.is_quantized else ():
+        if not can_be_own(module):
+            raise ConfigError(
+                f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
+            )
+        shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
+        units = module.down_proj.shape[2]
+        widths = {module.gate_up_proj.shape[2], *(each.num_features(Cut.mlp_units, units) for each in shards)}
+        if odd := [width for width in widths if width % storage.group]:
+            other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
+            raise PlacementError(
+                f"{storage.name} packs {storage.group} inputs at a time, and the experts {name} have {min(odd)}: "
+                f"use fewer ranks, or {other}"
+            )
 
 
 def _check_quantizable(
-    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool
-) -> None:
-    """Check that a whole model, before `tensor_parallel.shard`, can be quantized.
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
+    kept: Collection[str], is_stored: bool,
+) -> None:  # fmt: skip
+    """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
+
+    `is_stored` says that its files hold the quantized weights.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
     """
     storage = format_of(quantization)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
-    layers = dict(_linear_layers(model))
+    layers = {name: layer for name, layer in _linear_layers(model) if name not in kept}
     cut_dims = {name: cut_dim(model, name, whole=whole) if num_ranks > 1 else None for name in layers}
 
     def sizes(name: str, dim: int) -> set[int]:
         """Those of a layer, or of its slices on all ranks."""
         if cut_dims[name] == dim:
-            return {len(shard.features(cut_of(name))) for shard in shards}
+            return {shard.num_features(cut_of(name), layers[name].weight.shape[dim]) for shard in shards}
         return {layers[name].weight.shape[dim]}
 
     if (package := storage.package) and find_spec(package.name) is None:
@@ -488,10 +537,22 @@ def _check_quantizable(
             if width % storage.group:
                 is_cut = cut_dims[name] == 1
                 where = f" on one of {num_ranks} ranks" if is_cut else ""
+                other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
                 raise PlacementError(
                     f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
-                    f"use {'another number of ranks, or ' if is_cut else ''}quantization=int8_weight_only"
+                    f"use {'another number of ranks, or ' if is_cut else ''}{other}"
                 )
+
+
+_OF_EXPERTS = ("gate_up_proj", "down_proj")
+"""Tensors of a module of experts, all of them in each."""
+
+
+def _experts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """All modules of experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            yield name, module
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -10,15 +10,17 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 """
 
 import re
-from typing import NamedTuple
+from copy import copy
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llama_ssp.architectures.family import family_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import (
     HEAD_CUTS,
+    Cut,
     HeadShard,
     RankShard,
     cut_of,
@@ -32,12 +34,15 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.schema import ModelShape, WholeParts
 
+EXPERTS = "moe_tp_experts"
+"""The library's style of a module of experts, each of which is cut."""
+
 
 class Slice(NamedTuple):
-    """This rank's part of a parameter along one dimension."""
+    """This rank's parts of a parameter along one dimension, in order."""
 
     dim: int
-    part: range
+    parts: tuple[range, ...]
 
 
 class LocalModule(nn.Module):
@@ -59,7 +64,7 @@ class LocalModule(nn.Module):
             if parameter is not None:
                 sizes = list(parameter.shape)
                 if name in slices:
-                    sizes[slices[name].dim] = len(slices[name].part)
+                    sizes[slices[name].dim] = sum(map(len, slices[name].parts))
                 parameter = nn.Parameter(parameter.new_empty(sizes), requires_grad=False)
             self.register_parameter(name, parameter)
 
@@ -67,8 +72,8 @@ class LocalModule(nn.Module):
 class ColumnLinear(LocalModule):
     """Some of the outputs of a linear layer, with their biases."""
 
-    def __init__(self, whole: nn.Linear, part: range) -> None:
-        super().__init__(whole, {"weight": Slice(0, part), "bias": Slice(0, part)})
+    def __init__(self, whole: nn.Linear, parts: tuple[range, ...]) -> None:
+        super().__init__(whole, {"weight": Slice(0, parts), "bias": Slice(0, parts)})
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to this rank's outputs (B, T, O)."""
@@ -78,8 +83,8 @@ class ColumnLinear(LocalModule):
 class GatheredLinear(ColumnLinear):
     """A column-parallel layer whose outputs, `sizes` by rank, are gathered on all ranks, such as the logits."""
 
-    def __init__(self, whole: nn.Linear, part: range, *, comm: Comm, sizes: tuple[int, ...]) -> None:
-        super().__init__(whole, part)
+    def __init__(self, whole: nn.Linear, parts: tuple[range, ...], *, comm: Comm, sizes: tuple[int, ...]) -> None:
+        super().__init__(whole, parts)
         self._comm = comm
         self.sizes = sizes
 
@@ -91,8 +96,8 @@ class GatheredLinear(ColumnLinear):
 class RowLinear(LocalModule):
     """Some of the inputs of a linear layer; the bias is whole and is added to the sum."""
 
-    def __init__(self, whole: nn.Linear, part: range, *, comm: Comm) -> None:
-        super().__init__(whole, {"weight": Slice(1, part)})
+    def __init__(self, whole: nn.Linear, parts: tuple[range, ...], *, comm: Comm) -> None:
+        super().__init__(whole, {"weight": Slice(1, parts)})
         self._comm = comm
 
     def forward(self, x_BTI: Tensor) -> Tensor:
@@ -114,7 +119,7 @@ class VocabularyEmbedding(LocalModule):
     embed_scale: Tensor | None
 
     def __init__(self, whole: nn.Embedding, part: range, *, comm: Comm) -> None:
-        super().__init__(whole, {"weight": Slice(0, part)})
+        super().__init__(whole, {"weight": Slice(0, (part,))})
         self._part = part
         self._comm = comm
         self.register_buffer("embed_scale", getattr(whole, "embed_scale", None), persistent=False)
@@ -148,7 +153,10 @@ def shard(
         style = _style(plan, name)
         # A family's own embedding class does more than look up; it stays whole unless the family's record allows it.
         is_own_embedding = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
-        if style.startswith("replicated") or (is_own_embedding and not family_of(shape.model_type).cuts_own_embedding):
+        if style.startswith("replicated") or (is_own_embedding and not record_of(shape.model_type).cuts_own_embedding):
+            continue
+        if style == EXPERTS:
+            _cut_experts(module, shards[comm.rank], comm)
             continue
         if stays_whole(name, whole):
             continue
@@ -172,28 +180,50 @@ def _style(plan: dict[str, str], name: str) -> str:
 def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard, ...], comm: Comm) -> LocalModule:
     """Make this rank's sharded module."""
     cut = cut_of(name)
-    part, size = shards[comm.rank].features(cut), shards[-1].features(cut).stop
+    size = _size_of(module, style)
+    parts, end = shards[comm.rank].features(cut, size), shards[-1].features(cut, size)[-1].stop
     local: LocalModule
     match style, module:
-        case "colwise", nn.Linear(out_features=found):
-            local = ColumnLinear(module, part)
-        case "colwise_gather_output" | "colwise_rep", nn.Linear(out_features=found):
-            local = GatheredLinear(module, part, comm=comm, sizes=widths(shards, cut))
-        case "rowwise", nn.Linear(in_features=found):
-            local = RowLinear(module, part, comm=comm)
-        case "embedding_rowwise", nn.Embedding(num_embeddings=found):
-            local = VocabularyEmbedding(module, part, comm=comm)
+        case "colwise", nn.Linear():
+            local = ColumnLinear(module, parts)
+        case "colwise_gather_output" | "colwise_rep", nn.Linear() if cut is Cut.vocabulary:
+            local = GatheredLinear(module, parts, comm=comm, sizes=widths(shards, cut, size))
+        case "rowwise", nn.Linear():
+            local = RowLinear(module, parts, comm=comm)
+        case "embedding_rowwise", nn.Embedding():
+            local = VocabularyEmbedding(module, parts[0], comm=comm)
         case _:
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
             raise PlacementError(message)
-    if found != size:
-        message = f"{name} has {found} features where the config says {size} ({cut.value}): run this model on one rank"
+    if end != size:
+        message = f"{name} has {size} features where the config says {end} ({cut.value}): run this model on one rank"
         raise PlacementError(message)
     return local
 
 
-def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:
+def _size_of(module: nn.Module, style: str) -> int:
+    """The features of a linear layer, or the rows of an embedding, along the dimension that is cut."""
+    weight: Any = module.weight
+    size: int = weight.shape[int(style == "rowwise")]
+    return size
+
+
+def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
+    """Keep this rank's units of each expert, all as (experts, outputs, inputs), and add up what the ranks compute."""
+    cuts = {"gate_up_proj": (1, Cut.gate_up), "down_proj": (2, Cut.mlp_units)}
+    slices = {}
+    for name, (dim, cut) in cuts.items():
+        whole: Tensor = getattr(experts, name)
+        slices[name] = Slice(dim, shard.features(cut, whole.shape[dim]))
+        sizes = list(whole.shape)
+        sizes[dim] = sum(map(len, slices[name].parts))
+        setattr(experts, name, nn.Parameter(whole.new_empty(sizes), requires_grad=False))
+    experts.slices = slices  # read by `loading`, as those of a `LocalModule`
+    experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
+
+
+def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers
     """Set an attention module's numbers of heads to those of this rank."""
     num_heads, num_kv_heads = len(heads.query_heads), len(heads.kv_heads)
     counts = {
@@ -204,3 +234,6 @@ def _set_local_heads(attention: nn.Module, heads: HeadShard) -> None:
     }
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
+    if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
+        attention.config = copy(attention.config)
+        attention.config.num_attention_heads = num_heads

@@ -19,8 +19,16 @@ from functools import lru_cache
 from itertools import cycle, pairwise
 from typing import Any
 
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import Inventory, Matrix, RankShard, check_deepspeed, split_blocks, split_model
+from llama_ssp.architectures.family import inventory, kept_whole, record_of
+from llama_ssp.architectures.matrices import (
+    Cut,
+    Inventory,
+    Matrix,
+    RankShard,
+    check_deepspeed,
+    split_blocks,
+    split_model,
+)
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -48,6 +56,7 @@ def _split(
 ) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
     """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
     shape = ModelShape(**dict(sizes))
+    whole = kept_whole(shape, whole)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     if num_ranks == 1:
         return shards, (inventory(shape),)
@@ -91,12 +100,15 @@ def weight_bytes(
     dtype: Dtype,
     quantization: str,
     matrix_dtype: Dtype | None = None,
+    expert_dtype: Dtype | None = None,
     packed: StoredFormat | None = None,
+    kept_shares: tuple[tuple[str, float], ...] = (),
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
-    applies to the matrices of layers, `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
+    is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
+    module in `kept_shares`, and `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
     nearly every head stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
@@ -108,8 +120,12 @@ def weight_bytes(
         if packed:
             stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
         else:
-            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
-        row_scales = storage.row_bytes(size) * matrix.num_rows
+            unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
+            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized)
+        row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
+        if share := dict(kept_shares).get(matrix.module):
+            unquantized = matrix_size * kept(matrix).num_elements
+            stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -139,8 +155,9 @@ def weight_bytes(
 
 def packed_bytes(matrix: Matrix, packed: StoredFormat, *, value_bytes: int) -> int:
     """Bytes of a matrix in the format of a checkpoint; where it is kept, a weight has `value_bytes`."""
-    unquantized = value_bytes * matrix.num_elements
-    return packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
+    unquantized = value_bytes * matrix.num_rows * matrix.num_columns
+    one = packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
+    return round(matrix.copies * one)
 
 
 def head_bytes(output: Matrix, packed: StoredFormat | None, *, value_bytes: int) -> int:
@@ -161,7 +178,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        packed=model.packed,
+        expert_dtype=model.expert_dtype(device), packed=model.packed, kept_shares=model.kept_shares,
     )  # fmt: skip
 
 
@@ -169,7 +186,11 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    return model_bytes(held, model, device=device).total_bytes - DTYPE_BYTES[model.dtype] * tables
+    read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
+    return (
+        model_bytes(read if held.experts else held, model, device=device).total_bytes
+        - DTYPE_BYTES[model.dtype] * tables
+    )
 
 
 GB = 10**9
@@ -225,8 +246,8 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
         return
     if format_of(quantization).is_quantized:
         raise PlacementError(
-            f"placement.target.offload={offload.name} supports only unquantized layers, and model.quantization="
-            f"{quantization} was given: use model.quantization=none, or no offload"
+            f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
+            f"{quantization}: use model.quantization=none on unquantized files, or no offload"
         )
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
@@ -346,7 +367,7 @@ def _parts(
             cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
-            units=len(shard.mlp_units),
+            units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
             working_bytes=size * int(min(max(held.products), most_unpacked)),
             beside_bytes=whole_bytes or weights.beside_bytes,
         )

@@ -211,7 +211,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
         "dtype": model.dtype.name,
         "matrix_dtype": model.matrix_dtype(plan.job.device).name,
         "quantization": model.quantization,
-        "stored_format": model.packed and model.packed.name,
+        "stored_format": model.stored_format and model.stored_format.name,
         "num_parameters": whole.num_parameters,
         "weights_bytes": once.total_bytes,
         "repeated_bytes": held - once.total_bytes,

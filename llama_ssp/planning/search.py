@@ -37,7 +37,7 @@ from llama_ssp.planning.spec import (
 )
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
     ADAPTIVE,
@@ -119,8 +119,8 @@ def length_setting(job: PlanSpec) -> str:
 
 def _of_choice(job: PlanSpec) -> Iterator[str]:
     """The settings of a job of a search besides the names of its models."""
-    if job.draft and format_of(job.draft.quantization).is_quantized:
-        yield f"draft.model.quantization={job.draft.quantization}"
+    if job.draft and job.draft.setting != NO_QUANTIZATION:
+        yield f"draft.model.quantization={job.draft.setting}"
     yield from placement_settings(job)
     if job.drafts:
         yield length_setting(job)
@@ -273,9 +273,9 @@ def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
 
 
 def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
-    job, storage, found = one.job, format_of(one.job.target.quantization), one.figures()
+    job, quantization, found = one.job, one.job.target.setting, one.figures()
     settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
-    settings += [f"model.quantization={storage.name}"] if storage.is_quantized else []
+    settings += [f"model.quantization={quantization}"] if quantization != NO_QUANTIZATION else []
     settings += _of_choice(job)
     return {
         "target": job.target.name,
@@ -563,9 +563,9 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:
         drafting.append(asked)
-    entries = [replace(config.model, quantization=name) for name in formats()]
-    targets = [planned_model(entry, device=asked.device) for entry in entries]
-    targets = [target for target in targets if target.can_be(target.quantization)]
+    entries = {name: replace(config.model, quantization=name) for name in formats()}
+    found = {name: planned_model(entry, device=asked.device) for name, entry in entries.items()}
+    targets = [target for name, target in found.items() if target.can_be(name)]
     return [replace(job, target=target) for target in targets for job in (plain, *drafting)]
 
 
@@ -647,7 +647,7 @@ def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Ite
         yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
-    if job.target.quantization != entry.quantization:
-        yield f"model.quantization={job.target.quantization}"
+    if job.target.setting != entry.quantization:
+        yield f"model.quantization={job.target.setting}"
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
     yield from _of_choice(job)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
-from llama_ssp.architectures.family import families, family_of, inventory, record_of
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.experts import expert_sizes
+from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
-from llama_ssp.settings.formats import format_of, formats
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     MOST_PIECES,
@@ -56,7 +57,8 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `stored_format` is that of linear layers that its files quantize. `quantized_dtype` is its number format if it is
+    `stored_format` is that of linear layers that its files quantize, and `quantization` then what runs keep them in if
+    they can read it. `quantized_dtype` is its number format if it is
     quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
     supports its family.
     """
@@ -98,7 +100,7 @@ class PlannedModel:
 
     @property
     def packed(self) -> StoredFormat | None:
-        """The format of its files, if its linear layers stay in it: a quantization that is given has precedence."""
+        """The format of its files, if runs do not read it: a quantization that is given has precedence."""
         is_known = self.stored_format is not None and self.stored_format.bits is not None
         return self.stored_format if is_known and not format_of(self.quantization).is_quantized else None
 
@@ -108,12 +110,21 @@ class PlannedModel:
         storage = format_of(self.quantization)
         return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
 
+    @property
+    def kept_shares(self) -> tuple[tuple[str, float], ...]:
+        """See `StoredFormat`, of files that runs read."""
+        return self.stored_format.kept_shares if self.stored_format and self.stored_format.storage else ()
+
+    @property
+    def setting(self) -> str:
+        """The `model.quantization` that a run needs for this: none for weights that are stored so."""
+        return NO_QUANTIZATION if self.stored_format and self.stored_format.storage else self.quantization
+
     def can_be(self, quantization: str) -> bool:
         """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
         if self.stored_format is None:
-            return True
-        storage = format_of(quantization)
-        return storage.reads_packed if self.stored_format.problem is None else not storage.is_quantized
+            return quantization == NO_QUANTIZATION or format_of(quantization).change_weight is not None
+        return quantization == (self.stored_format.storage or NO_QUANTIZATION)
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -124,8 +135,12 @@ class PlannedModel:
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
+        return self.expert_dtype(device) if self.is_lean else self.dtype
+
+    def expert_dtype(self, device: str) -> Dtype:
+        """The same of experts, whose linear layers are the lean decoder's on a CPU."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32
-        return Dtype.fp16 if is_kept and self.stored.is_short and self.is_lean else self.dtype
+        return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +280,7 @@ def resolve_shapes(config: PlanConfig) -> None:
     """
     for model in (config.model, config.draft.model):
         if model:
-            resolved = planned_model(model, device="cpu", any_family=True)
+            resolved = planned_model(model, device="cpu")
             model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
 
@@ -296,7 +311,9 @@ def make_job(
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
     if config.weights is WeightsKind.synthetic:
-        target, draft = replace(target, stored_format=None), draft and replace(draft, stored_format=None)
+        target = replace(target, stored_format=None, quantization=config.model.quantization)
+        if draft and config.draft.model:
+            draft = replace(draft, stored_format=None, quantization=config.draft.model.quantization)
     layout = lay_out_replica(placement, world_size=world_size, has_draft=draft is not None)
     first = layout.target_ranks[0] // num_gpus * num_gpus
     is_layer_wise = placement.target.kind is TargetKind.accelerate
@@ -360,21 +377,23 @@ def _quantized_number_format(model: ModelConfig) -> Dtype:
     return model.stored_dtype if model.gpu_dtype is Dtype.auto else model.gpu_dtype
 
 
-def planned_model(model: ModelConfig, *, device: str, any_family: bool = False) -> PlannedModel:
+def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     """Resolve a model's shape and number format; an entry without a shape is read from the folder's config.json.
 
     The config.json of a folder also says how its linear layers are stored. Without a shape and a folder, ConfigError is
-    raised; `read_config` describes `any_family` and says what else is raised.
+    raised; `read_config` says what else is.
     """
     shape = model.shape
     if shape is None:
         if model.path is None:
             raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
-        shape, stored = read_config(read_path(model.path), any_family=any_family)
+        shape, stored = read_config(read_path(model.path))
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
         packed = read_stored_format(read_path(model.path), shape)
+    if packed and packed.storage and model.quantization == NO_QUANTIZATION:
+        model = replace(model, quantization=packed.storage)
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
@@ -393,35 +412,35 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size
 _OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
 """Sizes that must be in the file of a family that the engine runs, and in that of any other."""
 _ALL_SIZES = (*_OF_RUNS, "intermediate_size", "num_key_value_heads", "head_dim")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
 _UNSAID_POSITIONS = 2**17
 """Context of a model whose file names no limit."""
 
 
-def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, Dtype]:
+def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
-    With `any_family`, families that the engine does not run are read too. A file that is missing, not
-    JSON, or without a size raises CheckpointError, a family that is not read PlacementError.
+    A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
+    PlacementError.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
     content: Mapping[str, Any] = read_json(file)
     head = read_head_config(content, file)
-    content = content if head is None else head.sizes
+    whole, content = content, text_part(content) if head is None else head.sizes
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family = record_of(model_type) if any_family else family_of(model_type)
+    family = record_of(model_type)
     required = _OF_RUNS if head is None else _SIZES
-    if model_type not in families():
-        content, required = _of_text(model_type, content), _OF_PLANS
+    if not family.is_written:
+        content, required = _of_text(model_type, content, whole), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
+    found.insert(0, ("max_position_embeddings", num_positions(content.get)))
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
-        if model_type not in families():
+        if not family.is_written:
             message = f"no plan for {model_type} models: {file} does not give {', '.join(missing)}, as a Llama's would"
             raise PlacementError(message)
         raise _incomplete(file, ", ".join(missing))
@@ -433,7 +452,8 @@ def read_config(folder: Path, *, any_family: bool = False) -> tuple[ModelShape, 
         "max_position_embeddings": _UNSAID_POSITIONS,
     }
     is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
-    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes)
+    experts = expert_sizes(content.get, num_layers=sizes["num_hidden_layers"])
+    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **experts)
     if shape.head_dim < 1:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
@@ -448,57 +468,57 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     Raises CheckpointError for a file that is missing or not JSON.
     """
     modules = [matrix.module for matrix in inventory(shape).layer]
-    found = stored_format(read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers)
-    return found and replace(found, has_head=found.has_head and not shape.tie_word_embeddings)
+    return stored_format(
+        read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers,
+        ties_head=shape.tie_word_embeddings,
+    )  # fmt: skip
 
 
-def check_family(folder: Path) -> None:
-    """Raise PlacementError if the engine does not run the family of a checkpoint; reads its config.json alone.
+def check_readable(folder: Path, quantization: str) -> None:
+    """Check by config.json alone that runs read a checkpoint, and with this quantization.
 
-    Raises CheckpointError for a file that is missing or faulty; one without a family is left to the run.
+    Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
+    quantization than the stored one. A file without a family is left to the run.
     """
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
-    model_type = content.get("model_type")
-    if isinstance(model_type, str) and not read_head_config(content, folder / CONFIG_FILE):
-        family_of(model_type)
+    if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+        shape, _ = read_config(folder)
+        if stored := read_stored_format(folder, shape):
+            stored.settled(quantization, where=folder)
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models the engine does not run, so that their plan is that of a Llama of the same sizes."""
+    """Say which models have no record, so that their plan is that of a Llama of the same sizes."""
     for model in models:
-        if model.shape and model.shape.model_type not in families():
+        if model.shape and not record_of(model.shape.model_type).is_written:
             yield (
-                f"the engine does not run {model.shape.model_type} models: {model.name} is planned as a Llama of its "
-                "sizes, and bytes and times are estimates"
+                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates; a run compares "
+                f"{model.shape.model_type} models with transformers before it begins"
             )
 
 
 def notes_on_storage(job: PlanSpec) -> Iterator[str]:
     """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for prefix, model in (("", job.target), ("draft.", job.draft)):
+    for model in (job.target, job.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
         if stored.bits is None:
             yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
-        if stored.problem is not None:
-            yield f"runs do not read this format yet: {stored.name} ({stored.problem}), of {model.name}"
-        elif not format_of(model.quantization).reads_packed:
-            able = " or ".join(name for name, storage in formats().items() if storage.reads_packed)
-            yield f"runs read {stored.name}, of {model.name}, with {prefix}model.quantization={able} alone"
+        try:
+            stored.settled(model.quantization, where=model.name)
+        except SspError as error:
+            yield f"runs refuse this model: {error}"
 
 
-def _of_text(model_type: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no dense decoder."""
+def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
     text = content.get("text_config")
-    part = {**content, **text} if isinstance(text, dict) else content
-    if any(isinstance(part.get(key), int) and part[key] > 1 for key in _EXPERTS):
-        raise PlacementError(f"{model_type} models have experts, whose sizes no plan knows: a dense model is required")
-    classes = content.get("architectures") or []
-    if content.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
+    classes = whole.get("architectures") or []
+    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
         named = f" ({', '.join(classes)})" if classes else ""
         raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return part
+    return {**content, **text} if isinstance(text, dict) else content
 
 
 def _incomplete(file: Path, missing: str) -> CheckpointError:

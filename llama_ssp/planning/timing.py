@@ -34,7 +34,7 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -291,20 +291,44 @@ def _matrices_s(
             price(linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
             for elements in held.products
         )
+        layer += sum(
+            used
+            * price(
+                linear,
+                each,
+                rows=each_rows,
+                arithmetic=arithmetic,
+                quantization=model.quantization,
+                dtype=model.expert_dtype(hardware.device),
+            )
+            for each, used, each_rows in _experts_of(held, rows)
+        )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
         storage, plain, packed = format_of(model.quantization), format_of(NO_QUANTIZATION), model.packed
+        packed = model.stored_format if model.kept_shares else packed
         if packed:
             layer = _packed_s(held.layer, model, packed, hardware, rows=rows)
         else:
             layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+            layer += sum(
+                used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows, of_experts=True)
+                for each, used, each_rows in _experts_of(held, rows)
+            )
         if packed and packed.has_head and has_head:
             head = _packed_s([held.output], model, packed, hardware, rows=scored)
         else:
             head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
+
+
+def _experts_of(held: Inventory, rows: int) -> Iterator[tuple[int, float, int]]:
+    """Of each matrix of experts: its elements, how many of its copies are read, and the rows that each multiplies."""
+    for matrix in held.experts:
+        used = matrix.num_used(rows)
+        yield matrix.num_rows * matrix.num_columns, used, max(round(rows * matrix.num_chosen / used), 1)
 
 
 def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
@@ -314,10 +338,12 @@ def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
-) -> float:
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig,
+    *,
+    rows: int, of_experts: bool = False,
+) -> float:  # fmt: skip
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
+    value_bytes = DTYPE_BYTES[(model.expert_dtype if of_experts else model.matrix_dtype)(hardware.device)]
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():

@@ -25,6 +25,7 @@ from llama_ssp.settings.model_files import (
     read_json,
 )
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.settings.stored import settled
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
@@ -32,7 +33,7 @@ from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_m
 from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
-from llama_ssp.weights.source import WeightSource
+from llama_ssp.weights.source import WeightSource, storage_of
 
 if TYPE_CHECKING:  # the library's models take seconds to import
     from llama_ssp.models.huggingface.device_map import Place
@@ -95,11 +96,15 @@ def find_sources(
         else:
             origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
             origins = _with_head(*origins)
+        entries = [
+            replace(entry, quantization=settled(entry.quantization, storage_of(origin), where=origin.folder))
+            for entry, origin in zip(entries, origins, strict=True)
+        ]
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 
             choose_accelerator(world.device)
-            check_auto_tp(origins[0].shape, quantization=config.model.quantization, num_ranks=len(layout.target_ranks))
+            check_auto_tp(origins[0].shape, quantization=entries[0].quantization, num_ranks=len(layout.target_ranks))
         target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
         draft = None
         if len(entries) > 1:
@@ -116,7 +121,7 @@ def find_sources(
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """Fill in the number formats that both models are loaded in, those of their files, and their shapes."""
+    """Fill in the formats that both models are loaded in, the number formats of their files, and their shapes."""
 
     def filled(source: Source) -> ModelConfig:
         dtype, stored = source.dtype or source.origin.dtype, source.origin.dtype
@@ -191,7 +196,10 @@ def _check(
         tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
         eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(folder),
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
-        precision=Precision(quantization=entry.quantization, int8_threshold=entry.int8_threshold),
+        precision=Precision(
+            quantization=entry.quantization, int8_threshold=entry.int8_threshold,
+            is_stored=storage_of(origin) is not None,
+        ),
     )  # fmt: skip
 
 

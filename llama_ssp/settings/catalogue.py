@@ -236,8 +236,12 @@ def relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None = None)
     """The unquantized entries of the same family and vocabulary, itself included, of all or of the `known` ones."""
     shape = model.shape
     whole = [other for other in known or entries() if not format_of(other.quantization).is_quantized]
-    family = [other for other in whole if shape and other.shape and other.shape.model_type == shape.model_type]
+    family = [other for other in whole if shape and other.shape and _family(other.shape) == _family(shape)]
     return [other for other in family if shape and other.shape and may_share_vocabulary(shape, other.shape)]
+
+
+def _family(shape: ModelShape) -> str:
+    return shape.model_type.removesuffix("_moe")
 
 
 def smaller_relatives(model: ModelConfig, *, known: Sequence[ModelConfig] | None = None) -> list[str]:

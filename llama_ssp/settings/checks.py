@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from llama_ssp.errors import ConfigError, one_message, unknown_name
@@ -358,9 +358,10 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config):
         if model.shape is None:
             continue
-        for name, value in vars(model.shape).items():
-            if isinstance(value, int) and value < 1 and not isinstance(value, bool):
-                yield f"{group}={model.name}: shape.{name}={value} must be at least 1"
+        for each in fields(model.shape):
+            value, least = getattr(model.shape, each.name), int(each.default is MISSING)
+            if isinstance(value, int) and value < least and not isinstance(value, bool):
+                yield f"{group}={model.name}: shape.{each.name}={value} must be at least {least}"
         if context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -42,7 +43,6 @@ class StorageFormat:
     # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
     group: int = 1  # number of inputs that share a scale; the inputs of a layer are a multiple of it.
-    reads_packed: bool = False  # checkpoints whose weights are stored in this format are read as they are.
     package: Package | None = None  # the package that the kernel needs, and the command that installs it.
     one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
     # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
@@ -75,7 +75,10 @@ of the kernel move 4; each further one would move one more, and through the L2 c
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
 SCALE_BYTES, WORD_BYTES = 4, 4  # Of an fp32 scale, and of the scale and zero of an int4 group.
-INT4_GROUP, NF4_GROUP = 128, 64  # Inputs that share a scale; public int4 checkpoints have 128.
+NF4_GROUP = 64  # Inputs that share a scale.
+INT4_GROUPS = {"int4_weight_only": 128, "int4_weight_only_64": 64, "int4_weight_only_32": 32}
+"""The same by storage format, the largest first; most public int4 checkpoints have 128."""
+FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
@@ -93,8 +96,8 @@ def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
     return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
 
 
-def _int4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - the number format does not matter
-    return -(-num_weights // 2) + WORD_BYTES * -(-num_weights // INT4_GROUP)
+def _int4_bytes(group: int, num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - whatever the number format
+    return -(-num_weights // 2) + WORD_BYTES * -(-num_weights // group)
 
 
 def _nf4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - as above
@@ -143,14 +146,14 @@ register(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 
         change_weight=5,
     )
 )
-register(  # our own: one byte per weight, and a scale per output in the model's number format
+register(  # our own: one byte per weight, and an fp32 scale per output
     StorageFormat(
         name="int8_weight_only",
         order=3,
         short_name="int8wo",
         kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
         matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
-        row_bytes=lambda value_bytes: value_bytes,
+        row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
@@ -158,19 +161,33 @@ register(  # our own: one byte per weight, and a scale per output in the model's
         change_weight=3,
     )
 )
-register(  # half a byte per weight, and a word of 4 bytes per 128 weights; also read from packed checkpoints
+for _name, _group in INT4_GROUPS.items():
+    register(  # half a byte per weight, and a word of 4 bytes per group
+        StorageFormat(
+            name=_name,
+            order=4,
+            short_name=_name.replace("_weight_only", "wo"),
+            kernel=f"llama_ssp.models.quantization.weight_only:{_name}_linear",
+            matrix_bytes=partial(_int4_bytes, _group),
+            fp32_on_cpus=True,
+            gpu_read_bytes=_few_rows_bytes,
+            gpu_unpacks=UNPACKED_WEIGHTS,
+            group=_group,
+            one_gpu_per_rank=True,
+            change_weight=5 if _name == "int4_weight_only" else None,
+        )
+    )
+register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
     StorageFormat(
-        name="int4_weight_only",
-        order=4,
-        short_name="int4wo",
-        kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
-        matrix_bytes=_int4_bytes,
+        name="fp8_weight_only",
+        order=5,
+        short_name="fp8wo",
+        kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
+        matrix_bytes=lambda num_weights, value_bytes: num_weights + SCALE_BYTES * -(-num_weights // FP8_GROUP),  # noqa: ARG005
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
-        group=INT4_GROUP,
-        reads_packed=True,
+        group=FP8_GROUP,
         one_gpu_per_rank=True,
-        change_weight=5,
     )
 )

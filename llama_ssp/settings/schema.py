@@ -104,6 +104,12 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    # of layers with experts; other layers and models have one MLP of `intermediate_size` units.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0  # experts that read a token.
+    moe_intermediate_size: int = 0  # units of an expert.
+    shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
+    num_dense_layers: int = 0  # layers without experts.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -141,8 +147,8 @@ class ModelConfig:
     stored_dtype: Dtype = Dtype.auto
     gpu_dtype: Dtype = Dtype.auto  # meaning of dtype=auto on a GPU; auto takes the format of the files.
     # storage of the linear layers in the decoder layers: none, int8 or nf4 (bitsandbytes), int8_weight_only,
-    # int4_weight_only. Each rank quantizes its own slice while it reads it. int4_weight_only also reads checkpoints
-    # that hold 4 bits (compressed-tensors, GPTQ).
+    # int4_weight_only, also with smaller groups, and fp8_weight_only. Each rank quantizes its own slice while it reads
+    # it. none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, NF4).
     quantization: str = NO_QUANTIZATION
     # with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, rows of
     # a batch depend on each other.

@@ -1,6 +1,7 @@
 """How a checkpoint stores its linear layers, from the `quantization_config` of its config.json.
 
-Plans count the stored bytes of the formats below. Runs read those for which `layout_of` has a layout.
+Runs keep weights as they are stored where `layout_of` has a layout, and refuse others. Plans count the bytes that a run
+will hold, and of formats that runs do not read the stored ones.
 
     fp8, fbgemm_fp8       a scale per block, output or matrix
     compressed-tensors    4 or 8 bits, integers or floats, with any of its strategies
@@ -18,11 +19,17 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
-from llama_ssp.settings.formats import NF4_GROUP
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 
 QUANTIZATION = "quantization_config"
+READ = (
+    "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
+    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
+    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
+)
+"""What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
 _ORDERS_IN_PLACE = (None, False, "weight", "static")
 """Values of actorder that leave consecutive inputs in a group; the others scatter them."""
@@ -30,69 +37,158 @@ _ORDERS_IN_PLACE = (None, False, "weight", "static")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """How a checkpoint stores its int4 weights.
+    """How a checkpoint stores weights that runs keep as they are.
 
     Attributes:
+        storage: the storage format that they are read in.
+        block: numbers of outputs and of inputs that share a scale; None for all of them.
         weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
         others: last parts of the names of tensors that are not needed.
         has_inputs_first: matrices are stored transposed.
+        joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
         least_zero: what a stored zero of 0 stands for.
     """
 
+    storage: str
+    block: _Block
     weight: str
     scale: str
-    zero: str
-    order: str
+    zero: str = ""
+    order: str = ""
     others: tuple[str, ...] = ()
     has_inputs_first: bool = False
+    joins_outputs: bool = False
     least_zero: int = 0
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
-        return self.weight, self.scale, self.zero, self.order, *self.others
-
-
-_COMPRESSED = PackedLayout(
-    weight="weight_packed", scale="weight_scale", zero="weight_zero_point", order="weight_g_idx",
-    others=("weight_shape",),
-)  # fmt: skip
-_GPTQ = PackedLayout(
-    weight="qweight", scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=1
-)  # fmt: skip
+        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, *self.others)))
 
 
 def layout_of(described: object) -> PackedLayout | str:
     """The layout of a `quantization_config` of a config.json, or a clause that says why it cannot be read."""
-    match _field(described, "quant_method"):
-        case "compressed-tensors":
-            problem = "; ".join(dict.fromkeys(_compressed_problems(described)))
-            return problem or _COMPRESSED
-        case "gptq":
-            problem = "; ".join(_differences(described, {"bits": 4, "group_size": GROUP, "desc_act": False}))
-            version = _field(described, "checkpoint_format") or "gptq"
-            if version not in ("gptq", "gptq_v2"):
-                problem = f"checkpoint_format {shown(version)}"
-            return problem or (_GPTQ if version == "gptq" else replace(_GPTQ, least_zero=0))
-        case method:
-            return f"quant_method {shown(method)}"
+    method = _field(described, "quant_method")
+    find = _LAYOUTS.get(method) if isinstance(method, str) else None
+    found = find(described) if find and isinstance(described, dict) else [f"quant_method {shown(method)}"]
+    return found if isinstance(found, PackedLayout) else "; ".join(dict.fromkeys(found))
 
 
-def _compressed_problems(described: object) -> Iterator[str]:
-    yield from _differences(described, {"format": "pack-quantized"})
-    if transforms := _field(described, "transform_config"):
-        yield f"transform_config {shown(transforms)}"
-    groups = _field(described, "config_groups")
-    if not isinstance(groups, dict) or not groups:
-        yield "no config_groups"
-        return
-    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    for group in groups.values():
-        yield from _differences(_field(group, "weights"), wanted)
-        if (order := _field(_field(group, "weights"), "actorder")) not in _ORDERS_IN_PLACE:
-            yield f"actorder {shown(order)}"
-        if _field(group, "input_activations") is not None:
-            yield "quantized activations"
+def _gptq_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    version = described.get("checkpoint_format") or "gptq"
+    problems = [*_differences(described, {"bits": 4, "desc_act": False})]
+    problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
+    problems += [f"dynamic {shown(described['dynamic'])}"] if described.get("dynamic") else []
+    return _int4(
+        _grouped(described.get("group_size")), described, problems, weight="qweight", scale="scales", zero="qzeros",
+        order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
+    )  # fmt: skip
+
+
+def _awq_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    version = described.get("version") or "gemm"
+    problems = [*_differences(described, {"bits": 4, "zero_point": True})]
+    problems += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
+    return _int4(
+        _grouped(described.get("group_size")), described, problems, weight="qweight", scale="scales", zero="qzeros",
+        has_inputs_first=True, joins_outputs=True,
+    )  # fmt: skip
+
+
+def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    groups = described.get("config_groups")
+    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
+    first = weights[0] if weights else None
+    problems = [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
+    problems += ["sparse weights"] if _is_sparse(described) else []
+    if not isinstance(first, dict) or any(other != first for other in weights):
+        return [*problems, "several config_groups" if len(weights) > 1 else "no config_groups"]
+    form, block = described.get("format"), _block_of(first)
+    form = f"{first.get('type')}-quantized" if form == "naive-quantized" else form
+    form = _PACKED_BYTES if form == "pack-quantized" and first.get("num_bits") == 8 else form  # noqa: PLR2004 - a byte
+    bits, kind = _FORMS_READ.get(str(form), (None, None))
+    problems += [] if bits else [f"format {shown(form)}"]
+    problems += _differences(first, {"num_bits": bits, "type": kind} if bits else {})
+    problems += [] if first.get("actorder") in _ORDERS_IN_PLACE else [f"actorder {shown(first['actorder'])}"]
+    if form == "pack-quantized":
+        return _int4(
+            block, first, problems, weight="weight_packed", scale="weight_scale", zero="weight_zero_point",
+            order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+        )  # fmt: skip
+    if form == "float-quantized":
+        return _fp8_in(block, problems)
+    problems += ["symmetric false"] if first.get("symmetric") is False else []
+    problems += [f"strategy {shown(first.get('strategy'))}"] if bits and block not in _PER_OUTPUT else []
+    return problems or PackedLayout(
+        storage="int8_weight_only", block=block or _PER_OUTPUT[0], scale="weight_scale",
+        weight="weight_packed" if form == _PACKED_BYTES else "weight", others=("weight_shape", *_OF_ACTIVATIONS),
+    )  # fmt: skip
+
+
+def _fp8_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    block = described.get("weight_block_size")
+    return _fp8_in((None, None) if block is None else _pair(block), [])
+
+
+def _fbgemm_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:  # noqa: ARG001 - it has one form
+    return _fp8_in((1, None), [])
+
+
+def _fp8_in(block: _Block | None, problems: list[str]) -> PackedLayout | list[str]:
+    if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
+        problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
+    return problems or PackedLayout(
+        storage="fp8_weight_only", block=block or (None, None), weight="weight", scale="weight_scale",
+        others=_OF_ACTIVATIONS,
+    )  # fmt: skip
+
+
+def _bitsandbytes_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+    wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if described.get("bnb_4bit_quant_storage") is not None:
+        wanted["bnb_4bit_quant_storage"] = "uint8"
+    return [*_differences(described, wanted)] or PackedLayout(
+        storage="nf4", block=(1, NF4_GROUP), weight="weight", scale="weight.absmax",
+        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", NF4_STATE),
+    )  # fmt: skip
+
+
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+"""Last part of the name of a tensor with JSON."""
+_PACKED_BYTES = "pack-quantized with 8 bits"
+_FORMS_READ = {
+    "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
+    "float-quantized": (8, "float"),
+}  # fmt: skip
+"""Bits and kind of the weights, by the `format` of compressed-tensors."""
+_PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
+"""Blocks without a border within a row."""
+
+
+_OF_ACTIVATIONS = (
+    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "output_scale",
+    "output_zero_point",
+)  # fmt: skip
+"""Tensors of engines that quantize activations."""
+_LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], PackedLayout | list[str]]] = {
+    "compressed-tensors": _compressed_layout, "gptq": _gptq_layout, "awq": _awq_layout, "fp8": _fp8_layout,
+    "fbgemm_fp8": _fbgemm_layout, "bitsandbytes": _bitsandbytes_layout,
+}  # fmt: skip
+
+
+def _int4(
+    block: _Block | None,
+    described: Mapping[str, Any],
+    problems: list[str],
+    **layout: Any,  # noqa: ANN401 - its fields
+) -> PackedLayout | list[str]:
+    """The layout of int4 weights, in the largest of our groups that theirs consist of; or all that is wrong."""
+    size = block[1] if block and block[0] == 1 else 1
+    storage = next((name for name, group in INT4_GROUPS.items() if size is None or size % group == 0), None)
+    if storage is None:
+        fields = [name for name in ("strategy", "group_size") if name in described] or ["group_size"]
+        problems = [*problems, *(f"{name} {shown(described.get(name))}" for name in fields)]
+    return problems or PackedLayout(storage=str(storage), block=(1, size), **layout)
 
 
 def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[str]:
@@ -117,8 +213,9 @@ class StoredFormat:
         scale_bytes: of a scale and its zero.
         order_bytes: per input, of the index that says which group it belongs to.
         kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
-        has_head: the output matrix is quantized too, unless it is tied to the embedding.
-        problem: a clause that says why runs cannot read the format; None if they can.
+        has_head: the output matrix is quantized too.
+        storage: the storage format in which runs keep it; None if they cannot read it.
+        problem: a clause that says why they cannot.
     """
 
     name: str
@@ -128,7 +225,17 @@ class StoredFormat:
     order_bytes: int = 0
     kept_shares: tuple[tuple[str, float], ...] = ()
     has_head: bool = False
+    storage: str | None = None
     problem: str | None = None
+
+    def settled(self, quantization: str, *, where: object) -> str:
+        """The storage format of a run of the checkpoint at `where`; see `settled`.
+
+        Raises CheckpointError if runs cannot read it.
+        """
+        if self.problem:
+            raise CheckpointError(f"{where} {unreadable(self.problem)}")
+        return settled(quantization, self.storage, where=where)
 
     def matrix_bytes(self, module: str, num_rows: int, num_columns: int, *, unquantized: int) -> int:
         """Bytes of a matrix or of a rank's slice, as the mean over the layers, from those that it has unquantized."""
@@ -143,10 +250,31 @@ class StoredFormat:
         return round(kept * unquantized + (1 - kept) * packed)
 
 
-def stored_format(content: Mapping[str, Any], *, modules: Collection[str], num_layers: int) -> StoredFormat | None:
+def settled(quantization: str, storage: str | None, *, where: object) -> str:
+    """The storage format of a run: that of the files, if they have one, else the one that was asked for.
+
+    ConfigError if both are given and differ.
+    """
+    if storage and quantization not in (NO_QUANTIZATION, storage):
+        raise ConfigError(
+            f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "
+            "given: leave it out (draft.model.quantization of a draft)"
+        )
+    return storage or quantization
+
+
+def unreadable(problem: str) -> str:
+    """Say what is wrong with a checkpoint of this problem; a predicate."""
+    return f"describes quantized weights that cannot be read ({problem}): {READ}"
+
+
+def stored_format(
+    content: Mapping[str, Any], *, modules: Collection[str], num_layers: int, ties_head: bool = False
+) -> StoredFormat | None:
     """The format that a config.json describes, on top or in its text part; None without a description.
 
-    `modules` are the matrices of a layer, by the last parts of their names.
+    `modules` are the matrices of a layer, by the last parts of their names. A head that `ties_head` to the embedding is
+    not quantized.
     """
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     holder = next((part for part in parts if QUANTIZATION in part), None)
@@ -154,18 +282,21 @@ def stored_format(content: Mapping[str, Any], *, modules: Collection[str], num_l
         return None
     described, layout = holder[QUANTIZATION], layout_of(holder[QUANTIZATION])
     method = _field(described, "quant_method")
-    problem = layout if isinstance(layout, str) else None
+    problem, storage = (layout, None) if isinstance(layout, str) else (None, layout.storage)
     read = _READERS.get(method) if isinstance(method, str) else None
     found = read(described) if read else None
     if found is None:
         named = method if isinstance(method, str) else f"quant_method {shown(method)}"
-        return StoredFormat(name=named, problem=problem)
+        return StoredFormat(name=named, problem=problem or f"quant_method {shown(method)}")
     kept, quantized = _patterns(described)
+    has_head = found.has_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized)
+    problem = problem or ("a quantized output head" if has_head else None)
     shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}
     return replace(
         found,
         kept_shares=tuple((module, share) for module, share in shares.items() if share),
-        has_head=found.has_head and not _kept_share([["lm_head"]], kept, quantized),
+        has_head=has_head,
+        storage=None if problem else storage,
         problem=problem,
     )
 
@@ -224,9 +355,10 @@ def _compressed(described: Mapping[str, Any]) -> StoredFormat | None:
     groups = described.get("config_groups")
     weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
     first = weights[0] if weights else None
-    is_sparse = (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
     form = described.get("format")
-    if not isinstance(first, dict) or any(other != first for other in weights) or is_sparse or form not in _FORMS:
+    if not isinstance(first, dict) or any(other != first for other in weights) or form not in _FORMS:
+        return None
+    if _is_sparse(described):
         return None
     bits, kind, block = first.get("num_bits"), first.get("type"), _block_of(first)
     if block is None or bits not in (4, 8) or kind not in ("int", "float"):
@@ -239,6 +371,10 @@ def _compressed(described: Mapping[str, Any]) -> StoredFormat | None:
     return StoredFormat(
         name=name, bits=stored_bits, block=block, scale_bytes=scale_bytes + zero, order_bytes=order_bytes, has_head=True
     )
+
+
+def _is_sparse(described: Mapping[str, Any]) -> bool:
+    return (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
 
 
 _FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")

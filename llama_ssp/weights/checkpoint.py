@@ -4,9 +4,11 @@ Every fault of a folder raises `CheckpointError`: missing, truncated or corrupt 
 models with custom code. Module `models.loading` matches tensors with a model; `hub` finds the folder.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,6 +18,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
+from llama_ssp.architectures.experts import expert_sizes
+from llama_ssp.architectures.family import num_positions, text_part
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
@@ -27,7 +31,8 @@ from llama_ssp.settings.model_files import (
     shown,
 )
 from llama_ssp.settings.schema import ModelConfig, ModelShape
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of
+from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
+from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
@@ -44,7 +49,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor | PackedTensor]
+    tensors: Mapping[str, StoredTensor | PackedTensor | JoinedTensor]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property
@@ -54,8 +59,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of the stored tensors."""
-        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype)
+        """The dtype of most of the stored tensors that are not packed."""
+        dtypes = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.dtype and not tensor.storage)
         return dtypes.most_common(1)[0][0]
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
@@ -64,7 +69,7 @@ class Checkpoint:
         CheckpointError if the file has changed since it was inspected.
         """
         tensor = self.tensors[name]
-        if isinstance(tensor, PackedTensor):
+        if isinstance(tensor, PackedTensor | JoinedTensor):
             return tensor.read(**wanted)
         dim = wanted.get("dim")
         if dim is None:
@@ -83,35 +88,48 @@ def inspect(folder: Path) -> Checkpoint:
     require_folder(folder)
     content = read_json(folder / CONFIG_FILE)
     head = read_head_config(content, folder / CONFIG_FILE)
-    config, layout = _read_config(folder, content if head is None else head.sizes)
+    text = text_part(content)
+    config, layout = _read_config(folder, text if head is None else head.sizes)
     try:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
-    small = [f"{name} {size}" for name, size in asdict(shape).items() if type(size) is int and size < 1]
+    sizes = {each.name: getattr(shape, each.name) for each in fields(shape) if each.default is MISSING}
+    small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]
     if small:
         message = f"{folder}/config.json gives {', '.join(small)}, but at least 1 is required: copy it again"
         raise CheckpointError(message)
     if head:
         config.vocab_size = shape.vocab_size
     tensors = _list_tensors(folder, is_head=head is not None)
-    packed = combine(tensors, layout, folder) if layout else dict(tensors)
-    return Checkpoint(folder=folder, config=config, shape=shape, tensors=packed, head=head)
+    if text is not content:
+        tensors = {_OF_TEXT.sub("model.", name).removeprefix("language_model."): each for name, each in tensors.items()}
+    packed = combine(tensors, layout, folder) if layout else tensors
+    return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
+
+
+_OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+"""What precedes the names of a text model's tensors in the files of a model that reads images too."""
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
     num_heads = config.num_attention_heads
-    derived = (
-        "num_key_value_heads", "head_dim", "intermediate_size", "target_vocab_size", "target_hidden_size",
-        "shares_embedding",
+    stored = (
+        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings",
     )  # fmt: skip
     return ModelShape(
-        **{field.name: getattr(config, field.name) for field in fields(ModelShape) if field.name not in derived},
+        **{name: getattr(config, name) for name in stored},
+        max_position_embeddings=num_positions(partial(_field, config)),
+        **expert_sizes(partial(_field, config), num_layers=config.num_hidden_layers),
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
     )
+
+
+def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 - any field
+    return getattr(config, name, None)
 
 
 _MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
@@ -157,10 +175,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
     layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
     if isinstance(layout, str):
-        problem = problem or (
-            f"describes quantized weights that cannot be read ({layout}): float32, bfloat16 or float16 weights are "
-            "required, or 4 bits in groups of 128 (compressed-tensors pack-quantized, or gptq with desc_act=false)"
-        )
+        problem = problem or unreadable(layout)
         layout = None
     if problem:
         raise CheckpointError(f"{file} {problem}")

@@ -1,32 +1,27 @@
-"""Int4 weights as rows of bytes, which are cut, joined, reordered and moved like the rows of any weight.
+"""Int4 weights in `byte_rows`.
 
-    row   | group | group | ...                                          uint8, a row per output
-    group | 64 bytes: input b in the low, b + 64 in the high half of byte b | its word, 4 bytes |
+    group | input b in the low, b + I / 2 in the high half of byte b | its word |
     word  = the scale in fp32, whose lowest 5 bits are replaced by the zero
 
 A weight is scale * (code - zero): codes are 0 to 15, zeros 0 to 16. Scales from 16-bit files are exact, since they have
 none of these bits.
 
-Shapes: O outputs, I inputs, G groups of 128 inputs, W bytes of a row.
+Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inputs, B bytes of a group, W of a row.
 """
 
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
-from llama_ssp.settings.formats import WORD_BYTES
+from llama_ssp.weights import byte_rows
 
-CODE_BYTES = GROUP // 2
-GROUP_BYTES = CODE_BYTES + WORD_BYTES
 ZERO_BITS = 31
 """Those bits of a word that hold the zero."""
 
 
 def pack(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
     """Pack codes (uint8), scales (fp32) and zeros (integers) into rows (O, W)."""
-    low, high = codes_OI.unflatten(1, (-1, 2, CODE_BYTES)).unbind(2)
-    words_OG = words_of(scales_OG, zeros_OG)
-    return torch.cat([low | high << 4, words_OG[..., None].view(torch.uint8)], dim=2).flatten(1)
+    low, high = codes_OI.unflatten(1, (scales_OG.shape[1], 2, -1)).unbind(2)
+    return byte_rows.join(low | high << 4, words_of(scales_OG, zeros_OG))
 
 
 def words_of(scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
@@ -35,15 +30,13 @@ def words_of(scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
 
 
 def unpack_codes(bytes_OGB: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of the first and of the last 64 inputs of each group, from its 64 bytes."""
+    """The codes of the first and of the last half of the inputs of each group, from its bytes."""
     return bytes_OGB & 15, bytes_OGB >> 4
 
 
-def split(rows_OW: Tensor) -> tuple[Tensor, Tensor]:
-    """Split rows into their bytes of codes (O, I / 2) and their words (O, G), both copied."""
-    groups = rows_OW.unflatten(1, (-1, GROUP_BYTES))
-    words = groups[..., CODE_BYTES:].contiguous().view(torch.int32)
-    return groups[..., :CODE_BYTES].flatten(1).contiguous(), words.squeeze(2)
+def split(rows_OW: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Split rows with groups of so many inputs into their bytes of codes (O, G B) and their words (O, G), copied."""
+    return byte_rows.split(rows_OW, group // 2)
 
 
 def scales_of(words: Tensor) -> Tensor:

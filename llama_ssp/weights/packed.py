@@ -1,18 +1,24 @@
-"""Int4 weights of public checkpoints, in two layouts; a layer's tensors become one weight that is read as `int4_rows`.
+"""Weights that checkpoints store quantized; a layer's tensors become one weight that is read as `byte_rows`.
 
     compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric,
                          weight_g_idx (I,) if inputs are sorted
     GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
+    AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
+    int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
+                         which some files with FP8 call weight_scale_inv
+    bitsandbytes         see `nf4_files`
 
-Eight codes are an int32, the first in the lowest bits. A code without a zero has the zero 8; version 1 of GPTQ stores
-zeros that are 1 too small. Both may sort the inputs by importance (desc_act, actorder), which scatters the groups: not
-supported. An actorder that is static, or weight, keeps the groups in place.
+Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
+without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
+are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
+the groups: not supported. An actorder that is static, or weight, keeps the groups in place.
 
-Shapes: O outputs, I inputs, G groups of 128 inputs.
+Shapes: O outputs, I inputs, G groups of inputs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -20,14 +26,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
+from llama_ssp.settings.formats import INT4_GROUPS, format_of
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows, int4_rows, nf4_files
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
-_CODES_OF_A_WORD = 8
+_CODES_OF_A_WORD, _BYTES_OF_A_WORD, _SIGN_BIT = 8, 4, 128
+_NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
+_KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
+"""The dtype of weights that are not packed into words, as files call it, by storage format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,42 +48,77 @@ class PackedTensor(TensorFacts):
     parts: Mapping[str, StoredTensor]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """Read rows, as `int4_rows` describes them, of all or some outputs (dim 0) or inputs (dim 1).
+        """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        Parts of inputs are whole groups. CheckpointError if a file has changed, or the groups are scattered.
+        This part has whole groups of the storage format. CheckpointError if a file has changed, or the groups are
+        scattered.
         """
-        whole, dim = [range(size) for size in self.shape], wanted.get("dim")
-        parts = [whole[0]] if dim is None else wanted["parts"]
-        outputs_first = dim != 1
-        rows = [self._rows(part, whole[1]) if outputs_first else self._rows(whole[0], part) for part in parts]
-        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=dim or 0)).to(wanted.get("device"))
+        outputs, inputs = (range(size) for size in self.shape)
+        if wanted.get("dim") == 1:
+            (part,) = wanted["parts"]
+            rows = self._rows(outputs, part)
+        else:
+            parts = wanted["parts"] if wanted.get("dim") == 0 else [outputs]
+            pieces = [self._rows(part, inputs) for part in parts]
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return rows.to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        assert inputs.start % GROUP == 0 == inputs.stop % GROUP, "a slice has whole groups"
-        groups = range(inputs.start // GROUP, inputs.stop // GROUP)
-        words = range(inputs.start // _CODES_OF_A_WORD, inputs.stop // _CODES_OF_A_WORD)
+        group = format_of(self.layout.storage).group
+        assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
+        if self.layout.storage == "nf4":
+            return nf4_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
         self._check_order(inputs)
-        codes_OI = _codes(self._matrix(self.layout.weight, outputs, words))
-        scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
-        return int4_rows.pack(codes_OI, scales_OG, self._zeros(outputs, groups))
+        rows, rows_O = self._blocks(outputs, 0)
+        columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
+        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
+        if self.layout.storage not in INT4_GROUPS:
+            bytes_OI = self._bytes(outputs, inputs)
+            return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
+        if self.layout.zero in self.parts:
+            zeros_OG = self._along_outputs(self.layout.zero, outputs, columns)[:, columns_G] + self.layout.least_zero
+        else:
+            zeros_OG = torch.full_like(scales_OG, _ZERO)
+        return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
 
-    def _zeros(self, outputs: range, groups: range) -> Tensor:
-        if self.layout.zero not in self.parts:
-            return torch.full((len(outputs), len(groups)), _ZERO)
+    def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
+        """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
+        size = self.layout.block[dim] or self.shape[dim]
+        blocks = range(places[0] // size, places[-1] // size + 1)
+        return blocks, torch.tensor(places) // size - blocks.start
+
+    def _bytes(self, outputs: range, inputs: range) -> Tensor:
+        stored = self.parts[self.layout.weight]
+        if stored.kind != "I32":
+            return stored.read(outputs, inputs).view(torch.uint8)
+        words = stored.read(outputs, range(inputs.start // _BYTES_OF_A_WORD, inputs.stop // _BYTES_OF_A_WORD))
+        return words.clone(memory_format=torch.contiguous_format).view(torch.uint8) ^ _SIGN_BIT
+
+    def _codes(self, outputs: range, inputs: range) -> Tensor:
+        if self.layout.joins_outputs:
+            return self._along_outputs(self.layout.weight, outputs, inputs).contiguous()
+        words = range(inputs.start // _CODES_OF_A_WORD, inputs.stop // _CODES_OF_A_WORD)
+        return _codes(self._matrix(self.layout.weight, outputs, words))
+
+    def _along_outputs(self, leaf: str, outputs: range, columns: range) -> Tensor:
+        """Codes (O, C) of a matrix whose words join those of eight outputs."""
         words = range(outputs.start // _CODES_OF_A_WORD, -(-outputs.stop // _CODES_OF_A_WORD))
-        zeros_GO = _codes(self._matrix(self.layout.zero, words, groups).t())
+        codes_CO = _codes(self._matrix(leaf, words, columns).t())
+        if self.layout.joins_outputs:
+            codes_CO = codes_CO.unflatten(1, (-1, _CODES_OF_A_WORD))[:, :, _NIBBLE_OF_OUTPUT].flatten(1)
         first = words.start * _CODES_OF_A_WORD
-        return zeros_GO[:, outputs.start - first : outputs.stop - first].t() + self.layout.least_zero
+        return codes_CO[:, outputs.start - first : outputs.stop - first].t()
 
     def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
-        """A part of a stored matrix, with the outputs first."""
-        if self.layout.has_inputs_first:
-            return self.parts[leaf].read(columns, rows).t()
-        return self.parts[leaf].read(rows, columns)
+        """A part of a stored matrix, or of a vector that stands for a column, with the outputs first."""
+        stored = self.parts[leaf]
+        if len(stored.shape) < 2:  # noqa: PLR2004 - a matrix
+            return stored.read().view(-1, 1)[rows.start : rows.stop]
+        return stored.read(columns, rows).t() if self.layout.has_inputs_first else stored.read(rows, columns)
 
     def _check_order(self, inputs: range) -> None:
-        stored = self.parts.get(self.layout.order)
-        if stored and not torch.equal(stored.read(inputs).long(), torch.arange(inputs.start, inputs.stop) // GROUP):
+        stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
+        if stored and not torch.equal(stored.read(inputs).long(), torch.tensor(inputs) // size):
             raise CheckpointError(
                 f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
                 "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
@@ -89,19 +134,27 @@ def _codes(words: Tensor) -> Tensor:
 def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
 ) -> dict[str, StoredTensor | PackedTensor]:
-    """Replace the parts of each int4 weight by the weight; CheckpointError for parts that do not fit each other."""
-    suffix = f".{layout.weight}"
+    """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
+    if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
+        layout = replace(layout, scale=f"{layout.scale}_inv")
+    suffix = f".{layout.scale}"
     modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
     packed = {name: tensor for name, tensor in weights.items() if tensor}
     if len(packed) < len(weights) or not weights:
         unfit = next((name for name in weights if name not in packed), "any layer")
         raise CheckpointError(
-            f"{folder} holds no int4 weight in groups of {GROUP} inputs for {unfit}, though its "
-            f"config.json describes them: {', '.join(layout.leaves)} that fit each other are required"
+            f"{folder} holds no {layout.storage} weight for {unfit}, though its config.json describes them: "
+            f"{', '.join(layout.leaves)} that fit each other are required"
         )
     parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
+
+
+def _shapes(num_rows: int, num_columns: int) -> list[tuple[int, ...]]:
+    """The shapes that a matrix of scales may have in a file."""
+    vectors: list[tuple[int, ...]] = [(num_rows,)] if num_columns == 1 else []
+    return [(num_rows, num_columns), *vectors, *([()] if num_rows == num_columns == 1 else [])]
 
 
 def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: str) -> PackedTensor | None:
@@ -109,15 +162,26 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     parts = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}.{leaf}"))}
     step = -1 if layout.has_inputs_first else 1
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
-    if not {layout.weight, layout.scale} <= matrices.keys():
+    if layout.weight not in matrices or layout.scale not in parts:
         return None
-    num_outputs, num_words = matrices[layout.weight]
-    num_groups, remainder = divmod(num_words * _CODES_OF_A_WORD, GROUP)
-    dtype, shape = parts[layout.scale].dtype, (num_outputs, GROUP * num_groups)
-    fits = not remainder and parts[layout.weight].kind == "I32" and dtype is not None
-    fits &= matrices[layout.scale] == (num_outputs, num_groups)
+    make = partial(PackedTensor, storage=layout.storage, layout=layout, parts=parts)
+    if layout.storage == "nf4":
+        shape = nf4_files.shape_of(parts)
+        return make(dtype=torch.float32, shape=shape) if shape else None
+    num_outputs, num_inputs = matrices[layout.weight]
+    is_int4 = layout.storage in INT4_GROUPS
+    kind = "I32" if is_int4 or layout.weight == "weight_packed" else _KINDS[layout.storage]
+    if layout.joins_outputs:
+        num_outputs *= _CODES_OF_A_WORD
+    elif kind == "I32":
+        num_inputs *= _CODES_OF_A_WORD if is_int4 else _BYTES_OF_A_WORD
+    dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
+    num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
+    fits = parts[layout.weight].kind == kind and dtype is not None
+    fits &= not is_int4 or num_inputs % num_groups == 0
+    fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):
-        fits &= order.shape == shape[1:]
-    return PackedTensor(dtype=dtype, shape=shape, is_packed=True, layout=layout, parts=parts) if fits else None
+        fits &= order.shape == (num_inputs,)
+    return make(dtype=dtype, shape=shape) if fits else None

@@ -26,12 +26,12 @@ class TensorFacts:
     Attributes:
         dtype: None if weights cannot have it; of a packed tensor, that of its scales.
         shape: of the whole tensor, unpacked.
-        is_packed: it is read as rows of bytes; see `int4_rows`.
+        storage: the storage format of a packed one, which is read as `byte_rows`.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    is_packed: bool = False
+    storage: str | None = None
 
 
 class Wanted(TypedDict, total=False):
@@ -81,6 +81,11 @@ class WeightSource(Protocol):
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
 
 
+def storage_of(origin: WeightSource) -> str | None:
+    """The storage format of its packed tensors; None if it has none."""
+    return next((tensor.storage for tensor in origin.tensors.values() if tensor.storage), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor(TensorFacts):
     """A tensor and its safetensors file.
@@ -102,7 +107,7 @@ class StoredTensor(TensorFacts):
         index = tuple(slice(part.start, part.stop) for part in parts)
         try:
             with safe_open(self.file, framework="pt") as stored:
-                piece: Tensor = stored.get_slice(self.name)[index or slice(None)]
+                piece: Tensor = stored.get_slice(self.name)[index] if index else stored.get_tensor(self.name)
                 return piece
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.file, error) from error

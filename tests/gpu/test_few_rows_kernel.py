@@ -1,4 +1,4 @@
-"""On a GPU: the kernel for int8 and int4 computes the product, and a row's bits do not depend on the rows around it."""
+"""On a GPU: the kernel for int8, FP8 and int4 computes the product, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch
@@ -10,30 +10,37 @@ from tests.helpers.lanes import grid
 pytestmark = pytest.mark.gpu(1)
 
 SHAPES = [(4096, 4096), (4096, 11008), (1536, 4096), (128, 2048), (1000, 1408)]
-every_case = grid(bits=[8, 4], shape=SHAPES, dtype=[torch.float32, torch.float16, torch.bfloat16])
+GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4, 64": 64, "int4, 32": 32}
+every_case = grid(form=list(GROUPS), shape=SHAPES, dtype=[torch.float32, torch.float16, torch.bfloat16])
 
 
-def operands(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """64 rows, what the kernel takes of the weights, and the weights in fp64."""
     generator = torch.Generator().manual_seed(sum(shape))
     x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
-    if bits == 8:
+    if form == "int8":
         weight_OI = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).cuda()
-        scales_O = torch.rand(shape[0], generator=generator).to("cuda", dtype) / 4096
+        scales_O = torch.rand(shape[0], generator=generator).cuda() / 4096
         return x_MI, (weight_OI, scales_O), weight_OI.double() * scales_O.double()[:, None]
+    group = GROUPS[form]
+    if form == "fp8":
+        numbers_OI = torch.randn(shape, generator=generator).mul_(64).to(torch.float8_e4m3fn)
+        scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator) / 4096
+        numbers = numbers_OI.double().unflatten(1, (-1, group)) * scales_OG.double()[..., None]
+        return x_MI, (numbers_OI.cuda(), scales_OG.t().contiguous().cuda()), numbers.flatten(1).cuda()
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    scales_OG = torch.rand(shape[0], shape[1] // 128, generator=generator).half().float() / 64
+    scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
-    numbers = (codes_OI.double().unflatten(1, (-1, 128)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
-    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
+    numbers = (codes_OI.double().unflatten(1, (-1, group)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
+    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG), group)
     return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
 
 
 @every_case
-def test_products_are_those_of_the_numbers(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_numbers(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     from llama_ssp.kernels.linear_gpu import product_of_few_rows
 
-    x_MI, weights, numbers_OI = operands(bits, shape, dtype)
+    x_MI, weights, numbers_OI = operands(form, shape, dtype)
     wanted = x_MI.double() @ numbers_OI.t()
     found = product_of_few_rows(x_MI, *weights)
     assert found.dtype is dtype
@@ -43,10 +50,10 @@ def test_products_are_those_of_the_numbers(bits: int, shape: tuple[int, int], dt
 
 
 @every_case
-def test_a_row_has_the_same_bits_alone_and_among_others(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(form: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     from llama_ssp.kernels.linear_gpu import product_of_few_rows
 
-    x_MI, weights, _ = operands(bits, shape, dtype)
+    x_MI, weights, _ = operands(form, shape, dtype)
     whole_MO = product_of_few_rows(x_MI, *weights)
     for num_rows in (1, 5, 8, 9, 16, 17, 33):
         assert torch.equal(product_of_few_rows(x_MI[:num_rows], *weights), whole_MO[:num_rows]), num_rows

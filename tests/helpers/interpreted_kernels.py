@@ -341,26 +341,43 @@ def dot_of_bf16() -> None:
 Operands = tuple[Tensor, Tensor]
 
 
-def of_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def of_bytes(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
     """What the kernel takes of weights in int8, and the weights in fp64."""
     weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8)
-    scales = (2.0 ** -torch.randint(3, 9, (num_outputs,))).to(dtype)
+    scales = 2.0 ** -torch.randint(3, 9, (num_outputs,))
     return (weight, scales), weight.double() * scales.double()[:, None]
 
 
-def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: int = 128) -> tuple[Operands, Tensor]:
     """What it takes of weights in int4, and the weights."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
-    scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128)), codes[:, ::128] + 1
-    weight, words = int4_rows.split(int4_rows.pack(codes, scales, zeros))
-    numbers = (codes.double().unflatten(1, (-1, 128)) - zeros[..., None]) * scales[..., None]
+    scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // group)), codes[:, ::group] + 1
+    weight, words = int4_rows.split(int4_rows.pack(codes, scales, zeros), group)
+    numbers = (codes.double().unflatten(1, (-1, group)) - zeros[..., None]) * scales[..., None]
     return (weight, words.t().contiguous()), numbers.flatten(1)
+
+
+def of_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
+    """What it takes of weights in FP8, small numbers of all exponents, and the weights."""
+    weight = torch.randint(-127, 128, (num_outputs, num_inputs), dtype=torch.int8).remainder(64)
+    weight = (weight - 128 * torch.randint(0, 2, weight.shape)).to(torch.int8).view(torch.float8_e4m3fn)
+    scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // 128))
+    numbers = weight.double().unflatten(1, (-1, 128)) * scales[..., None]
+    return (weight, scales.t().contiguous()), numbers.flatten(1)
+
+
+Make = Callable[[int, int, torch.dtype], tuple[Operands, Tensor]]
+of_64: Make = partial(of_halves, group=64)
+of_32: Make = partial(of_halves, group=32)
 
 
 def few_rows() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
     dot_of_bf16()
-    cases = (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176)
+    cases: Sequence[tuple[Make, int, int]] = (
+        (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176), (of_64, 20, 2112),
+        (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176),
+    )  # fmt: skip
     for dtype, (make, num_outputs, num_inputs) in product((torch.float32, torch.float16, torch.bfloat16), cases):
         operands, numbers = make(num_outputs, num_inputs, dtype)
         x = (torch.randint(-8, 9, (40, num_inputs)) / 8).to(dtype)
@@ -383,8 +400,10 @@ def few_rows() -> None:
         wanted = x.double() @ numbers.t()
         y = product_of_few_rows(x, *operands, num_processors=1)
         assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
-    for dtype, num_outputs, num_inputs in ((torch.float16, 5, 128), (torch.float32, 9, 17 * 128)):
-        (codes, words), numbers = of_halves(num_outputs, num_inputs, torch.float16)
+    for make, dtype, num_outputs, num_inputs in (
+        (of_halves, torch.float16, 5, 128), (of_halves, torch.float32, 9, 17 * 128), (of_32, torch.float16, 5, 1056)
+    ):  # fmt: skip
+        (codes, words), numbers = make(num_outputs, num_inputs, torch.float16)
         some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
         unpack_codes(codes[some_outputs], words[:, some_outputs], found)
         assert torch.equal(found, numbers[some_outputs].to(dtype))

@@ -1,12 +1,21 @@
 """Tiny models with random weights, saved as the library saves them, and the library's own answers to compare with."""
 
 import re
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from llama_ssp.architectures.family import record_of
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.runner import Runner
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
 SIZES: dict[str, Any] = {
@@ -23,6 +32,18 @@ SIZES: dict[str, Any] = {
 _NORM = re.compile(r"(norm|ln_\w+)\.weight$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
+_LAYER_TYPES = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "head_dim": 8,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,7 +59,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _GEMMA | {"sliding_window_pattern": 2},
     "gpt_neo": {"window_size": WINDOW},
-}
+    # `architectures.decoders`
+    "seed_oss": _GROUPED,
+    "ministral": _GROUPED | {"sliding_window": WINDOW},
+    "cwm": _GROUPED | {"sliding_window": WINDOW, "layer_types": _LAYER_TYPES, "rope_parameters": _ROPE},
+    "phi3": {"num_key_value_heads": 4},
+    "phi3, partial": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
+    "phi3, windows": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "phi3, longrope": {
+        "num_key_value_heads": 4, "original_max_position_embeddings": 64,
+        "rope_parameters": _ROPE | {
+            "rope_type": "longrope", "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+    },
+    "llama, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+    "olmo2, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+    "ministral3": _GROUPED | {"sliding_window": WINDOW},
+    "granite": {
+        "num_key_value_heads": 4, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "ernie4_5": _GROUPED,
+    "helium": {"num_key_value_heads": 4, "head_dim": 8},
+    "smollm3": {"num_key_value_heads": 4, "no_rope_layer_interval": 2},
+    "exaone4": {"num_key_value_heads": 4, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "hunyuan_v1_dense": _GROUPED,
+    "stablelm": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
+    "olmo": {"num_key_value_heads": 4},
+    "olmo2": {"num_key_value_heads": 4},
+    "olmo3": {"num_key_value_heads": 4, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "cohere": {"num_key_value_heads": 4},
+    "cohere2": _GROUPED | {"sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
+    "glm": _GROUPED,
+    "glm4": _GROUPED,
+    "starcoder2": {"num_key_value_heads": 4, "sliding_window": WINDOW},
+    "arcee": _GROUPED,
+    "apertus": {"num_key_value_heads": 4},
+    "nemotron": _GROUPED,
+    # with experts
+    "mixtral": {"num_key_value_heads": 4, "num_local_experts": 4},
+    "qwen2_moe": _EXPERTS | {"num_key_value_heads": 4, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": _EXPERTS | _GROUPED,
+    "olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": _GROUPED | _ROUTED,
+    # without records
+    "gpt_oss": _GROUPED | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES,
+    },
+    "deepseek_v2": _ROUTED | _LATENT,
+    "deepseek_v3": _ROUTED | _LATENT,
+    "nanochat": {"num_key_value_heads": 4},
+    "xglm": {},
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
@@ -48,6 +122,8 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         sizes["num_heads"], sizes["num_layers"] = sizes.pop("num_attention_heads"), sizes.pop("num_hidden_layers")
         kinds = [["global" if number % 2 else "local"] for number in range(sizes["num_layers"])]
         sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
+    if "layer_types" in sizes:
+        sizes["layer_types"] = [*islice(cycle(sizes["layer_types"]), sizes["num_hidden_layers"])]
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
     return config
 
@@ -89,3 +165,12 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
     head, tail = ids_T[None, :-2], ids_T[None, -2:]
     pieces = [model(piece, past_key_values=cache, use_cache=True).logits for piece in (head, tail)]
     return torch.cat(pieces, dim=1)[0].float()
+
+
+def load_ranks(folder: Path, comms: Sequence[ThreadComm]) -> list[Runner]:
+    """Load a checkpoint on ranks that are threads: one after the other, but for the comparison of a family."""
+    origin, device = inspect(folder), torch.device("cpu")
+    if record_of(origin.shape.model_type).is_written or len(comms) == 1:
+        return [load_model(origin, dtype=None, device=device, comm=comm) for comm in comms]
+    modules = [load_modules(origin, dtype=None, device=device, comm=comm) for comm in comms]
+    return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))

@@ -1,4 +1,4 @@
-"""Writes checkpoints with int4 weights as quantizing tools do, and the checkpoints of numbers that they stand for.
+"""Writes checkpoints with quantized weights as tools do, and the checkpoints of numbers that they stand for.
 
 The packing is written from the layouts' definitions, and shares nothing with the code under test.
 """
@@ -13,8 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-GROUP = 128
-LAYOUTS = ("compressed-tensors", "compressed-tensors, asymmetric", "gptq", "gptq, asymmetric", "gptq_v2")
+_GROUPS = {
+    "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
+    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
+}  # fmt: skip
+"""Layouts of int4, with the inputs that share a scale."""
+_BLOCKS: dict[str, tuple[int | None, int | None]] = {
+    "int8": (1, None), "int8, packed": (1, None), "int8, one scale": (None, None), "fp8": (128, 128),
+    "fp8, one scale": (None, None), "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128),
+    "float, one scale": (None, None),
+}  # fmt: skip
+"""Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
+_FLOATS = ("nf4", "nf4, twice")
+LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS)
+NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
 
 
@@ -23,7 +41,7 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
 
     Args:
         origin: folder of the checkpoint.
-        packed: folder to write, with int4 weights.
+        packed: folder to write, with quantized weights.
         dequantized: folder to write, with the same weights in fp32.
         layout: one of LAYOUTS.
     """
@@ -33,12 +51,10 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        codes, scales, zeros = _quantized(
-            tensor.float(), is_symmetric="asymmetric" not in layout and layout != "gptq_v2"
-        )
-        numbers[name] = _dequantized(codes, scales, zeros)
+        make = _in_bytes if layout in _BLOCKS else _in_nf4 if layout in _FLOATS else _in_4_bits
+        numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
-        packed_tensors |= {f"{module}.{leaf}": part for leaf, part in _parts(codes, scales, zeros, layout).items()}
+        packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
     for folder, tensors in ((packed, packed_tensors), (dequantized, numbers)):
         shutil.copytree(origin, folder)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -53,26 +69,122 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
+    if layout in _BLOCKS:
+        return _config_of_bytes(layout)
+    if layout in _FLOATS:
+        return {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": layout != "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
+        }  # fmt: skip
+    size = _GROUPS[layout]
+    if layout.startswith("awq"):
+        return {
+            "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
+            "modules_to_not_convert": None,
+        }  # fmt: skip
     if layout.startswith("gptq"):
         version = layout.partition(",")[0]
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": layout == "gptq",
+            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": layout == "gptq",
             "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
         }  # fmt: skip
-    weights = {
-        "num_bits": 4, "type": "int", "symmetric": "asymmetric" not in layout, "strategy": "group",
-        "group_size": GROUP, "actorder": None, "dynamic": False,
+    return _compressed(
+        "pack-quantized", num_bits=4, type="int", symmetric="asymmetric" not in layout,
+        strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+    )  # fmt: skip
+
+
+def _config_of_bytes(layout: str) -> dict[str, Any]:
+    kind, _, scales = layout.partition(", ")
+    if kind == "fbgemm_fp8":
+        return {"quant_method": kind, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    if kind == "fp8":
+        block = None if scales else [128, 128]
+        return {"quant_method": kind, "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
+    form = "pack-quantized" if scales == "packed" else "int-quantized" if kind == "int8" else "float-quantized"
+    return _compressed(
+        form, activations={"num_bits": 8, "dynamic": True},
+        num_bits=8, type="int" if kind == "int8" else "float", symmetric=True, block_structure=[128, 128],
+        strategy={"one scale": "tensor", "blocks": "block"}.get(scales, "channel"),
+    )  # fmt: skip
+
+
+def _compressed(form: str, *, activations: object = None, **weights: object) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "weights": {"actorder": None, "dynamic": False} | weights,
+        "input_activations": activations, "output_activations": None,
     }  # fmt: skip
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
     }  # fmt: skip
 
 
-def _quantized(weight_OI: Tensor, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight with a byte each, scaled block by block."""
+    most = 127 if layout.startswith("int8") else 448
+    height, width = (size or whole for size, whole in zip(_BLOCKS[layout], weight_OI.shape, strict=True))
+    values, numbers = torch.zeros_like(weight_OI), torch.zeros_like(weight_OI)
+    scales = torch.zeros(-(-weight_OI.shape[0] // height), -(-weight_OI.shape[1] // width))
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            block = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+            scales[row, column] = scale = (weight_OI[block].abs().max() / most).bfloat16().float()
+            scaled = (weight_OI[block] / scale).clamp(-most, most)
+            values[block] = scaled.round() if most == 127 else scaled.to(torch.float8_e4m3fn).float()
+            numbers[block] = values[block] * scale
+    stored = {"weight": values.to(torch.int8 if most == 127 else torch.float8_e4m3fn)}
+    match layout:
+        case "int8, packed":
+            words = (values.long() + 128).unflatten(1, (-1, 4)) << 8 * torch.arange(4)
+            stored = {"weight_packed": _int32(words.sum(2)), "weight_scale": scales.bfloat16()}
+            stored["weight_shape"] = torch.tensor(weight_OI.shape)
+        case "fp8":
+            stored["weight_scale_inv"] = scales
+        case "fp8, one scale":  # AutoFP8 calls it otherwise
+            stored |= {"weight_scale": scales.view(()), "input_scale": torch.tensor(0.5)}
+        case "fbgemm_fp8":
+            stored |= {"weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
+        case "int8, one scale" | "float, one scale":
+            stored |= {"weight_scale": scales.bfloat16().view(1), "input_scale": torch.tensor(0.5)}
+        case _:
+            stored["weight_scale"] = scales.bfloat16()
+    return numbers, stored
+
+
+def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight, also with scales that are quantized themselves."""
+    blocks = weight_OI.view(-1, 64)
+    scales = blocks.abs().amax(1)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
+    stored = {"weight.absmax": scales, "weight.quant_map": NF4.clone()}
+    if layout == "nf4, twice":
+        offset, numbers = float(scales.mean()), torch.linspace(-1, 1, 256)
+        outer = torch.stack([part.sub(offset).abs().max() for part in scales.split(256)])
+        spread = outer.repeat_interleave(256)[: len(scales)]
+        bytes_ = (((scales - offset) / spread)[:, None] - numbers).abs().argmin(1)
+        scales = numbers[bytes_] * spread + offset
+        stored |= {"weight.absmax": bytes_.to(torch.uint8), "weight.nested_absmax": outer}
+        stored["weight.nested_quant_map"] = numbers
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = ((blocks / scales[:, None])[..., None] - NF4).abs().argmin(2)
+    stored["weight"] = (codes.view(-1, 2)[:, :1] << 4 | codes.view(-1, 2)[:, 1:]).to(torch.uint8)
+    stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return (NF4[codes] * scales[:, None]).view_as(weight_OI), stored
+
+
+def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight."""
+    size = _GROUPS[layout] if _GROUPS[layout] > 0 else weight_OI.shape[1]
+    is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
+    codes, scales, zeros = _quantized(weight_OI, size, is_symmetric=is_symmetric)
+    return _dequantized(codes, scales, zeros), _parts(codes, scales, zeros, layout)
+
+
+def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (O, I), scales in fp16 (O, G) and zeros (O, G)."""
-    groups = weight_OI.unflatten(1, (-1, GROUP))
+    groups = weight_OI.unflatten(1, (-1, size))
     least, most = groups.amin(2), groups.amax(2)
     if is_symmetric:
         scales = (2 * torch.maximum(-least, most) / 15).half()
@@ -85,17 +197,19 @@ def _quantized(weight_OI: Tensor, *, is_symmetric: bool) -> tuple[Tensor, Tensor
 
 
 def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups: Tensor = codes.unflatten(1, (-1, GROUP)) - zeros[..., None]
+    groups: Tensor = codes.unflatten(1, (scales.shape[1], -1)) - zeros[..., None]
     return (groups * scales.float()[..., None]).flatten(1)
 
 
 def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[str, Tensor]:
     num_outputs, num_inputs = codes.shape
+    if layout.startswith("awq"):
+        return {"qweight": _awq_words(codes.t()), "scales": scales.t(), "qzeros": _awq_words(zeros.t())}
     if layout.startswith("gptq"):
         first = 0 if layout == "gptq_v2" else 1
         return {
             "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),
-            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // GROUP,
+            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // (num_inputs // scales.shape[1]),
         }  # fmt: skip
     parts = {
         "weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor([num_outputs, num_inputs])
@@ -103,7 +217,16 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[st
     return parts if "asymmetric" not in layout else parts | {"weight_zero_point": _words(zeros.t()).t()}
 
 
+def _awq_words(codes: Tensor) -> Tensor:
+    """Join eight columns as AutoAWQ does: 0 and 1 at the bits 0 and 16, 2 and 3 at 4 and 20, and so on."""
+    columns = codes.unflatten(1, (-1, 8))
+    return _words(torch.cat([columns[..., 0::2], columns[..., 1::2]], dim=2).flatten(1))
+
+
 def _words(codes: Tensor) -> Tensor:
     """Join eight columns to an int32, the first in its lowest bits."""
-    words = (codes.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    return _int32((codes.long().unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2))
+
+
+def _int32(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

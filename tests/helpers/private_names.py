@@ -22,5 +22,7 @@ PRIVATE_NAMES = {
     "torch.ops.mkldnn._linear_pointwise": "oneDNN's packed product; without it torch's plain product is taken",
     "torch.ops.mkldnn._reorder_linear_weight": "packs a weight for it",
     "transformers.PretrainedConfig._attn_implementation": _ATTENTION,
+    "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate": "the gate of experts, by family",
+    "transformers.PreTrainedModel._supports_sdpa": "whether a family without a record has torch's attention",
     "transformers.PreTrainedModel._skip_keys_device_placement": "accelerate's hooks must not move the cache",
 }

@@ -7,17 +7,16 @@ Shapes: B sequences, T positions, S slots, L layers.
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import families, record_of
+from llama_ssp.architectures.matrices import IN_PARTS
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.source import WeightSource
-
-# These recompute frequencies from the largest position of a batch, which needs a host read and couples the rows.
-_ROPE_TYPES_THAT_READ_POSITIONS = {"dynamic", "longrope"}
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -28,8 +27,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
 def check_servable(config: PretrainedConfig) -> None:
     """Reject models whose attention is not causal over the latest positions of a row, or over all of them.
 
-    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values,
-    bidirectional attention, or rotary frequencies that depend on the positions of the batch.
+    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values or
+    bidirectional attention.
     """
     model, context = f"{config.model_type} model", config.max_position_embeddings
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
@@ -54,13 +53,8 @@ def check_servable(config: PretrainedConfig) -> None:
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", "default")
         if not isinstance(rope_type, str):
-            required = "default, linear, llama3 or yarn is required"
+            required = "the name of one is required, such as default or yarn"
             raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {required}")
-        if rope_type in _ROPE_TYPES_THAT_READ_POSITIONS:
-            raise ConfigError(
-                f"this {model} has rope_type {rope_type}, which depends on the longest row of a batch: "
-                "default, linear, llama3 or yarn is required"
-            )
 
 
 def check_files(origin: WeightSource) -> None:
@@ -76,23 +70,37 @@ def _imported(path: str) -> Callable[..., None]:
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Apply the family's changes to the modules of transformers, before weights are matched."""
+    """Apply the family's changes to the modules of transformers, before weights are matched.
+
+    Rotary frequencies stay those of the first positions (`family.num_positions`): otherwise every forward would look
+    for the largest position, and some would change those of all rows.
+    """
+    module: Any
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # of all layers, or by type of layer
+        if kinds is not None:
+            module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
     if path := record_of(model.config.model_type).adapt:
         _imported(path)(model)
 
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:
     """The attention mask argument of a model of transformers, from the masks (B, 1, T, S) of its layers' windows."""
-    if record_of(config.model_type).mask_by_layer_type:
+    if len(masks) > 1 and getattr(config, "layer_types", None):
         return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
 
 
 def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """The tensor-parallel style of each module by name; empty if unknown."""
+    """The tensor-parallel style of each module by name; empty if none of a layer is known."""
     family = record_of(model.config.model_type)
-    plan: dict[str, str] = dict(family.tp_plan or model.tp_plan)
+    plan: dict[str, str] = {**model.tp_plan, **family.tp_plan}
     if plan and family.cuts_vocabulary:
         # Some versions of transformers leave it whole; the memory plan assumes that it is split.
         plan.setdefault("model.embed_tokens", "embedding_rowwise")
-    return plan
+    if not any(".*." in name for name in plan):
+        return {}
+    # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
+    fused = {name: "colwise" for name in plan if name.endswith(IN_PARTS)}
+    split = {name: "rowwise" for name, style in plan.items() if style == "rowwise_split_input"}
+    return plan | fused | split

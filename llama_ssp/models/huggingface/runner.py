@@ -8,13 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llama_ssp.architectures.family import record_of
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
-from llama_ssp.models.huggingface.families import mask_argument
+from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.ranks.comms import Comm
+
+_COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
+_MOST_APART = {True: 1e-3, False: 0.1}
+"""Relative difference of the logits, in fp32 and in 16 bits."""
+_MOST_LETTERS = 200
+_OTHER = "one of the families of docs/guides/models.md is required"
 
 
 class ModuleRunner(CachedRunner):
@@ -39,6 +48,42 @@ class ModuleRunner(CachedRunner):
         self._library_cache = LibraryCache(self._num_layers)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
+        if not record_of(model.config.model_type).is_written:
+            self._compare()
+
+    @torch.inference_mode()
+    def _compare(self) -> None:
+        """Raise ConfigError unless a short text has the logits that it has without this cache and these masks.
+
+        A window is shortened meanwhile, so that the text is longer.
+        """
+        config: Any = self._model.config
+        windows, window = self._windows, getattr(config, "sliding_window", None)
+        ids_1T = torch.arange(_COMPARED_TOKENS, device=self.device)[None] * 7 % self.vocab_size
+        positions_1T = torch.arange(_COMPARED_TOKENS, device=self.device)[None]
+        try:
+            if window:
+                config.sliding_window = _COMPARED_WINDOW
+                self._windows = windows_of(config)
+            wanted_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
+            self.allocate(batch_size=1, capacity=_COMPARED_TOKENS)
+            pieces = zip(ids_1T.split(_COMPARED_PIECE, 1), positions_1T.split(_COMPARED_PIECE, 1), strict=True)
+            found_TV = torch.cat([self.forward(*piece, bucket=_COMPARED_TOKENS)[0] for piece in pieces])
+            apart = float((found_TV - wanted_TV).norm() / wanted_TV.norm())
+        except Exception as error:  # of any family's code
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_LETTERS]
+            raise ConfigError(
+                f"{config.model_type} models do not run with the static cache ({reason}): {_OTHER}"
+            ) from error
+        finally:
+            if window:
+                config.sliding_window = window
+            self._windows, self._cache = windows, None
+        if not apart < _MOST_APART[self.dtype is torch.float32]:
+            raise ConfigError(
+                f"{config.model_type} models have other logits with the static cache than in transformers ({apart:.1%} "
+                f"apart on {_COMPARED_TOKENS} tokens): {_OTHER}"
+            )
 
     def forward(
         self,

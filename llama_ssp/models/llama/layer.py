@@ -125,18 +125,18 @@ class Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.number = number
         head_dim: int = attention.head_dim
-        num_heads, num_kv_heads = (
-            module.weight.shape[0] // head_dim for module in (attention.q_proj, attention.k_proj)
-        )
+        queries, keys, values = _query_key_value(attention, head_dim)
+        num_heads, num_kv_heads = (module.weight.shape[0] // head_dim for module in (queries, keys))
         self.heads = Heads(num_heads, num_kv_heads, head_dim, attention.scaling)
         head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        for module in (attention.q_proj, attention.k_proj, *head_norms):
+        for module in (queries, keys, *head_norms):
             _interleave(module, head_dim)
         self.head_norms = [RmsNorm(norm) for norm in head_norms]
-        qkv = make_linear(*take(attention.q_proj, attention.k_proj, attention.v_proj), kernel=kernel)
+        qkv = make_linear(*take(queries, keys, values), kernel=kernel)
         self.qkv = self._first_product(layer, qkv, own)
         self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
-        gate_up = make_linear(*take(mlp.gate_proj, mlp.up_proj), kernel=kernel)
+        fused = getattr(mlp, "gate_up_proj", None)
+        gate_up = make_linear(*take(*([fused] if fused else [mlp.gate_proj, mlp.up_proj])), kernel=kernel)
         self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
         can_be_one = isinstance(self.qkv, NormedProduct) and not (
@@ -190,6 +190,20 @@ def _try_fused(product: NormedProduct, dtype: torch.dtype | None, name: str) -> 
         product.fused = None
         raise
     return True
+
+
+def _query_key_value(attention: Any, head_dim: int) -> tuple[Any, ...]:  # noqa: ANN401 - of transformers
+    """The linear layers of an attention's queries, keys and values; a fused one is split."""
+    if not hasattr(attention, "qkv_proj"):
+        return attention.q_proj, attention.k_proj, attention.v_proj
+    weight_OI, bias_O = take(attention.qkv_proj)
+    num_keys = attention.num_key_value_heads * head_dim
+    sizes = [len(weight_OI) - 2 * num_keys, num_keys, num_keys]
+    parts: list[Any] = [nn.Linear(1, 1, bias=bias_O is not None, device="meta") for _ in sizes]
+    for name, whole in (("weight", weight_OI), ("bias", bias_O)):
+        for part, own in zip(parts, whole.split(sizes), strict=True) if whole is not None else ():
+            setattr(part, name, nn.Parameter(own, requires_grad=False))
+    return (*parts,)
 
 
 def _interleave(module: nn.Module, head_dim: int) -> None:

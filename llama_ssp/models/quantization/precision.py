@@ -21,10 +21,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import DOTS, Kernel, Linear, native_linear
+from llama_ssp.kernels.linear import DOTS, Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.weights import byte_rows
 
 _STEPS = 127
 
@@ -36,10 +37,12 @@ class Precision:
     Attributes:
         int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
             makes rows depend on each other; 0 quantizes all.
+        is_stored: the files have packed weights, and their other weights are not quantized.
     """
 
     quantization: str = NO_QUANTIZATION
     int8_threshold: float = 0.0
+    is_stored: bool = False
 
     @property
     def kernel(self) -> Kernel | None:
@@ -47,12 +50,17 @@ class Precision:
         storage = format_of(self.quantization)
         kernel: Kernel | None = storage.load_kernel()
         settings = {keyword: getattr(self, setting) for setting, keyword in storage.settings.items()}
-        return partial(kernel, **settings) if kernel and settings else kernel
+        kernel = partial(kernel, **settings) if kernel and settings else kernel
+        return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
 
     @property
     def rounds_inputs(self) -> bool:
         """Whether inputs are quantized too, so that a difference in the last bit can become a quantization step."""
         return format_of(self.quantization).rounds_inputs
+
+
+def _packed_alone(kernel: Kernel, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    return kernel(weight_OI, bias_O) if weight_OI.dtype is torch.uint8 else make_linear(weight_OI, bias_O)
 
 
 UNQUANTIZED = Precision()
@@ -99,7 +107,7 @@ def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Nf4Linear(Linear):
-    """The 4-bit normal float of bitsandbytes, with scales in fp32.
+    """The 4-bit normal float of bitsandbytes, with scales in fp32; of numbers or of `byte_rows` that have both.
 
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
@@ -112,16 +120,22 @@ class Nf4Linear(Linear):
             values, state = pack(block)
             return values, state.absmax
 
-        self._weight, scales = quantize_by_blocks(weight_OI, packed)
+        shape = weight_OI.shape
+        if weight_OI.dtype is torch.uint8:
+            bytes_OI, words_OG = byte_rows.split(weight_OI, GROUP // 2)
+            shape = torch.Size((len(bytes_OI), 2 * bytes_OI.shape[1]))
+            self._weight, scales = bytes_OI.view(-1, 1), words_OG.view(torch.float32).flatten()
+        else:
+            self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=weight_OI.shape, code=_nf4_code(weight_OI.device), blocksize=GROUP,
-            quant_type="nf4", dtype=weight_OI.dtype,
+            absmax=scales, shape=shape, code=_nf4_code(weight_OI.device), blocksize=GROUP, quant_type="nf4",
         )  # fmt: skip
         self._product = library.matmul_4bit
         self._bias_O = bias_O
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
+        self._state.dtype = x_MI.dtype
         y_MO: Tensor = self._product(x_MI, self._weight, quant_state=self._state, bias=self._bias_O)
         return y_MO
 

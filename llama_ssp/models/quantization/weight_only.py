@@ -1,9 +1,9 @@
-"""Linear layers whose weights alone are quantized: int8 with a scale per output, int4 with a scale and a zero a group.
+"""Linear layers whose weights alone are quantized: int8 with a scale per output, FP8 or int4 with one per group.
 
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
 
-Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups of 128 inputs.
+Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups of 128, 64 or 32 inputs.
 """
 
 from abc import abstractmethod
@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
-from llama_ssp.kernels.linear import NIBBLES, Linear, NativeLinear, fits, native_linear
+from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, UNPACKED_WEIGHTS
-from llama_ssp.settings.formats import INT4_GROUP as GROUP
-from llama_ssp.weights import int4_rows
+from llama_ssp.settings.formats import FEW_ROWS, FP8_GROUP, INT4_GROUPS, UNPACKED_WEIGHTS, WORD_BYTES
+from llama_ssp.weights import byte_rows, int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
 _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 """Weights that are unpacked at a time: few enough for a CPU's cache; on a GPU each step is a few kernels more."""
-_LARGEST_BYTE, _STEPS = 127, 15
+_LARGEST_BYTE, _STEPS, _E4M3 = 127, 15, torch.float8_e4m3fn
 
 
 class _WeightOnlyLinear(Linear):
@@ -101,12 +100,15 @@ class _Int8WeightOnly(_WeightOnlyLinear):
 
 
 def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int8_weight_only`."""
-    quantize = partial(quantize_by_blocks, weight_OI, _to_bytes)
-    if native := native_linear("bytes", quantize, weight_OI, bias_O):
-        return native
-    kernel = find_few_rows("int8_weight_only", weight_OI.device.type, weight_OI.dtype)
-    return _Int8WeightOnly(quantize(), bias_O, kernel)
+    """A layer in the format `int8_weight_only`, of numbers or of `byte_rows` whose word is the scale of an output."""
+    if weight_OI.dtype is torch.uint8:
+        bytes_OI, words_O1 = byte_rows.split(weight_OI, weight_OI.shape[1] - WORD_BYTES)
+        operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
+    else:
+        operands = quantize_by_blocks(weight_OI, _to_bytes)
+    if weight_OI.device.type == "cpu" and fits("bytes", operands[0].shape):
+        return NativeLinear("bytes", *operands, bias_O)
+    return _Int8WeightOnly(operands, bias_O, find_few_rows("int8_weight_only", weight_OI.device.type))
 
 
 def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -117,11 +119,10 @@ def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Ten
 
 
 def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 values and their scales (O,), which are rounded to the weight's dtype first."""
-    numbers = torch.finfo(weight_OI.dtype)
-    tiny = max(numbers.smallest_normal * numbers.eps, torch.finfo(torch.float32).smallest_normal)
-    scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).to(weight_OI.dtype).clamp_(min=tiny)
-    bytes_OI = (weight_OI / scales_O.float()[:, None]).round_().clamp_(-_LARGEST_BYTE, _LARGEST_BYTE)
+    """Return int8 values and their scales (O,), in fp32."""
+    tiny = torch.finfo(torch.float32).smallest_normal
+    scales_O = (weight_OI.abs().amax(1).float() / _LARGEST_BYTE).clamp_(min=tiny)
+    bytes_OI = (weight_OI / scales_O[:, None]).round_().clamp_(-_LARGEST_BYTE, _LARGEST_BYTE)
     return bytes_OI.to(torch.int8), scales_O
 
 
@@ -135,8 +136,8 @@ class _Int4WeightOnly(_WeightOnlyLinear):
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return
-        groups = into_CI.unflatten(1, (-1, 2, GROUP // 2))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, GROUP // 2)))
+        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
+        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
         words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
@@ -146,23 +147,64 @@ class _Int4WeightOnly(_WeightOnlyLinear):
         groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
 
 
-def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int4_weight_only`.
+def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None, *, storage: str = "int4_weight_only") -> Linear:
+    """A layer in the format `int4_weight_only`, or in one with smaller groups.
 
     Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
-    the nearest of 16 equal steps between the smallest and the largest weight of a group of 128 inputs, or zero.
+    the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
-    is_packed = weight_OI.dtype is torch.uint8
-    codes_OI, words_OG = int4_rows.split(weight_OI) if is_packed else quantize_by_blocks(weight_OI, _rounded)
-    if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(NIBBLES, _one_by_one(codes_OI), words_OG, bias_O)
-    kernel = find_few_rows("int4_weight_only", weight_OI.device.type, torch.float16)
+    group = INT4_GROUPS[storage]
+    if weight_OI.dtype is torch.uint8:
+        codes_OI, words_OG = int4_rows.split(weight_OI, group)
+    else:
+        codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
+    kind = NIBBLES[group]
+    if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
+        return NativeLinear(kind, _one_by_one(codes_OI, group), words_OG, bias_O)
+    kernel = find_few_rows(storage, weight_OI.device.type)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 
-def _one_by_one(codes_OI: Tensor) -> Tensor:
+int4_weight_only_64_linear = partial(int4_weight_only_linear, storage="int4_weight_only_64")
+int4_weight_only_32_linear = partial(int4_weight_only_linear, storage="int4_weight_only_32")
+
+
+def _one_by_one(codes_OI: Tensor, group: int) -> Tensor:
     """The codes of bytes of two, in the order of inputs."""
-    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, GROUP // 2))), dim=2).flatten(1)
+    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, group // 2))), dim=2).flatten(1)
+
+
+class _Fp8WeightOnly(_WeightOnlyLinear):
+    """Its operands are the weights (O, I) in E4M3 and the scales (G, O) of their groups."""
+
+    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
+        weight_OI, scales_GO = self._operands
+        into_CI.copy_(weight_OI[outputs])
+        into_CI.unflatten(1, (len(scales_GO), -1)).mul_(scales_GO[:, outputs].t()[..., None])
+
+
+def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `fp8_weight_only`, of `byte_rows` whose words are the scales of groups of 128 inputs.
+
+    Numbers are rounded to E4M3, whose largest number stands for the largest weight of a group.
+    """
+    if weight_OI.dtype is torch.uint8:
+        bytes_OI, words_OG = byte_rows.split(weight_OI, FP8_GROUP)
+        scales_OG = words_OG.view(torch.float32)
+    else:
+        bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
+    if weight_OI.device.type == "cpu" and fits(FP8, bytes_OI.shape):
+        return NativeLinear(FP8, bytes_OI, scales_OG, bias_O)
+    kernel = find_few_rows("fp8_weight_only", weight_OI.device.type)
+    return _Fp8WeightOnly((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
+
+
+def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the nearest numbers in E4M3 and the scales (C, G), in fp32."""
+    weight_CGI = weight_CI.float().unflatten(1, (-1, FP8_GROUP))
+    tiny = torch.finfo(torch.float32).smallest_normal
+    scales_CG1 = (weight_CGI.abs().amax(2, keepdim=True) / torch.finfo(_E4M3).max).clamp_(min=tiny)
+    return (weight_CGI / scales_CG1).to(_E4M3).flatten(1).view(torch.uint8), scales_CG1.squeeze(2)
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")
@@ -170,13 +212,13 @@ _library.define("int4_scales(Tensor words) -> Tensor")
 _library.impl("int4_scales", int4_rows.scales_of, "CPU")
 
 
-def _rounded(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
     """Return the bytes of the codes (C, I / 2) and the words (C, G) of the nearest weights in int4."""
-    weight_CGI = weight_CI.float().unflatten(1, (-1, GROUP))
+    weight_CGI = weight_CI.float().unflatten(1, (-1, group))
     least_CG1 = weight_CGI.amin(2, keepdim=True).clamp_(max=0)
     range_CG1 = weight_CGI.amax(2, keepdim=True).clamp_(min=0).sub_(least_CG1)
     tiny = torch.finfo(torch.float32).smallest_normal
     scales_CG1 = int4_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
     zeros_CG1 = (-least_CG1 / scales_CG1).round_().clamp_(0, _STEPS)
     codes_CGI = (weight_CGI / scales_CG1).round_().add_(zeros_CG1).clamp_(0, _STEPS).to(torch.uint8)
-    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))
+    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)), group)

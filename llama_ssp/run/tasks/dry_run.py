@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from llama_ssp.architectures.family import family_of
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -26,7 +25,7 @@ from llama_ssp.planning.search import (
 )
 from llama_ssp.planning.spec import (
     PlanSpec,
-    check_family,
+    check_readable,
     job_of_plan,
     make_job,
     read_config,
@@ -134,8 +133,8 @@ def plan_ahead(config: RunConfig, *, world_size: int, machine: HardwareConfig | 
 
 def resolve(config: PlanConfig) -> None:
     """Fill in the sizes of a plan's models, and check the config; raises ConfigError, or as `with_hub_sizes`."""
-    config.model = with_hub_sizes(config.model, any_family=True)
-    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, any_family=True)
+    config.model = with_hub_sizes(config.model, is_plan=True)
+    config.draft.model = config.draft.model and with_hub_sizes(config.draft.model, is_plan=True)
     resolve_shapes(config)
     check_plan(config)
 
@@ -157,7 +156,7 @@ def _plan(job: PlanSpec, machine: HardwareConfig, *, auto_ranks: int | None, div
     return make_plan(chosen, machine, remark=sentence)
 
 
-def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConfig:
+def with_hub_sizes(model: ModelConfig, *, is_plan: bool = False) -> ModelConfig:
     """Fill in the shape and number format of a model that only the hub knows, from its config.json alone.
 
     Raises CheckpointError if it cannot be downloaded and is not in the hub's cache; otherwise as `read_config`.
@@ -166,8 +165,8 @@ def with_hub_sizes(model: ModelConfig, *, any_family: bool = False) -> ModelConf
         return model
     from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
 
-    folder = hub.find_config(model, is_enough=any_family)
-    shape, stored = read_config(folder, any_family=any_family)
+    folder = hub.find_config(model, is_enough=is_plan)
+    shape, stored = read_config(folder)
     return replace(model, shape=shape, stored_dtype=stored, stored_format=read_stored_format(folder, shape))
 
 
@@ -191,12 +190,12 @@ def _job_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[Pla
 
 
 def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, lengths: Sequence[int]) -> PlanSpec:
-    for model in (config.model, config.draft.model):
-        if model and model.shape:
-            family_of(model.shape.model_type)  # a plan alone takes others too
     job = make_job(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
+    for planned in (job.target, job.draft):
+        if planned and planned.stored_format:
+            planned.stored_format.settled(planned.quantization, where=planned.name)
     has_own = task_of(config).largest_cell is not None
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
@@ -236,21 +235,19 @@ def read_files(config: RunConfig) -> None:
 
 
 def check_models(config: RunConfig) -> None:
-    """Check the families of the models, by config.json where the catalogue does not know it.
+    """Check the families of the models, by config.json where the catalogue does not know it, and how they are stored.
 
-    Raises PlacementError for a family that the engine does not run, CheckpointError for a faulty config.json.
+    Raises as `check_readable`.
     """
     for model in (config.model, config.draft.model):
         if model is None or config.weights is WeightsKind.synthetic:
             continue
         if model.path is not None:
-            check_family(read_path(model.path))
-        elif model.shape:
-            family_of(model.shape.model_type)
-        elif model.hub_id is not None:
+            check_readable(read_path(model.path), model.quantization)
+        elif model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
-            check_family(hub.find_config(model))
+            check_readable(hub.find_config(model), model.quantization)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

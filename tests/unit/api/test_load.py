@@ -19,6 +19,7 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.other_tokenizer import PROMPT, save_pair
+from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -116,6 +117,16 @@ def test_each_model_has_its_own_format_on_request() -> None:
     assert isinstance(draft, LeanRunner)
     assert (target.dtype, draft.dtype) == (torch.float32, torch.bfloat16)
     assert [source.precision.quantization for source in pair.models.sources] == ["int8_weight_only", "none"]
+
+
+def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> None:
+    pack_checkpoint(TINY, tmp_path / "packed", tmp_path / "numbers", "fp8")
+    packed, numbers = (load(tmp_path / name, DRAFT, device="cpu") for name in ("packed", "numbers"))
+    assert [source.precision.quantization for source in packed.models.sources] == ["fp8_weight_only", "none"]
+    texts = [pair.generate("import os\n", max_new_tokens=12, temperature=0)[0].text for pair in (packed, numbers)]
+    assert texts[0] == texts[1]
+    with pytest.raises(ConfigError, match="holds fp8_weight_only weights, which are read as they are"):
+        load(tmp_path / "packed", quantization=("nf4", None))
 
 
 def test_a_plan_needs_no_torch() -> None:

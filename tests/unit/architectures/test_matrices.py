@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_ssp.architectures.matrices import BLOCK, Cut, cut_of, split_blocks, split_heads, split_model, widths
+from llama_ssp.architectures.matrices import BLOCK, Cut, Matrix, cut_of, split_blocks, split_heads, split_model, widths
 from llama_ssp.errors import PlacementError
 from llama_ssp.settings.schema import ModelShape
 
@@ -86,21 +86,41 @@ def test_slices_of_all_ranks_are_every_feature_of_every_matrix(
 ) -> None:
     model = shape(num_key_value_heads=8, intermediate_size=intermediate_size, vocab_size=vocab_size, head_dim=head_dim)
     shards = split_model(model, num_ranks=num_ranks)
-    totals = [8 * head_dim, 8 * head_dim, 3 * 8 * head_dim, intermediate_size, vocab_size]
+    heads = 8 * head_dim
+    totals = [heads, heads, 3 * heads, 3 * heads, intermediate_size, 2 * intermediate_size, vocab_size]
     for cut, total in zip(Cut, totals, strict=True):
-        assert list(chain(*(part.features(cut) for part in shards))) == list(range(total))
-        assert sum(widths(shards, cut)) == total
+        held = list(chain(*(part for shard in shards for part in shard.features(cut, total))))
+        assert sorted(held) == list(range(total))
+        assert sum(widths(shards, cut, total)) == total
+        if cut not in {Cut.qkv, Cut.gate_up}:
+            assert held == sorted(held)
 
 
 def test_ranks_beyond_the_kv_heads_hold_copies_of_them() -> None:
     shards = split_model(shape(num_key_value_heads=2), num_ranks=4)
-    assert [part.features(Cut.kv_heads) for part in shards] == [range(8), range(8), range(8, 16), range(8, 16)]
+    held = [part.features(Cut.kv_heads, 16) for part in shards]
+    assert held == [(range(8),), (range(8),), (range(8, 16),), (range(8, 16),)]
+
+
+def test_a_fused_matrix_is_cut_in_each_of_its_parts() -> None:
+    first, last = split_model(shape(num_key_value_heads=4, num_attention_heads=8), num_ranks=2)
+    assert first.features(Cut.qkv, 128) == (range(32), range(64, 80), range(96, 112))
+    assert last.features(Cut.qkv, 128) == (range(32, 64), range(80, 96), range(112, 128))
+    assert last.features(Cut.gate_up, 512) == (range(128, 256), range(384, 512))
+
+
+def test_tokens_that_choose_experts_evenly_read_few_of_them_twice() -> None:
+    matrix = Matrix(module="down_proj", num_rows=4, num_columns=4, copies=8, num_chosen=2)
+    assert matrix.num_used(1) == 2
+    assert matrix.num_used(2) == 8 * (1 - (6 / 8) ** 2)
+    assert matrix.num_used(1000) == pytest.approx(8)
 
 
 @pytest.mark.parametrize(("units", "block"), [(BLOCK * 3, BLOCK), (BLOCK * 2 + 1, BLOCK), (BLOCK * 2, 1)])
 def test_units_are_cut_in_blocks_where_there_are_enough(units: int, block: int) -> None:
-    parts = [part.mlp_units for part in split_model(shape(intermediate_size=units), num_ranks=3)]
-    assert parts == list(split_blocks(units, 3, block=block))
+    shards = split_model(shape(intermediate_size=units), num_ranks=3)
+    parts = [part.features(Cut.mlp_units, units) for part in shards]
+    assert parts == [(part,) for part in split_blocks(units, 3, block=block)]
 
 
 def test_a_module_is_cut_by_the_last_part_of_its_name_and_refused_without_a_rule() -> None:

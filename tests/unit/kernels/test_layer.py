@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.layer import WholeLayer
@@ -21,7 +22,7 @@ from tests.helpers.models import tiny_model
 from tests.unit.kernels.test_attention import Case, case
 from tests.unit.kernels.test_linear import COMPILED, native, numbers
 
-FORMS = ("none", "fp32", "int8_weight_only", "int8", "int4_weight_only")
+FORMS = ("none", "fp32", *linear.COMPILED)
 VOCABULARY = 208
 BEHIND = 140
 

@@ -32,7 +32,7 @@ from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
-QUANTIZED = {"bytes": "int8_weight_only", "dots": "int8", "nibbles": "int4_weight_only"}
+QUANTIZED = {kind: form for form, kind in linear.COMPILED.items()}
 COMPILED = ("singles", "halves", *QUANTIZED)
 # Of the result's size: two orders of one sum, and `dots` may round a number halfway between two steps to either.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -64,19 +64,29 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
     if version in {"half", "halves"}:
         return weight.half().double()
-    if version == "nibbles":
-        return in_4_bits(weight)
+    if version == linear.FP8:
+        return in_fp8(weight)
+    if version in linear.NIBBLES.values():
+        return in_4_bits(weight, linear.GROUPS[version])
     return in_steps(weight) if version in QUANTIZED else weight.double()
 
 
-def in_4_bits(weight: Tensor) -> Tensor:
-    """16 steps between the smallest and the largest of 128 weights, or zero; a step has 5 bits less than fp32."""
-    groups = weight.unflatten(1, (-1, 128))
+def in_4_bits(weight: Tensor, group: int) -> Tensor:
+    """16 steps between the smallest and the largest weight of a group, or zero; a step has 5 bits less than fp32."""
+    groups = weight.unflatten(1, (-1, group))
     least, most = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     steps = (((most - least) / 15).view(torch.int32) & ~31).view(torch.float32)
     zeros = (-least / steps).round()
     codes = ((groups / steps).round() + zeros).clamp(0, 15)
     weight_OI: Tensor = ((codes - zeros).double() * steps.double()).flatten(1)
+    return weight_OI
+
+
+def in_fp8(weight: Tensor) -> Tensor:
+    """E4M3, whose largest number stands for the largest of 128 weights."""
+    groups = weight.unflatten(1, (-1, 128))
+    scales = groups.abs().amax(2, keepdim=True) / 448
+    weight_OI: Tensor = ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
     return weight_OI
 
 
@@ -169,11 +179,14 @@ def test_a_weight_that_stays_in_memory_is_not_copied_nor_one_off_the_cpu() -> No
     assert type(make_linear(torch.empty(16, 16, device="meta"), None)) is PlainLinear
 
 
-def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros() -> None:
-    codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(96).view(48, 2) % 17
-    scales, x = numbers(48, 2).abs().half().float(), numbers(5, 256)
-    layer = made("nibbles", int4_rows.pack(codes, scales, zeros))
-    weight = (codes.unflatten(1, (2, 128)) - zeros[..., None]).double() * scales[..., None].double()
+@pytest.mark.parametrize(("group", "kind"), linear.NIBBLES.items())
+def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group: int, kind: str) -> None:
+    shape = 48, 256 // group
+    codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(48 * 8) % 17
+    zeros = zeros.view(48, 8)[:, : shape[1]]
+    scales, x = numbers(*shape).abs().half().float(), numbers(5, 256)
+    layer = made(kind, int4_rows.pack(codes, scales, zeros))
+    weight = (codes.unflatten(1, (-1, group)) - zeros[..., None]).double() * scales[..., None].double()
     assert_close(layer(x), x.double() @ weight.flatten(1).t())
 
 

@@ -129,8 +129,10 @@ def test_values_are_those_of_torch_s_operators() -> None:
 
 # Products of a few rows with weights of 8 or 4 bits.
 
-MOST_INSTRUCTIONS = {(8, 2): 6, (8, 4): 6, (4, 2): 4, (4, 4): 5}
-"""Of a thread, for each weight of so many bits and inputs of so many bytes.
+GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4_64": 64, "int4_32": 32}
+"""The inputs that share a word; none in int8."""
+MOST_INSTRUCTIONS = {("int8", 2): 6, ("int8", 4): 6, ("int4", 2): 4, ("int4", 4): 5}
+"""Of a thread, for each weight of a form and inputs of so many bytes.
 
 While a byte arrives, an H200 has time for 6, an H100 for 8 and an A100 for 9; a byte is two weights in int4.
 """
@@ -141,25 +143,28 @@ H200 = 132
 """Multiprocessors."""
 
 
-def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, bits: int = 8, value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+def tiles(
+    num_rows: int, num_outputs: int, num_inputs: int = 4096, *, group: int | None = None, value_bytes: int = 2
+) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
     return linear_gpu.tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
-        value_bytes=value_bytes, byte_weights=8 // bits,
+        value_bytes=value_bytes, group=group,
     )  # fmt: skip
 
 
 @cache
-def compiled(bits: int, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
+def compiled(form: str, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
     """The kernel as it is called for a matrix with 4096 inputs on an H200."""
-    cut = tiles(num_rows, num_outputs, bits=bits, value_bytes=VALUE_BYTES[dtype])
+    group = GROUPS[form]
+    cut = tiles(num_rows, num_outputs, group=group if "int4" in form else None, value_bytes=VALUE_BYTES[dtype])
     is_split = cut.grid[2] > 1
     constants = {
         "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
-        "IS_SPLIT": is_split, "PTX": True, "bias": None,
+        "GROUP": group, "IS_SPLIT": is_split, "PTX": True, "bias": None,
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
-    types |= {"weight": "*i8", "scales": f"*{dtype}"} if bits == 8 else {"weight": "*u8", "scales": "*i32"}
+    types |= {"weight": "*u8", "scales": "*i32"} if "int4" in form else {"weight": "*i8", "scales": "*fp32"}
     return compile_kernel(
         linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
         num_stages=cut.num_stages, uneven=["num_rows"],
@@ -172,12 +177,12 @@ def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
     return outputs * int(linear_gpu.STEP) // found.num_warps
 
 
-@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
+@grid(form=list(GROUPS), capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_rows=[5, 16, 20])
 def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
-    bits: int, capability: int, dtype: str, num_rows: int
+    form: str, capability: int, dtype: str, num_rows: int
 ) -> None:
     """A warp that did what another one does would double its products."""
-    found = compiled(bits, capability, dtype, num_rows)
+    found = compiled(form, capability, dtype, num_rows)
     assert found.stack_bytes == 0
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
@@ -186,12 +191,12 @@ def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_co
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
 
 
-@grid(bits=[8, 4], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
-def test_a_weight_takes_few_instructions(bits: int, capability: int, dtype: str, num_outputs: int) -> None:
+@grid(form=["int8", "int4"], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
+def test_a_weight_takes_few_instructions(form: str, capability: int, dtype: str, num_outputs: int) -> None:
     """Of large matrices in int4 and halves so few that an H200 waits for memory, up to 8 rows."""
-    found = compiled(bits, capability, dtype, 5, num_outputs=num_outputs)
-    waits = bits == 4 and dtype != "fp32" and num_outputs == 8192
-    most = 3 if waits else MOST_INSTRUCTIONS[bits, VALUE_BYTES[dtype]]
+    found = compiled(form, capability, dtype, 5, num_outputs=num_outputs)
+    waits = form == "int4" and dtype != "fp32" and num_outputs == 8192
+    most = 3 if waits else MOST_INSTRUCTIONS[form, VALUE_BYTES[dtype]]
     assert 32 * len(found.body) <= most * num_weights(found, dtype, num_outputs=num_outputs)
 
 

@@ -37,16 +37,10 @@ def test_too_many_ranks_are_found(saved: Callable[[str], Saved]) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "error", "reason"),
     [
-        ("gpt_neox", {"sliding_window": 64}, ConfigError, "supported for .*gpt_neo, mistral, qwen2"),
+        ("gpt_neox", {"sliding_window": 64}, ConfigError, "supported for .*gpt_neo, .*mistral, .*qwen2"),
         ("llama", {"is_causal": False}, ConfigError, "attends in both directions"),
         ("llama", {"num_key_value_heads": 3}, PlacementError, "8 query heads over 3"),
-        (
-            "codegen",
-            {"rotary_dim": 4},
-            PlacementError,
-            "codegen models are not supported: one of gemma, .* is required",
-        ),
-        ("gpt2", {}, PlacementError, "gpt2 models are not supported"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, ConfigError, "layers of kind conv"),
     ],
 )
 def test_models_that_cannot_be_served_are_found_for_one_rank_too(

@@ -50,7 +50,7 @@ def test_every_parameter_has_the_value_that_was_saved(tmp_path: Path, family: st
     assert not loaded.training
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"deepseek_v3", "glm4_moe"}))  # have layers for MTP
 def test_more_layers_than_the_config_has_are_refused_with_both_numbers(tmp_path: Path, family: str) -> None:
     build_checkpoint(tmp_path, family, num_hidden_layers=4)
     fewer = tmp_path / "fewer"
@@ -159,9 +159,11 @@ def test_tensors_of_another_shape_or_kind_are_named(tmp_path: Path, weight: Tens
         load(tmp_path)
 
 
-def test_weights_that_would_have_to_be_joined_are_refused(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, "mixtral", num_local_experts=2, num_key_value_heads=4)
-    with pytest.raises(CheckpointError, match="in parts to be joined while loading"):
+def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "mixtral")
+    lost = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    edit_tensors(tmp_path, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != lost})
+    with pytest.raises(CheckpointError, match=r"lacks matrices of model.layers.1.*experts.gate_up_proj"):
         load(tmp_path)
 
 

@@ -82,8 +82,7 @@ def test_every_rank_gets_the_whole_model_s_logits(
     ("family", "changes", "reason"),
     [
         ("gpt2", {}, "gpt2 has no tensor-parallel plan: run it on one rank, not on 2"),
-        ("olmo2", {}, r"self_attn.o_proj \(Linear\) by rowwise_split_input"),
-        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "experts"),
+        ("flex_olmo", {"num_experts": 4}, r"self_attn.q_proj \(Linear\) by colwise_gather_output"),
     ],
 )
 def test_a_plan_that_is_not_understood_is_refused_by_name(family: str, changes: dict[str, object], reason: str) -> None:
@@ -94,6 +93,6 @@ def test_a_plan_that_is_not_understood_is_refused_by_name(family: str, changes: 
 
 def test_a_matrix_of_another_size_than_the_config_says_is_refused_by_name() -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
-    model.model.layers[1].mlp.up_proj = nn.Linear(64, 96)
-    with pytest.raises(PlacementError, match=r"layers.1.mlp.up_proj has 96 features where the config says 160"):
+    model.model.layers[1].self_attn.q_proj = nn.Linear(64, 96)
+    with pytest.raises(PlacementError, match=r"layers.1.self_attn.q_proj has 96 features where the config says 64"):
         shard(model, shape_of(model.config), Comm(rank=0, size=2))

@@ -50,7 +50,7 @@ def test_quantized_layouts_take_the_bytes_that_their_definition_says() -> None:
 
     rest = total("none") - 2 * linear
     assert total("int8") == rest + linear + 4 * rows
-    assert total("int8_weight_only") == rest + linear + 2 * rows
+    assert total("int8_weight_only") == rest + linear + 4 * rows
     assert total("nf4") == rest + linear // 2 + 4 * linear // 64
     assert total("int4_weight_only") == rest + linear // 2 + 4 * linear // 128
 

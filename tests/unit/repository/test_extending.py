@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.helpers.models import FAMILIES, build_checkpoint
+from tests.helpers.models import build_checkpoint
 from tests.helpers.repository import ROOT
 
 CHECKPOINT = "CHECKPOINT"
@@ -26,6 +26,7 @@ class Addition(NamedTuple):
         files: text by path; it goes to the end of a file that exists.
         words: a run that uses it.
         found: what the run prints.
+        missing: what its dry run says before it is added; None for a run that is refused.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Addition(NamedTuple):
     files: dict[str, str]
     words: str
     found: str
+    missing: str | None = None
 
 
 DRAFTER = Addition(
@@ -152,20 +154,26 @@ register(
     found=r"\w",
 )
 FAMILY = Addition(
-    name="helium",
+    name="nanochat",
     section="family",
     files={
-        "llama_ssp/architectures/helium.py": '''
-"""Helium: the parameters of a Llama, rotated in pairs of neighbours."""
+        "llama_ssp/architectures/nanochat.py": '''
+"""nanochat: a plain MLP, and norms without weights."""
+
+from functools import partial
 
 from llama_ssp.architectures.family import Family
-from llama_ssp.architectures.matrices import gated
+from llama_ssp.architectures.matrices import ATTENTION, decoder
 
-FAMILY = Family(model_type="helium", parameters=gated)
+FAMILY = Family(
+    model_type="nanochat",
+    parameters=partial(decoder, modules=(*ATTENTION, "fc1", "fc2"), norms=0, final_norms=0),
+)
 ''',
     },
     words=f"model=local model.path={CHECKPOINT} draft=none task=generate prompt=x max_new_tokens=4 sampling=greedy",
     found=r"\w",
+    missing="planned as a Llama of its sizes",
 )
 
 
@@ -194,10 +202,12 @@ def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_pat
     section = re.split(r"^## ", page.partition(f"<!-- extend: {added.section} -->")[2], flags=re.MULTILINE)[0]
     checkpoint = str(tmp_path / "checkpoint")
     if CHECKPOINT in added.words:
-        build_checkpoint(Path(checkpoint), "helium", **FAMILIES["llama"], head_dim=8)
+        build_checkpoint(Path(checkpoint), added.name)
         shutil.copy(ROOT / "llama_ssp/shipped/tiny/tokenizer.json", checkpoint)
     words = added.words.replace(CHECKPOINT, checkpoint).split()
-    assert _run(copy, *words).returncode == 2, "it is there already"
+    dry = ["dry_run=true"] if added.missing else []
+    before = _run(copy, *dry, *words)
+    assert added.missing in before.stdout if added.missing else before.returncode == 2, "it is there already"
     for path, text in added.files.items():
         assert path.replace(f"{added.name}.", "NAME.") in section, f"{path}: the page does not name it"
         with (copy / path).open("a") as file:
@@ -207,3 +217,4 @@ def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_pat
     assert re.search(added.found, ended.stdout)
     planned = _run(copy, "dry_run=true", *words)
     assert planned.returncode == 0, planned.stderr
+    assert added.missing is None or added.missing not in planned.stdout

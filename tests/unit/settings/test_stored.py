@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
 
@@ -160,11 +161,46 @@ def test_the_text_part_may_have_the_description() -> None:
     assert read.name == "awq int4"
 
 
-def test_runs_read_what_the_loader_has_a_layout_for() -> None:
-    int4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=128)
-    assert found(int4).problem is found(gptq()).problem is None
-    assert found(AWQ).problem == 'quant_method "awq"'
-    assert found(gptq(desc_act=True)).problem == "desc_act true"
+READ = {
+    "compressed-tensors": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=128), "int4"),
+    "whole rows": (compressed("pack-quantized", num_bits=4, strategy="channel"), "int4"),
+    "awq": (AWQ, "int4"),
+    "two groups of 128": (gptq(group_size=256), "int4"),
+    "groups of 64": (AWQ | {"group_size": 64}, "int4_64"),
+    "three groups of 64": (gptq(group_size=192), "int4_64"),
+    "groups of 32": (gptq(group_size=32), "int4_32"),
+    "three groups of 32": (gptq(group_size=96), "int4_32"),
+    "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), "int8"),
+    "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), "int8"),
+    "packed bytes": (compressed("pack-quantized", num_bits=8, strategy="channel"), "int8"),
+    "fp8": (FP8, "fp8"),
+    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8"),
+    "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fp8"),
+    "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "fp8"),
+    "nf4": (NF4, "nf4"),
+    "nf4, double": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4"),
+    "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), "int8"),
+}
+
+
+@pytest.mark.parametrize(("described", "short"), READ.values(), ids=READ)
+def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(described: object, short: str) -> None:
+    stored, (bits, *group) = found(described), short.split("_")
+    storage = short if short == "nf4" else "_".join([f"{bits}_weight_only", *group])
+    assert (stored.storage, stored.problem) == (storage, None)
+    for quantization in ("none", stored.storage):
+        assert stored.settled(str(quantization), where="here") == stored.storage
+
+
+def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^here describes .* cannot be read \(desc_act true\): unquantized weights"
+    ):
+        found(gptq(desc_act=True)).settled("none", where="here")
+    with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
+        found(gptq(lm_head=True)).settled("none", where="here")
+    with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
+        found(gptq()).settled("nf4", where="here")
 
 
 KEPT = {

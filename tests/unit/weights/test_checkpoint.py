@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.planning.spec import check_family, read_config
+from llama_ssp.planning.spec import check_readable, read_config
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
 from llama_ssp.weights.source import StoredTensor
@@ -125,11 +125,15 @@ def as_gguf_with_config(folder: Path) -> None:
 )
 def test_an_adapter_and_gguf_are_named_by_runs_and_plans(folder: Path, kind: Fault, reason: str) -> None:
     kind(folder)
-    readers: list[Fault] = [inspect] if (folder / "config.json").exists() else [inspect, read_config, check_family]
+    readers: list[Fault] = [inspect] if (folder / "config.json").exists() else [inspect, read_config, check_unquantized]
     for read in readers:
         with pytest.raises(CheckpointError, match=reason) as caught:
             read(folder)
         assert str(caught.value).startswith(f"{folder} ")
+
+
+def check_unquantized(folder: Path) -> None:
+    check_readable(folder, "none")
 
 
 def edit_index(change: Callable[[dict[str, str]], object]) -> Fault:

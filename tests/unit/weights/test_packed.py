@@ -1,4 +1,4 @@
-"""Int4 checkpoints of both layouts: the numbers they stand for, whole and in slices, and what is refused."""
+"""Quantized checkpoints of all layouts: the numbers they stand for, whole and in slices, and what is refused."""
 
 import shutil
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights import int4_rows
+from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint, quantization_config
+from tests.helpers.packed_checkpoints import LAYOUTS, NF4, edit_config, pack_checkpoint, quantization_config
 
 pytestmark = pytest.mark.seconds
 
@@ -29,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A checkpoint in a layout, and the numbers that it stands for; read only."""
     origin = tmp_path_factory.mktemp("origin")
     build_checkpoint(
-        origin, "llama", hidden_size=384, intermediate_size=256, num_key_value_heads=2, attention_bias=True
+        origin, "llama", hidden_size=384, intermediate_size=768, num_key_value_heads=2, attention_bias=True
     )
 
     @cache
@@ -41,10 +42,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def numbers(rows: Tensor) -> Tensor:
+def numbers(rows: Tensor, storage: str | None) -> Tensor:
     """The weights (O, I) that rows of bytes stand for."""
-    codes, words = int4_rows.split(rows)
-    groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, 64))), dim=2)
+    if storage == "int8_weight_only":
+        values, words = byte_rows.split(rows, rows.shape[1] - 4)
+        return values.view(torch.int8) * words.view(torch.float32)
+    if storage == "nf4":
+        values, words = byte_rows.split(rows, 32)
+        codes = torch.stack([values >> 4, values & 15], dim=2).view(len(rows), -1, 64)
+        return (NF4[codes.long()] * words.view(torch.float32)[..., None]).flatten(1)
+    if storage == "fp8_weight_only":
+        values, words = byte_rows.split(rows, 128)
+        groups = values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
+        weights: Tensor = groups.mul_(words.view(torch.float32)[..., None]).flatten(1)
+        return weights
+    group = INT4_GROUPS[str(storage)]
+    codes, words = int4_rows.split(rows, group)
+    groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
     weights = (groups - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
     return weights.flatten(1)
 
@@ -55,21 +69,28 @@ def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: 
     assert packed.tensors.keys() >= plain.tensors.keys()
     for name, tensor in plain.tensors.items():
         read = packed.read(name)
-        if packed.tensors[name].is_packed:
+        if storage := packed.tensors[name].storage:
             assert packed.tensors[name].shape == tensor.shape
             assert read.dtype is torch.uint8
-            read = numbers(read)
+            read = numbers(read, storage)
         assert torch.equal(read, plain.read(name)), name
-    assert sum(tensor.is_packed for tensor in packed.tensors.values()) == 14
+    assert sum(tensor.storage is not None for tensor in packed.tensors.values()) == 14
 
 
-@grid(layout=LAYOUTS, cut=[(0, [range(5, 23)]), (0, [range(90, 96), range(8)]), (1, [range(128, 256)])])
+@grid(
+    layout=LAYOUTS,
+    cut=[
+        (0, [range(5, 23)]),
+        (0, [range(90, 96), range(8)]),
+        (1, [range(128, 256)]),
+    ],
+)
 def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, list[range]]) -> None:
     """Also where zeros of eight outputs are in one integer, and the slice begins between them."""
     packed, plain = (inspect(folder) for folder in made(layout))
     dim, parts = cut
     found = packed.read(NAME, dim=dim, parts=parts, dtype=torch.float16)
-    assert torch.equal(numbers(found), plain.read(NAME, dim=dim, parts=parts))
+    assert torch.equal(numbers(found, packed.tensors[NAME].storage), plain.read(NAME, dim=dim, parts=parts))
 
 
 def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
@@ -83,25 +104,39 @@ def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
 
 WEIGHTS = ("config_groups", "group_0", "weights")
 REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, 'quant_method "awq"'),
+    "another method": ({"quant_method": "hqq", "bits": 4}, 'quant_method "hqq"'),
+    "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
+    "awq without zeros": (changed("awq", zero_point=False), r"\(zero_point false\)"),
     "a list": ([4], "quant_method null"),
     "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
-    "small groups": (changed("gptq", group_size=32), r"\(group_size 32\)"),
+    "small groups": (changed("gptq", group_size=16), r"\(group_size 16\)"),
+    "odd groups": (changed("awq", group_size=200), r"\(group_size 200\)"),
+    "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
+    "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
     "sorted inputs": (changed("gptq", desc_act=True), r"\(desc_act true\)"),
     "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
-    "another format": (changed("compressed-tensors", format="float-quantized"), r'\(format "float-quantized"\)'),
+    "another format": (changed("compressed-tensors", format="marlin-24"), r'\(format "marlin-24"\)'),
+    "a format of other bits": (changed("compressed-tensors", format="int-quantized"), r"\(num_bits 4; strategy"),
     "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
-    "per channel": (changed("compressed-tensors", *WEIGHTS, strategy="channel"), r'\(strategy "channel"\)'),
+    "per matrix": (changed("compressed-tensors", *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
+    "sparse": (changed("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
+    "two formats": (
+        changed("compressed-tensors", "config_groups", group_1={"weights": {"num_bits": 8}}),
+        r"\(several config_groups\)",
+    ),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "fp4": (changed("nf4", bnb_4bit_quant_type="fp4"), r'\(bnb_4bit_quant_type "fp4"\)'),
+    "bytes of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
+    "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
+    "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
+    "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
     "group order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r'\(actorder "group"\)'),
     "its other name": (changed("compressed-tensors", *WEIGHTS, actorder="dynamic"), r'\(actorder "dynamic"\)'),
     "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
     "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
     "rotations": (changed("compressed-tensors", transform_config={"config_groups": {}}), r"\(transform_config {"),
-    "activations": (
-        changed("compressed-tensors", "config_groups", "group_0", input_activations={"num_bits": 8}),
-        r"\(quantized activations\)",
-    ),
 }
 
 
@@ -112,22 +147,38 @@ def test_other_forms_are_refused_with_what_is_different(
     folder = tmp_path / "packed"
     shutil.copytree(made("gptq")[0], folder)
     edit_config(folder, quantization_config=described)
-    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 128"):
+    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 32"):
         inspect(folder)
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors, asymmetric", "gptq"])
-@pytest.mark.parametrize("leaf", ["weight_packed", "weight_scale", "weight_zero_point", "qweight", "scales", "g_idx"])
+PARTS = [
+    *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
+    *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
+    ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
+    ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
+    ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "leaf"), PARTS)
 def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path, layout: str, leaf: str) -> None:
     def shorten(tensors: dict[str, Tensor]) -> None:
-        name = NAME.replace("weight", leaf)
-        if name not in tensors:
-            pytest.skip("of the other layout")
+        name = f"{NAME.removesuffix('weight')}{leaf}"
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no int4 weight in groups of 128 inputs for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4) weight for model.layers.1.*k_proj"):
         inspect(folder)
+
+
+@pytest.mark.parametrize(("layout", "leaf"), [("int8", "weight"), ("gptq", "qweight"), ("gptq", "qzeros")])
+def test_parts_of_another_kind_are_refused(made: Made, tmp_path: Path, layout: str, leaf: str) -> None:
+    def convert(tensors: dict[str, Tensor]) -> None:
+        name = f"{NAME.removesuffix('weight')}{leaf}"
+        tensors[name] = tensors[name].to(torch.int16)
+
+    with pytest.raises(CheckpointError, match=r"no int\d_weight_only weight for model.layers.1.*k_proj"):
+        inspect(edited(made(layout)[0], tmp_path, convert))
 
 
 @pytest.mark.parametrize(("layout", "leaf"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])
@@ -148,7 +199,7 @@ def test_an_order_that_leaves_groups_in_place_is_read(made: Made, tmp_path: Path
     shutil.copytree(made("compressed-tensors")[0], folder)
     described = changed("compressed-tensors", *WEIGHTS, actorder=order) | {"transform_config": {}}
     edit_config(folder, quantization_config=described)
-    assert inspect(folder).tensors[NAME].is_packed
+    assert inspect(folder).tensors[NAME].storage == "int4_weight_only"
 
 
 def edited(origin: Path, tmp_path: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -41,7 +41,7 @@ def test_uneven_heads_are_refused_with_the_sizes_that_work() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_quantized_layers_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"model\.quantization=int8 was given: use model\.quantization=none"):
+    with pytest.raises(PlacementError, match=r"those of the target are int8: use model.quantization=none"):
         check_auto_tp(llama_shape(), quantization="int8", num_ranks=1)
 
 

@@ -1,5 +1,6 @@
 """How many ranks a command line means, on which machine, and what is refused."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
@@ -104,3 +107,26 @@ def test_amds_gpus_are_counted_without_its_cpus(monkeypatch: pytest.MonkeyPatch,
     assert num_gpus({}) == 2
     monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0+cpu")
     assert num_gpus({}) == 0, "torch sees none"
+
+
+@pytest.mark.parametrize(
+    ("described", "words", "sentence"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+            [],
+            "cannot be read (desc_act true)",
+        ),
+        ({"quant_method": "fbgemm_fp8"}, ["model.quantization=nf4"], "holds fp8_weight_only weights, "),
+    ],
+)
+def test_a_checkpoint_that_runs_do_not_read_is_refused_before_a_rank_starts(
+    described: object, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
+    asked = ["task=generate", "prompt=x", "model=local", f"model.path={tmp_path}", *words, "ranks=2"]
+    assert own_ranks.main(asked, num_ranks=None) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "starting" not in said

@@ -1,0 +1,162 @@
+"""Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft, and planned bytes.
+
+    .venv/bin/python -m benchmarks.families          prints the table
+    .venv/bin/python -m benchmarks.families --write  writes docs/benchmarks/families.md
+
+Checkpoints are tiny and random, those of the tests and some more. Ranks are threads. Texts are longer than windows.
+"""
+
+import argparse
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from benchmarks.measured import markdown, show
+from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.errors import SspError
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import build_empty, check_model, find_sources
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.planning.memory import model_bytes, shares
+from llama_ssp.planning.spec import PlannedModel
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.reports.provenance import versions
+from llama_ssp.settings.schema import Dtype, WholeParts
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks
+from tests.helpers.texts import library_greedy, part_at_a_near_tie
+
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+MORE: dict[str, dict[str, Any]] = {
+    "bloom": {}, "codegen": {"rotary_dim": 4}, "diffllama": _GROUPED, "doge": {"num_key_value_heads": 4},
+    "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+    "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {},
+    "gptj": {"rotary_dim": 4}, "granitemoeshared": {
+        "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+    },
+    "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
+    "lfm2": {"num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]}, "llama4_text": {
+        "num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160,
+    },
+    "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
+    "phimoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}, "biogpt": {},
+    "qwen3_next": {"num_key_value_heads": 4, **_EXPERTS}, "vaultgemma": _GROUPED,
+}  # fmt: skip
+LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
+_HEAD = """\
+# Kinds of checkpoints
+
+`python -m benchmarks.families --write` writes this page. It makes a tiny random checkpoint of each kind, with sliding
+windows of 6 tokens where the kind has them, loads it, and compares greedy texts of {tokens} tokens behind prompts of 3
+to 21 tokens with those of transformers {transformers}: in batches of 1 and 4, without a draft and with a draft of one
+layer of the same kind, K = 4. Texts are equal up to the first two tokens that transformers itself finds equally
+probable. The bytes are those of the weights in fp32, by the plan and, where they differ, as loaded: on one rank, and on
+the first of two.
+
+Families without a record are planned as a Llama of their sizes, so their bytes are estimates. A run first compares
+their logits for a short text with those that the same modules give without its cache.
+
+"""
+
+
+def texts_are_equal(model: PreTrainedModel, folder: Path, draft: Path, num_ranks: int) -> bool:
+    """Whether all texts on so many ranks are transformers'; raises what loading raises."""
+    origin = inspect(folder)
+    check_model(origin, num_ranks=num_ranks)
+    comms = thread_comms(num_ranks)
+    targets, drafts = load_ranks(folder, comms), [load_ranks(draft, thread_comms(1))[0] for _ in comms]
+    requests = [
+        Request(index=index, prompt_ids=tuple(range(5, 5 + 3 * length, 3)), max_new_tokens=NUM_NEW_TOKENS)
+        for index, length in enumerate(LENGTHS)
+    ]
+
+    def found(comm: Comm) -> list[list[int]]:
+        decoders = [
+            make_decoder(targets[comm.rank], each, batch_size=batch_size, comm=comm)
+            for batch_size in BATCHES
+            for each in (None, drafts[comm.rank])
+        ]
+        return [done.token_ids for decoder in decoders for done in complete(decoder, requests)]
+
+    wanted = {
+        request.index: library_greedy(model, request.prompt_ids, num_tokens=NUM_NEW_TOKENS) for request in requests
+    }
+    for texts in on_ranks(comms, found):
+        for request, ids in zip(2 * len(BATCHES) * requests, texts, strict=True):
+            own = wanted[request.index]
+            try:
+                part_at_a_near_tie(model, request.prompt_ids, own, ids[: len(own)])
+            except AssertionError:
+                return False
+    return True
+
+
+def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
+    """Bytes of the first rank's weights by the plan, and as loaded."""
+    model = PlannedModel(name="tiny", shape=origin.shape, dtype=Dtype.fp32, quantization="none", stored=Dtype.fp32)
+    planned = model_bytes(shares(origin.shape, num_ranks=num_ranks)[0], model, device="cuda").total_bytes
+    modules = build_empty(origin)
+    sources = find_sources(modules, origin)
+    shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
+    parameters = dict(modules.named_parameters(remove_duplicate=False))
+    loaded = sum({source: parameters[name].nbytes for name, source in sources.items()}.values())
+    return f"{planned}" if planned == loaded else f"{planned} / {loaded}"
+
+
+def row_of(kind: str, sizes: dict[str, Any]) -> list[object]:
+    """One line of the table."""
+    is_written = record_of(kind.partition(",")[0]).is_written
+    with tempfile.TemporaryDirectory() as place:
+        folder, draft = Path(place) / "target", Path(place) / "draft"
+        model = build_checkpoint(folder, kind, **sizes)
+        build_checkpoint(draft, kind, **sizes | {"num_hidden_layers": 1})
+        cells: list[object] = [kind, "yes" if is_written else "no", ""]
+        for num_ranks in (1, 2, 3):
+            try:
+                cells.append("equal" if texts_are_equal(model, folder, draft, num_ranks) else "**other**")
+                is_lean = isinstance(load_ranks(folder, thread_comms(1))[0], LeanRunner)
+                cells[2] = "lean decoder" if is_lean else "library modules"
+            except SspError as error:
+                cells.append(str(error).replace(place, "DIR").partition(" (")[0].partition(": ")[0])
+        origin = inspect(folder)
+        for num_ranks in (1, 2):
+            try:
+                cells.append(planned_and_loaded(origin, num_ranks))
+            except SspError:
+                cells.append("")
+    return cells
+
+
+def main() -> None:
+    """Check all kinds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/families.md")
+    parser.add_argument("kinds", nargs="*", help="only these")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    library_logging.set_verbosity_error()
+    library_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    none: dict[str, Any] = {}
+    kinds = dict.fromkeys(FAMILIES, none) | {kind: MORE[kind] for kind in MORE if kind in CONFIG_MAPPING}
+    rows = [row_of(kind, sizes) for kind, sizes in kinds.items() if not arguments.kinds or kind in arguments.kinds]
+    num_equal = sum("equal" in row for row in rows)
+    heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks", "bytes", "bytes, 2 ranks"]
+    text = _HEAD.format(tokens=NUM_NEW_TOKENS, transformers=versions()["transformers"])
+    text += f"{num_equal} of {len(rows)} kinds run.\n\n{markdown(heads, rows)}\n"
+    show(text, page="families.md", is_written=arguments.write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Decoders like Llama: other norms, fused matrices, plain MLPs, multipliers; most run as the library's modules."""
+
+from dataclasses import replace
+from functools import partial
+
+from llama_ssp.architectures.family import Family
+from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
+from llama_ssp.architectures.matrices import ATTENTION, PLAIN, Inventory, decoder
+from llama_ssp.settings.schema import ModelShape
+
+_GLM = (*ATTENTION, "gate_up_proj", "down_proj")
+_TP_PLAN = {
+    "model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output",
+    **{f"model.layers.*.self_attn.{name}": "colwise" for name in QKV}, "model.layers.*.self_attn.o_proj": "rowwise",
+    **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    "model.layers.*.mlp.down_proj": "rowwise",
+}  # fmt: skip
+
+
+def _with_normed_queries(shape: ModelShape) -> Inventory:
+    """Norms over all queries and all keys of a token."""
+    return decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads)
+
+
+def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
+    """Two numbers of the activation in each layer."""
+    found = decoder(shape, modules, head_norms=head_norms)
+    return replace(found, layer_vectors=found.layer_vectors + 2)
+
+
+SEED_OSS = replace(QWEN2, model_type="seed_oss", windows=None)
+MINISTRAL = replace(MISTRAL, model_type="ministral")
+CWM = replace(MISTRAL, model_type="cwm")
+PHI3 = replace(
+    MISTRAL, model_type="phi3",
+    parameters=partial(decoder, modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+)  # fmt: skip
+
+GRANITE = Family(model_type="granite", parameters=decoder, cuts_vocabulary=True)
+MINISTRAL3 = replace(GRANITE, model_type="ministral3", windows=MISTRAL.windows)
+ERNIE = replace(GRANITE, model_type="ernie4_5", ties_unless_said=True)
+HELIUM = replace(GRANITE, model_type="helium")
+SMOLLM3 = replace(MINISTRAL3, model_type="smollm3", ties_unless_said=True)
+EXAONE4 = replace(MINISTRAL3, model_type="exaone4", parameters=QWEN3.parameters)
+HUNYUAN = replace(EXAONE4, model_type="hunyuan_v1_dense", windows=None, tp_plan=_TP_PLAN)
+STABLELM = replace(
+    GRANITE, model_type="stablelm", parameters=partial(decoder, norms=4, final_norms=2), tp_plan=_TP_PLAN
+)
+
+OLMO = replace(GRANITE, model_type="olmo", parameters=partial(decoder, norms=0, final_norms=0))
+OLMO2 = replace(GRANITE, model_type="olmo2", parameters=_with_normed_queries, keeps_attention=True)
+OLMO3 = replace(OLMO2, model_type="olmo3", windows=MISTRAL.windows)
+
+COHERE = replace(
+    GRANITE, model_type="cohere", parameters=partial(decoder, norms=1), ties_unless_said=True
+)  # fmt: skip
+COHERE2 = replace(COHERE, model_type="cohere2", windows=MISTRAL.windows)
+GLM = replace(
+    GRANITE, model_type="glm",
+    parameters=partial(decoder, modules=_GLM, biased=QKV),
+)  # fmt: skip
+GLM4 = replace(GLM, model_type="glm4", parameters=partial(decoder, modules=_GLM, biased=QKV, norms=4))
+STARCODER2 = replace(
+    MINISTRAL3, model_type="starcoder2", ties_unless_said=True,
+    parameters=partial(
+        decoder, modules=(*ATTENTION, "c_fc", "c_proj"), biased=(*ATTENTION, "c_fc", "c_proj"), norms=4, final_norms=2
+    ),
+)  # fmt: skip
+ARCEE = replace(GRANITE, model_type="arcee", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN)))
+APERTUS = replace(
+    ARCEE, model_type="apertus", parameters=partial(_with_learned_bends, modules=(*ATTENTION, *PLAIN), head_norms=2)
+)  # fmt: skip
+NEMOTRON = replace(
+    ARCEE, model_type="nemotron", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN), norms=4, final_norms=2)
+)  # fmt: skip

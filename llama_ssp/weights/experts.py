@@ -1,0 +1,101 @@
+"""Experts that are stored one by one: the matrices of a layer's experts become two tensors, as modules hold them.
+
+    stored      experts.N.gate_proj.weight (I, E), experts.N.up_proj.weight (I, E), experts.N.down_proj.weight (E, I)
+                or w1, w3 and w2 in the same order
+    joined      experts.gate_up_proj (X, 2 I, E), experts.down_proj (X, E, I)
+
+Shapes: X experts, I inputs of an expert's last matrix, E the model's width.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError
+from llama_ssp.weights.packed import PackedTensor
+from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d{1,6})\.(?P<matrix>\w+)\.weight")
+_JOINED = {
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", 0)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTensor(TensorFacts):
+    """A tensor of all experts; `stored` has the matrices of each, which stand one below the other.
+
+    Packed matrices are joined as their `byte_rows`.
+    """
+
+    stored: tuple[tuple[StoredTensor | PackedTensor, ...], ...]
+
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `WeightSource.read`; parts are of the outputs (dim 1) or of the inputs (dim 2) of every expert."""
+        dim, dtype = wanted.get("dim"), wanted.get("dtype") or self.dtype
+        num_rows = self.stored[0][0].shape[0]
+        wholes = [[range(size)] for size in self.shape[1:]]
+        outputs, inputs = ([*wanted["parts"]] if dim == place else wholes[place - 1] for place in (1, 2))
+        experts = []
+        for matrices in self.stored:
+            rows = []
+            for part in outputs:
+                for number, matrix in enumerate(matrices):
+                    first, end = max(part.start - number * num_rows, 0), min(part.stop - number * num_rows, num_rows)
+                    if first < end:
+                        rows.append(_read(matrix, range(first, end), inputs))
+            joined = torch.cat(rows)
+            experts.append(joined if self.storage else joined.to(dtype))
+        return torch.stack(experts).to(wanted.get("device"))
+
+
+def _read(matrix: StoredTensor | PackedTensor, outputs: range, inputs: Sequence[range]) -> Tensor:
+    """Some outputs of a matrix, or some of its inputs."""
+    if isinstance(matrix, StoredTensor):
+        return torch.cat([matrix.read(outputs, part) for part in inputs], dim=1)
+    if len(outputs) < matrix.shape[0]:
+        return matrix.read(dim=0, parts=[outputs])
+    return matrix.read(dim=1, parts=inputs)
+
+
+def join_experts(
+    tensors: Mapping[str, StoredTensor | PackedTensor], folder: Path
+) -> dict[str, StoredTensor | PackedTensor | JoinedTensor]:
+    """Replace the matrices of experts by joined tensors; CheckpointError for experts that do not fit each other."""
+    found: dict[str, dict[int, dict[int, StoredTensor | PackedTensor]]] = defaultdict(lambda: defaultdict(dict))
+    others: dict[str, StoredTensor | PackedTensor | JoinedTensor] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match and match["matrix"] in _JOINED and len(tensor.shape) == 2:  # noqa: PLR2004 - a matrix
+            joined, place = _JOINED[match["matrix"]]
+            found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
+        else:
+            others[name] = tensor
+    return others | {name: _joined(name, experts, folder) for name, experts in found.items()}
+
+
+def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor | PackedTensor]], folder: Path) -> JoinedTensor:
+    num_matrices = 1 + name.endswith("gate_up_proj")
+    first = next(iter(experts[min(experts)].values()))
+    facts = first.shape, first.dtype, first.storage
+    alike = tuple(
+        tuple(each for place in range(num_matrices) if (each := experts[number].get(place))
+              and (each.shape, each.dtype, each.storage) == facts)
+        for number in sorted(experts)
+    )  # fmt: skip
+    if sorted(experts) != [*range(len(experts))] or any(len(matrices) < num_matrices for matrices in alike):
+        raise CheckpointError(
+            f"{folder} lacks matrices of {name}, or has some of another shape: copy or download it again"
+        )
+    rows, columns = first.shape
+    return JoinedTensor(
+        dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), storage=first.storage, stored=alike
+    )

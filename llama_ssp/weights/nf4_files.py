@@ -1,0 +1,74 @@
+"""NormalFloat weights as bitsandbytes stores them, and the same bits in `byte_rows`.
+
+    weight                                     (O I / 2, 1), two codes a byte, row by row
+    weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if those are quantized too:
+    weight.nested_quant_map, .nested_absmax    the number of each byte, and the scale of each 256 bytes
+    weight.quant_state.bitsandbytes__nf4       JSON: the shape, and what is added to all scales
+
+Shapes: O outputs, I inputs, G groups of 64 inputs.
+
+Source: Dettmers et al. 2023, arXiv:2305.14314.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.settings.formats import NF4_GROUP as GROUP
+from llama_ssp.settings.stored import NF4_STATE
+from llama_ssp.weights import byte_rows
+from llama_ssp.weights.source import StoredTensor
+
+_SCALES, _NUMBERS, _OUTER = "weight.absmax", "weight.nested_quant_map", "weight.nested_absmax"
+_NESTED = 256
+"""Scales that share a scale."""
+
+
+def shape_of(parts: Mapping[str, StoredTensor]) -> tuple[int, int] | None:
+    """The shape of a weight, by the last parts of its tensors' names; None if they do not fit each other."""
+    state = _state(parts)
+    match state.get("shape"):
+        case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs > 0 and num_inputs % GROUP == 0:
+            num_scales = num_outputs * num_inputs // GROUP
+        case _:
+            return None
+    weight, scales = parts["weight"], parts[_SCALES]
+    fits = (state.get("quant_type"), state.get("blocksize")) == ("nf4", GROUP)
+    fits &= (weight.kind, weight.shape) == ("U8", (num_scales * GROUP // 2, 1)) and scales.shape == (num_scales,)
+    if scales.kind == "U8":
+        shapes = [parts[name].shape for name in (_NUMBERS, _OUTER) if name in parts]
+        fits &= shapes == [(_NESTED,), (-(-num_scales // _NESTED),)] and state.get("nested_blocksize") == _NESTED
+    else:
+        fits &= scales.kind == "F32"
+    return (num_outputs, num_inputs) if fits else None
+
+
+def rows(parts: Mapping[str, StoredTensor], num_inputs: int, *, outputs: range, inputs: range) -> Tensor:
+    """Read the rows of some outputs, and of whole groups of the inputs, of a weight with `num_inputs`."""
+    num_bytes, num_groups = num_inputs // 2, num_inputs // GROUP
+    codes = parts["weight"].read(range(outputs.start * num_bytes, outputs.stop * num_bytes)).view(-1, num_bytes)
+    scales = _scales(parts, range(outputs.start * num_groups, outputs.stop * num_groups)).view(-1, num_groups)
+    bytes_OI = codes[:, inputs.start // 2 : inputs.stop // 2]
+    scales_OG = scales[:, inputs.start // GROUP : inputs.stop // GROUP]
+    return byte_rows.join(bytes_OI.unflatten(1, (-1, GROUP // 2)), scales_OG)
+
+
+def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
+    """Some of the scales, in fp32."""
+    stored = parts[_SCALES].read(places)
+    if stored.is_floating_point():
+        return stored
+    outer = parts[_OUTER].read()[torch.arange(places.start, places.stop) // _NESTED]
+    return parts[_NUMBERS].read()[stored.long()] * outer + float(_state(parts)["nested_offset"])
+
+
+def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The JSON of a weight; empty if there is none."""
+    try:
+        state = json.loads(bytes(parts[NF4_STATE].read().tolist()))
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,197 @@
+"""Models of quantized checkpoints: the text of the numbers that they stand for, over ranks, and what is refused."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.models.loading import check_model, load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.runner import Runner
+from llama_ssp.planning.memory import model_bytes, shares
+from llama_ssp.planning.spec import planned_model
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import ModelConfig
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.source import storage_of
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.lanes import heavy
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint
+from tests.unit.models.test_quantized_models import tensors_of
+from tests.unit.weights.test_packed import edited
+
+pytestmark = pytest.mark.seconds
+
+CPU = torch.device("cpu")
+NUM_NEW_TOKENS = 24
+Made = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A packed checkpoint of a family, and the numbers that it stands for; read only."""
+
+    @cache
+    def make(family: str, layout: str, **changes: Any) -> tuple[Path, Path]:  # noqa: ANN401
+        folder = tmp_path_factory.mktemp("packed")
+        sizes: dict[str, Any] = {
+            "hidden_size": 384, "intermediate_size": 384, "head_dim": 128, "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+        }  # fmt: skip
+        (folder / "origin").mkdir()
+        build_checkpoint(folder / "origin", family, **sizes | changes)
+        pack_checkpoint(folder / "origin", folder / "packed", folder / "numbers", layout)
+        return folder / "packed", folder / "numbers"
+
+    return make
+
+
+@torch.inference_mode()
+def greedy(runner: Runner) -> tuple[list[int], Tensor]:
+    """The ids that follow a prompt, and the logits of all positions."""
+    ids = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(3)).tolist()
+    runner.allocate(batch_size=1, capacity=64)
+    logits = [runner.forward(torch.tensor([ids]), torch.arange(len(ids))[None], bucket=64)[0]]
+    for position in range(len(ids), len(ids) + NUM_NEW_TOKENS):
+        ids.append(int(logits[-1][-1].argmax()))
+        logits.append(runner.forward(torch.tensor([ids[-1:]]), torch.tensor([[position]]), bucket=64)[0])
+    return ids, torch.cat(logits)
+
+
+def load(folder: Path, comm: Comm, precision: Precision | None = None) -> Runner:
+    """In the precision of the files, unless another is given."""
+    origin = inspect(folder)
+    storage = storage_of(origin)
+    precision = precision or Precision(quantization=storage or "none", is_stored=storage is not None)
+    return load_model(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
+
+
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
+    made: Made, layout: str, num_ranks: int
+) -> None:
+    packed, plain = made("llama", layout)
+    ids, logits = greedy(load(plain, Comm.single()))
+    check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
+    comms = thread_comms(num_ranks)
+    runners = [load(packed, comm) for comm in comms]
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+        assert found_ids == ids
+        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_plan_counts_the_bytes_that_are_loaded(made: Made, layout: str, num_ranks: int) -> None:
+    packed, _ = made("llama", layout, vocab_size=208)  # whole blocks, whose bytes a layer tells
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    for rank, held in enumerate(shares(model.shape, num_ranks=num_ranks, quantization=model.quantization)):
+        runner: Any = load(packed, Comm(rank=rank, size=num_ranks))
+        assert loaded_bytes(runner) == model_bytes(held, model, device="cpu").total_bytes
+
+
+def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides are looked at
+    parts = [runner._layers, runner._norm, runner._head, runner._embed]
+    return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 16)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
+def test_other_families_read_them_too(made: Made, family: str) -> None:
+    """By the library's modules, and with biases."""
+    packed, plain = made(family, "gptq")
+    ids, logits = greedy(load(plain, Comm.single()))
+    found_ids, found = greedy(load(packed, Comm.single()))
+    assert found_ids == ids
+    assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "int8", "fp8"])
+def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
+    packed, plain = made("qwen3_moe", layout, moe_intermediate_size=256)
+    ids, logits = greedy(load(plain, Comm.single()))
+    check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
+    comms = thread_comms(num_ranks)
+    runners = [load(packed, comm) for comm in comms]
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+        assert found_ids == ids
+        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
+    packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=256)
+    with pytest.raises(PlacementError, match=r"the experts model.layers.0.mlp.experts have 85: use fewer ranks"):
+        check_model(inspect(packed), num_ranks=3, quantization="int4_weight_only")
+
+
+def test_weights_are_not_quantized_again(made: Made) -> None:
+    packed, plain = made("llama", "gptq")
+    other = "int8_weight_only"
+    sentence = rf"holds int4_weight_only weights, .* and model.quantization={other} was given: leave it out"
+    with pytest.raises(ConfigError, match=sentence):
+        check_model(inspect(packed), num_ranks=1, quantization=other)
+    with pytest.raises(ConfigError, match=sentence):
+        load(packed, Comm.single(), Precision(quantization=other))
+    check_model(inspect(plain), num_ranks=1, quantization=other)
+
+
+def left_out(made: Made, tmp_path: Path, layout: str, *modules: str) -> Path:
+    """A packed checkpoint of 16 bits, with numbers in place of the parts of some modules."""
+    packed, plain = made("llama", layout, vocab_size=208)
+
+    def leave_out(tensors: dict[str, Tensor]) -> None:
+        for module in modules:
+            for name in [name for name in tensors if name.startswith(f"{module}.")]:
+                del tensors[name]
+            tensors[f"{module}.weight"] = inspect(plain).read(f"{module}.weight")
+
+    folder = edited(packed, tmp_path, leave_out)
+    described = json.loads((folder / "config.json").read_text())["quantization_config"]
+    key = "ignore" if layout.startswith("compressed") else "modules_to_not_convert"
+    edit_config(folder, quantization_config=described | {key: ["lm_head", *modules]})
+    return folder
+
+
+MIXED = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"] + ["model.layers.1.mlp.down_proj"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "fp8"])
+def test_layers_that_were_left_out_stay_as_they_are(made: Made, tmp_path: Path, layout: str, num_ranks: int) -> None:
+    folder = left_out(made, tmp_path, layout, *MIXED)
+    ids, logits = greedy(load(made("llama", layout, vocab_size=208)[1], Comm.single()))
+    check_model(inspect(folder), num_ranks=num_ranks, quantization=str(storage_of(inspect(folder))))
+    comms = thread_comms(num_ranks)
+    runners: list[Any] = [load(folder, comm) for comm in comms]
+    loaded = [loaded_bytes(runner) for runner in runners]
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+        assert found_ids == ids
+        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+    model = planned_model(ModelConfig(name="local", path=str(folder)), device="cpu")
+    held = shares(model.shape, num_ranks=num_ranks, quantization=model.quantization)
+    counted = [model_bytes(share, model, device="cpu").total_bytes for share in held]
+    assert loaded == pytest.approx(counted, abs=32)  # a mean over the layers is rounded
+
+
+def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Path) -> None:
+    folder = left_out(made, tmp_path, "compressed-tensors", MIXED[0], "model.layers.1.mlp.up_proj")
+    sentence = (
+        r"all or none of those with one input, .* not so for model.layers.0.self_attn.qkv, model.layers.1.mlp.gate_up"
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        check_model(inspect(folder), num_ranks=1, quantization="int4_weight_only")
+
+
+def test_a_cut_through_a_group_is_refused(made: Made) -> None:
+    """384 MLP units are three groups; of 256 inputs of the attention's output, four ranks would have 64 each."""
+    packed, _ = made("llama", "gptq", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    with pytest.raises(PlacementError, match=r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint"):
+        check_model(inspect(packed), num_ranks=4, quantization="int4_weight_only")
