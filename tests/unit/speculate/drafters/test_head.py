@@ -69,9 +69,10 @@ def source(folder: Path) -> HeadSource:
     return of_target(files, files.head, tiny())
 
 
-def decode(
+def decode(  # noqa: PLR0913
     target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
     tree: Tree | None = None, num_new: int = 12, choices: Sequence[DraftChoice] = (),
+    prompts: Sequence[tuple[int, ...]] = PROMPTS, reuses: bool = True,
 ) -> dict[int, Any]:  # fmt: skip
     """Texts with a head, whose drafts are watched."""
     head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
@@ -95,9 +96,10 @@ def decode(
 
     decoder = make_decoder(target, None, temperature=TEMPERATURE, num_draft_tokens=NUM_DRAFTED, batch_size=batch_size,
                            make_drafter=make, replay=replay, taps=taps, tree=tree)  # fmt: skip
+    decoder.reuses = reuses
     if choices:
         decoder.length = ScriptedLength(choices)
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(PROMPTS)]
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
     done: dict[int, Any] = {}
     with torch.inference_mode():
         for updates in decoder.run(requests, to_length=True):
@@ -172,6 +174,24 @@ def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_togeth
     assert [alone[index].accepted_lengths for index in range(3)] == [
         together[index].accepted_lengths for index in range(3)
     ]
+
+
+@pytest.mark.parametrize("shape", [None, "2x2x1"])
+def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_again(
+    shape: str | None, target: Runner, tmp_path: Path
+) -> None:
+    origin = source(original(tmp_path / "head", make_tensors()))
+    tree = Tree.of(shape, torch.device("cpu")) if shape else None
+    header = tuple(range(40, 80))
+    prompts = [header, (*header, 5, 6), (7, 8), (*header, 5, 9), header, (*header, 3)]
+    reads, reuses = (
+        decode(target, origin, batch_size=2, watch=lambda *_: None, replay=True, tree=tree, prompts=prompts,
+               reuses=reuses)
+        for reuses in (False, True)
+    )  # fmt: skip
+    assert sum(each.num_reused_tokens for each in reuses.values()) > 100
+    for index, each in reuses.items():
+        assert (each.token_ids, each.accepted_lengths) == (reads[index].token_ids, reads[index].accepted_lengths)
 
 
 def changed(**tensors: Tensor | None) -> dict[str, Tensor]:

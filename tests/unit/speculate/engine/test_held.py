@@ -22,7 +22,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.decoders import complete, make_decoder, outcome
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.models import build_checkpoint, tiny_model
@@ -197,12 +197,12 @@ class FirstLogits:
         self._found.setdefault(runner, []).extend(logits_RV)
         return logits_RV
 
-    def of(self, decoder: Decoder, runs: list[list[Request]]) -> tuple[list[Tensor], list[Ids], int]:
-        """Of a decoder's target in these runs; with their texts, and how many tokens were reused."""
+    def of(self, decoder: Decoder, runs: list[list[Request]]) -> tuple[list[Tensor], list[object], int]:
+        """Of a decoder's target in these runs; with all that they decide, and how many tokens were reused."""
         found: list[Tensor] = []
         self._found[decoder.round.target] = found
         done = [each for requests in runs for each in complete(decoder, requests)]
-        return found, [tuple(each.token_ids) for each in done], sum(reused(done))
+        return found, outcome(done), sum(reused(done))
 
 
 def runs_of(decoder: Decoder, *, most_tokens: int = 60) -> list[list[Request]]:
@@ -215,14 +215,16 @@ def runs_of(decoder: Decoder, *, most_tokens: int = 60) -> list[list[Request]]:
 
 
 def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
-    """Whether a decoder that reuses says, after every prompt, what one says that does not; how much is reused."""
+    """Check that a decoder that reuses has the logits and decisions of one that reads; returns how much it reuses."""
     runs = runs_of(make())
     reuses, reads = make(), make()
     reads.reuses = False
-    (found, texts, num_reused), (wanted_ones, wanted_texts, none) = (logits.of(each, runs) for each in (reuses, reads))
+    (found, decided, num_reused), (wanted_ones, wanted_decisions, none) = (
+        logits.of(each, runs) for each in (reuses, reads)
+    )
     assert len(found) == len(wanted_ones) > 20
     assert all(map(torch.equal, found, wanted_ones))
-    assert texts == wanted_texts
+    assert decided == wanted_decisions
     assert none == 0
     return num_reused
 
