@@ -184,14 +184,34 @@ def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_
     tree = Tree.of(shape, torch.device("cpu")) if shape else None
     header = tuple(range(40, 80))
     prompts = [header, (*header, 5, 6), (7, 8), (*header, 5, 9), header, (*header, 3)]
-    reads, reuses = (
-        decode(target, origin, batch_size=2, watch=lambda *_: None, replay=True, tree=tree, prompts=prompts,
-               reuses=reuses)
-        for reuses in (False, True)
-    )  # fmt: skip
-    assert sum(each.num_reused_tokens for each in reuses.values()) > 100
-    for index, each in reuses.items():
-        assert (each.token_ids, each.accepted_lengths) == (reads[index].token_ids, reads[index].accepted_lengths)
+
+    def drafts(*, reuses: bool) -> tuple[dict[tuple[int, ...], Tensor], int]:
+        """The probabilities of drafts, by the text before them, and how many tokens were reused."""
+        found: dict[tuple[int, ...], Tensor] = {}
+
+        def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
+            found.update((tuple(text), probs) for text, probs in zip(texts, draft.probs_BTV.clone(), strict=True))
+
+        done = decode(
+            target, origin, batch_size=2, watch=watch, replay=False, tree=tree, prompts=prompts, reuses=reuses
+        )
+        return found, sum(each.num_reused_tokens for each in done.values())
+
+    (found, number), (wanted, none) = drafts(reuses=True), drafts(reuses=False)
+    assert number > 100
+    assert none == 0
+    assert found.keys() == wanted.keys()
+    assert all(found[text].equal(wanted[text]) for text in found)
+
+
+def test_taps_stay_where_rows_grow() -> None:
+    taps = Taps((0,), width=4, dtype=torch.float32, device=torch.device("cpu"))
+    taps.allocate(batch_size=2, num_slots=8)
+    positions_BT = torch.tensor([[0, 1, 7], [2, 3, 4]])
+    taps.write(0, torch.arange(24.0).view(6, 4), taps.slots(positions_BT))
+    before = taps.read(positions_BT)
+    taps.allocate(batch_size=2, num_slots=24)
+    assert taps.read(positions_BT).equal(before)
 
 
 def changed(**tensors: Tensor | None) -> dict[str, Tensor]:

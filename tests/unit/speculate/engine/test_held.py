@@ -13,11 +13,12 @@ from torch import Tensor
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
-from llama_ssp.models.prefill import num_common, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, num_common, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.held import HeldTexts, Place
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
@@ -47,19 +48,20 @@ def reused(done: list[RowCompletion]) -> list[int]:
 
 
 class Conversations:
-    """Prompts of one run after another, which begin like prompts and texts of earlier runs, at a random place."""
+    """Prompts of one run after another, which go on from texts of the last run, or from the beginning of any."""
 
     def __init__(self, seed: int, *, most_tokens: int) -> None:
         self._draw, self._most = random.Random(seed), most_tokens
         self._texts: list[Ids] = [(1, 2, 3, 4, 5)]
+        self._last = self._texts
 
     def requests(self) -> list[Request]:
         """Those of the next run, some of them equal."""
         draw, prompts = self._draw, list[Ids]()
         for _ in range(draw.randint(1, 7)):
             text = draw.choice([*self._texts, *prompts, *prompts])
-            more = tuple(draw.choices(range(11), k=draw.randint(0, 4)))
-            prompts.append((*text[: draw.randint(1, self._most)], *more))
+            text = draw.choice([draw.choice(self._last), text[: draw.randint(1, self._most)]])
+            prompts.append((*text, *draw.choices(range(11), k=draw.randint(0, 4))))
         return [
             Request(index=index, prompt_ids=ids, max_new_tokens=draw.randint(1, 12))
             for index, ids in enumerate(prompts)
@@ -67,7 +69,8 @@ class Conversations:
 
     def take(self, done: list[RowCompletion]) -> None:
         """Hear the answers."""
-        self._texts += [(*each.request.prompt_ids, *each.token_ids) for each in done]
+        self._last = [(*each.request.prompt_ids, *each.token_ids) for each in done]
+        self._texts += self._last
 
 
 @kinds
@@ -154,6 +157,40 @@ def test_what_another_has_written_into_the_cache_is_not_taken() -> None:
     assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3), 6))
 
 
+def test_rounds_that_are_timed_leave_nothing_to_take() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner())
+    complete(decoder, wanted((1, 2, 3, 4)))
+    with torch.inference_mode():
+        decoder.time_rounds(decoder.length.choices, num_slots=8)
+    (done,) = complete(decoder, wanted((1, 2, 3, 4)))
+    assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3, 4), 6))
+
+
+def test_nothing_is_taken_from_a_row_that_another_prompt_takes() -> None:
+    """The second prompt would begin like row 0, into which the first one copies what row 2 holds."""
+    held = HeldTexts(3, step=1)
+    held.place([(1, 2, 3), (4, 5, 6, 7), (8, 8, 8)], [0, 1, 2])
+    first, second = held.place([(8, 8, 9), (1, 2, 3, 4)], [0, 1])
+    assert first == Place(0, Held(2, 2), Held(2, 2))
+    assert second == Place(1, Held(), Held())
+
+
+def test_rows_with_little_to_read_end_where_the_longest_does() -> None:
+    """In a cache that has no slot behind it."""
+    target, texts = PrefixRunner(), [(1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3)]
+    target.allocate(batch_size=2, capacity=8)
+    tokens_RS = torch.zeros(2, 8, dtype=torch.int64)
+    for row, ids in enumerate(texts):
+        tokens_RS[row, : len(ids)] = torch.tensor(ids)
+    prompts = Prompts(tokens_RS, torch.tensor([8, 3]), [8, 3], 8)
+    for held in ((), (Held(1, 0), Held(2, 1)), (Held(7, 0), Held(2, 0))):
+        again = prompts._replace(held=held)
+        logits_RV = read_prompts(target, again, rows=[0, 1], buckets=Buckets(step=8, num_slots=8))
+        for logits_V, ids in zip(logits_RV, texts, strict=True):
+            torch.testing.assert_close(logits_V, target.logits(ids))
+
+
 def test_where_bits_depend_on_what_is_read_together_whole_chunks_of_prompts_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -230,12 +267,18 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_logits_after_a_prompt_have_the_same_bits(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows grow, are copied, and are taken up again."""
+@pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
+def test_logits_after_a_prompt_have_the_same_bits(
+    batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows grow, are copied, and are taken up again; nodes of trees have other bits, and their texts are read."""
     assert lean().is_invariant, "compiled kernels"
-    logits = FirstLogits(monkeypatch)
-    assert same_bits(lambda: make_decoder(lean(), lean(), batch_size=batch_size, temperature=0.8), logits) > 300
+    tree = Tree.of(shape, torch.device("cpu")) if shape else None
+
+    def make() -> Decoder:
+        return make_decoder(lean(), lean(), batch_size=batch_size, temperature=0.8, tree=tree)
+
+    assert same_bits(make, FirstLogits(monkeypatch)) > 100
 
 
 @pytest.mark.seconds
@@ -249,7 +292,7 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
         return same_bits(lambda: make_decoder(*models[comm.rank], batch_size=3, temperature=0.8, comm=comm), logits)
 
     one, other = on_ranks(comms, one_rank)
-    assert one == other > 300
+    assert one == other > 100
 
 
 @pytest.mark.seconds
@@ -258,7 +301,7 @@ def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypat
         monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 8)
     target = lean(kernel=PlainLinear)
     assert not target.is_invariant
-    assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 100
+    assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 50
 
 
 def test_ranks_reuse_all_or_only_chunks_together() -> None:
