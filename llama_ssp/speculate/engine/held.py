@@ -27,7 +27,7 @@ class _Text(NamedTuple):
     num_prompt: int = 0
 
 
-class Place(NamedTuple):
+class PromptRow(NamedTuple):
     """Where a prompt goes: its row, and what the caches of the target and of the draft hold of it."""
 
     row: int
@@ -51,7 +51,7 @@ class HeldTexts:
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
 
-    def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[Place]:
+    def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
         """Give each prompt a free row, that which holds most of it, and enter the prompts."""
         left, rows = [*free], []
         for ids in prompts:
@@ -63,7 +63,7 @@ class HeldTexts:
         places = []
         for row, ids in zip(rows, prompts, strict=True):
             if ids in seen:
-                places.append(Place(row, *[Held(len(ids), seen[ids])] * 2))
+                places.append(PromptRow(row, *[Held(len(ids), seen[ids])] * 2))
                 continue
             seen[ids] = row
             places.append(self._begun(row, ids, {row: self._texts[row]} | sources))
@@ -77,13 +77,13 @@ class HeldTexts:
         row, _ = _longest(ids, {row: self._texts[row] for row in free})
         return min(free, key=lambda row: len(self._texts[row].ids)) if row is None else row
 
-    def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> Place:
+    def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
         source, most = _longest(ids, texts)
         num_tokens = min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
         if source is None or num_tokens < LEAST_TOKENS:
-            return Place(row, Held(), Held())
+            return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
-        return Place(row, Held(num_tokens, source), Held(num_of_prompt, source))
+        return PromptRow(row, Held(num_tokens, source), Held(num_of_prompt, source))
 
 
 def _longest(ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:

@@ -21,7 +21,7 @@ from llama_ssp.speculate.drafters.drafter import HostTimed
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
-from llama_ssp.speculate.engine.held import HeldTexts, Place
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
@@ -218,7 +218,7 @@ class Decoder:
         if self.reuses:
             places = self._held.place([request.prompt_ids for request in requests], free)
         else:
-            places = [Place(row, Held(), Held()) for row in free[: len(requests)]]
+            places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         rows = [place.row for place in places]
         result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets)
         if rows == [*range(self.batch_size)] and not self.executor.keeps_state:

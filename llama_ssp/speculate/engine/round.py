@@ -29,7 +29,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.engine.clock import HostClock
-from llama_ssp.speculate.engine.held import Place
+from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.context import Context
@@ -124,7 +124,7 @@ class Round:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(
-        self, prompts: BatchState, places: Sequence[Place], *, lengths: Sequence[int], buckets: Buckets
+        self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets
     ) -> Tensor:
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 

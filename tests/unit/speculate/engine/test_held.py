@@ -18,7 +18,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.held import HeldTexts, Place
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
@@ -88,6 +88,20 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(make: Make, 
             greedy = target.greedy(each.request.prompt_ids, each.request.max_new_tokens)
             assert each.token_ids == (greedy[: greedy.index(4) + 1] if 4 in greedy else greedy)
     assert num_reused > 300
+
+
+@kinds
+def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(make: Make) -> None:
+    reuses, reads = (make(1.0, batch_size=3, temperature=0.9) for _ in range(2))
+    reads.reuses = False
+    talk, num_reused = Conversations(11, most_tokens=40), 0
+    for _ in range(10):
+        requests = talk.requests()
+        done = complete(reuses, requests)
+        talk.take(done)
+        num_reused += sum(reused(done))
+        assert outcome(done) == outcome(complete(reads, requests))
+    assert num_reused > 100
 
 
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
@@ -172,8 +186,8 @@ def test_nothing_is_taken_from_a_row_that_another_prompt_takes() -> None:
     held = HeldTexts(3, step=1)
     held.place([(1, 2, 3), (4, 5, 6, 7), (8, 8, 8)], [0, 1, 2])
     first, second = held.place([(8, 8, 9), (1, 2, 3, 4)], [0, 1])
-    assert first == Place(0, Held(2, 2), Held(2, 2))
-    assert second == Place(1, Held(), Held())
+    assert first == PromptRow(0, Held(2, 2), Held(2, 2))
+    assert second == PromptRow(1, Held(), Held())
 
 
 def test_rows_with_little_to_read_end_where_the_longest_does() -> None:
