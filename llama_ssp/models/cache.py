@@ -124,15 +124,17 @@ class StaticCache(Workspace):
             parts = whole.flatten(2, 3).flatten(0, 1)
             parts.index_copy_(1, to_M.to(parts.device), parts.index_select(1, from_M.to(parts.device)))
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
-        """Copy keys and values of the first slots of a row to those of another.
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy keys and values of the first slots of a row to those of others.
 
         A copy, and no reference: kernels read a row as one piece of memory, and a token's copy takes a hundredth of the
         time of reading it.
         """
         for whole in self._wholes:
             assert whole is not None, "a forward comes first"
-            whole[:, :, to_row, :num_tokens].copy_(whole[:, :, from_row, :num_tokens])
+            held = whole[:, :, from_row, :num_tokens]
+            for row in to_rows:
+                whole[:, :, row, :num_tokens].copy_(held)
 
     def take(self, other: "StaticCache") -> None:
         """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
@@ -332,10 +334,11 @@ class Taps:
         """Copy the taps of some slots of each row to others."""
         self._slots.kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
-        """Copy the taps of the first slots of a row to those of another."""
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy the taps of the first slots of a row to those of others."""
         kept_BSX = self._in_rows()
-        kept_BSX[to_row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
+        for row in to_rows:
+            kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
@@ -387,7 +390,7 @@ class CachedRunner:
         assert self._cache is not None, "allocate comes first"
         self._cache.move(from_BD, to_BD)
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """See `Runner.copy`."""
         assert self._cache is not None, "allocate comes first"
-        self._cache.copy(from_row, to_row, num_tokens)
+        self._cache.copy(from_row, to_rows, num_tokens)

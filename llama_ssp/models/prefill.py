@@ -19,6 +19,7 @@ What a row of the cache holds already is not read again (`Held`): a prompt copie
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,17 +118,26 @@ def read_prompts(
     fresh = [place for place, (start, _) in numbers if not start]
     begun = [place for place, (start, length) in numbers if 0 < start < length]
     equal = [place for place, (start, length) in numbers if start == length]
-    found = []
-    for places in (fresh, begun, equal):
-        for num_tokens, from_row, to_row in [(*prompts.held[place], rows[place]) for place in places]:
-            if num_tokens and from_row != to_row:
-                runner.copy(from_row, to_row, num_tokens)
-                if taps:
-                    taps.copy(from_row, to_row, num_tokens)
-        if places and places is not equal:
-            some = prompts.some(places)
-            some = some._replace(longest=max(some.lengths))
-            found.append(read(some, rows=[rows[place] for place in places]))
+
+    def copy(places: Sequence[int]) -> None:
+        copies = defaultdict[Held, list[int]](list)
+        for place in places:
+            if prompts.held[place].row != rows[place]:
+                copies[prompts.held[place]].append(rows[place])
+        for (num_tokens, from_row), to_rows in copies.items():
+            runner.copy(from_row, to_rows, num_tokens)
+            if taps:
+                taps.copy(from_row, to_rows, num_tokens)
+
+    def read_some(places: Sequence[int]) -> Tensor:
+        some = prompts.some(places)
+        return read(some._replace(longest=max(some.lengths)), rows=[rows[place] for place in places])
+
+    found = [read_some(fresh)] if fresh else []
+    if begun:
+        copy(begun)
+        found.append(read_some(begun))
+    copy(equal)
     numbers_read = {rows[place]: number for number, place in enumerate(fresh + begun)}
     own_rows = [prompts.held[place].row if place in equal else row for place, row in enumerate(rows)]
     return torch.cat(found).index_select(0, to_device([numbers_read[row] for row in own_rows], found[0].device))

@@ -3,6 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -118,8 +119,8 @@ class Runner(Protocol):
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
-        """Copy what the cache holds in the first slots of a row to those of another."""
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy what the cache holds in the first slots of a row to those of others."""
 
 
 class Head(Protocol):
@@ -202,5 +203,5 @@ class NullRunner:
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Do nothing."""
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Do nothing."""

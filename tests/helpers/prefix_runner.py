@@ -96,9 +96,9 @@ class PrefixRunner:
         moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
         cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
 
-    def copy(self, from_row: int, to_row: int, num_tokens: int) -> None:
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """See `models.runner.Runner.copy`."""
-        self.slots.cache[to_row, :num_tokens] = self.slots.cache[from_row, :num_tokens]
+        self.slots.cache[[*to_rows], :num_tokens] = self.slots.cache[from_row, :num_tokens].clone()
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits (V) after a text, straight from the definition."""
