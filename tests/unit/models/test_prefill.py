@@ -65,7 +65,7 @@ def test_the_rest_of_a_prompt_has_the_logits_of_the_whole_packed_or_padded(
         runner.allocate(batch_size=4, capacity=64)
         wanted_RV = read_prompts(runner, whole, rows=ROWS, buckets=BUCKETS)
         runner.forward(
-            random_ids(3, 64), torch.arange(64).expand(3, -1), bucket=64, cache_rows_B=torch.tensor([0, 1, 2])
+            random_ids(3, 64) ^ 1, torch.arange(64).expand(3, -1), bucket=64, cache_rows_B=torch.tensor([0, 1, 2])
         )
         runner.forward(ids_RS[2:3, :3], torch.arange(3)[None], bucket=64, cache_rows_B=torch.tensor(ROWS[2:3]))
         assert_close(read_prompts(runner, whole._replace(held=held), rows=ROWS, buckets=BUCKETS), wanted_RV)

@@ -329,7 +329,7 @@ def test_ranks_reuse_all_or_only_chunks_together() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "other_ids", "number"),
-    [("", "ab", 0), ("abc", "abd", 2), ("abc", "abc", 3), ("abcde", "ab", 2), ("x", "y", 0)],
+    [("", "ab", 0), ("abc", "abx", 2), ("abc", "abc", 3), ("abcde", "ab", 2), ("x", "y", 0)],
 )
 def test_texts_have_in_common_what_they_begin_with(ids: str, other_ids: str, number: int) -> None:
     one, other = ([*map(ord, each)] for each in (ids, other_ids))
