@@ -99,7 +99,9 @@ class Completion:
         accepted_lengths, draft_lengths: for each round, the accepted and the drafted tokens.
         is_drafted: for each new token, whether it was drafted and accepted; the target chose the others.
         acceptance: share of the examined drafted tokens that were accepted; None without any.
-        num_target_forwards: forwards of the target, including the prefill.
+        num_target_forwards: forwards of the target, including those that read the whole prompt.
+        num_reused_tokens: of the prompt, what the target had read already: for another completion, or in the call
+            before, whose texts stay in the cache for prompts that begin alike.
     """
 
     index: int
@@ -113,6 +115,7 @@ class Completion:
     is_drafted: list[bool]
     acceptance: float | None
     num_target_forwards: int
+    num_reused_tokens: int
     times: CompletionTimes
 
     @property
@@ -145,7 +148,7 @@ def _of_row(row: RowCompletion, tokenizer: PreTrainedTokenizerBase) -> Completio
         accepted_lengths=row.accepted_lengths, draft_lengths=row.draft_lengths,
         is_drafted=[next(drafted, False) for _ in row.token_ids],
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
-        num_target_forwards=row.num_target_forwards,
+        num_target_forwards=row.num_target_forwards, num_reused_tokens=row.num_reused_tokens,
         times=CompletionTimes(
             total_s=row.busy_s, first_token_s=row.first_token_s, **{f"{part}_s": s for part, s in row.part_s.items()}
         ),

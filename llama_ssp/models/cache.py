@@ -125,6 +125,28 @@ class StaticCache(Workspace):
             parts = whole.flatten(2, 3).flatten(0, 1)
             parts.index_copy_(1, to_M.to(parts.device), parts.index_select(1, from_M.to(parts.device)))
 
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy keys and values of the first slots of a row to those of others.
+
+        A copy, and no reference: kernels read a row as one piece of memory, and a token's copy takes a hundredth of the
+        time of reading it.
+        """
+        for whole in self._wholes:
+            assert whole is not None, "a forward comes first"
+            held = whole[:, :, from_row, :num_tokens]
+            for row in to_rows:
+                whole[:, :, row, :num_tokens].copy_(held)
+
+    def take(self, other: "StaticCache") -> None:
+        """Take over what a smaller cache of as many rows holds, layer by layer, and leave that one empty."""
+        other.shown.clear()
+        other.shown_in_rows.clear()
+        for number, whole in enumerate(other._wholes):
+            if whole is not None:
+                own = self._zeros(number, whole, num_heads=whole.shape[1])
+                own[:, :, :, : other.num_slots].copy_(whole)
+                other._wholes[number] = None
+
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
         """What maps a layer's number, and what gives its new keys and values (M, 2 N, D), to the layer's buffer."""
         bucket = self.num_slots if self._is_paged and not in_rows else bucket
@@ -152,10 +174,13 @@ class StaticCache(Workspace):
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
 
     def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
-        _, num_parts, head_dim = written_M2ND.shape
+        return self._zeros(number, written_M2ND, num_heads=written_M2ND.shape[1] // 2)
+
+    def _zeros(self, number: int, like: Tensor, *, num_heads: int) -> Tensor:
+        """Make a layer's buffer, of the dtype, the device and the head dim of a tensor."""
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
-            whole = written_M2ND.new_zeros(2, num_parts // 2, self.num_rows, self.num_slots, head_dim)
+            whole = like.new_zeros(2, num_heads, self.num_rows, self.num_slots, like.shape[-1])
         self._wholes[number] = whole
         return whole
 
@@ -285,11 +310,17 @@ class Taps:
         self.num_rows = self._num_slots = 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for `batch_size` rows of `num_slots` tokens, unless there is."""
+        """Make room for `batch_size` rows of `num_slots` tokens, unless there is; see `Runner.allocate`."""
         if batch_size != self.num_rows or num_slots > self._num_slots:
-            self.num_rows, self._num_slots = batch_size, num_slots
             width = self._width * len(self.layers)
-            self._slots = _TapSlots(batch_size, num_slots, width, dtype=self._dtype, device=self._device)
+            slots = _TapSlots(batch_size, num_slots, width, dtype=self._dtype, device=self._device)
+            if batch_size == self.num_rows:
+                kept_BSX = self._in_rows()
+                slots.kept_MX.view(batch_size, num_slots, width)[:, : kept_BSX.shape[1]].copy_(kept_BSX)
+            self.num_rows, self._num_slots, self._slots = batch_size, num_slots, slots
+
+    def _in_rows(self) -> Tensor:
+        return self._slots.kept_MX.view(self.num_rows, self._num_slots, -1)
 
     def slots(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The slots (M,) of tokens at positions of rows; None for all rows, in order."""
@@ -310,6 +341,12 @@ class Taps:
         """Copy the taps of some slots of each row to others."""
         self._slots.kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
 
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy the taps of the first slots of a row to those of others."""
+        kept_BSX = self._in_rows()
+        for row in to_rows:
+            kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
+
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
         taps_BTX = comm.broadcast(self.read(positions_BT, rows_B), src=src)
@@ -324,7 +361,7 @@ class CachedRunner:
         uses_masks: attention takes masks; they are made with the cache.
     """
 
-    is_thread_invariant = False
+    is_invariant = False
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
@@ -334,20 +371,24 @@ class CachedRunner:
         self.dtype = parameter.dtype
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int = num_positions(lambda name: getattr(config, name, None))
-        self.num_allocations = 0
+        self.num_allocations = self.num_uses = 0
         self._num_layers: int = config.num_hidden_layers
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
-        if self._cache and self._cache.num_rows == batch_size and self._cache.num_slots >= capacity:
+        self.num_uses += 1
+        before = self._cache
+        if before and before.num_rows == batch_size and before.num_slots >= capacity:
             return
         self.num_allocations += 1
         self._cache = StaticCache(
             num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
             is_paged=self.reads_by_length,
         )  # fmt: skip
+        if before and before.num_rows == batch_size:
+            self._cache.take(before)
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
 
@@ -355,3 +396,8 @@ class CachedRunner:
         """See `Runner.move`."""
         assert self._cache is not None, "allocate comes first"
         self._cache.move(from_BD, to_BD)
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """See `Runner.copy`."""
+        assert self._cache is not None, "allocate comes first"
+        self._cache.copy(from_row, to_rows, num_tokens)

@@ -10,11 +10,19 @@ are padded to the longest, or packed where attention goes by the lengths of rows
 A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
 more of them.
 
+What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
+
+    read first    | prompt 0 .......................... |       holds nothing
+    read second   | copied from 0 ..... | prompt 1 .. |         and all others of which a part is held
+    never read    | copied from 0 ..................... |       prompt 2 is equal to prompt 0, and so are its logits
+
 Shapes: R rows being prefilled, S slots, T positions of a chunk, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,6 +53,19 @@ class Buckets:
         return min(-(-num_slots // self.step) * self.step, self.num_slots)
 
 
+class Held(NamedTuple):
+    """The beginning of a prompt that a row of the cache holds.
+
+    Attributes:
+        num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
+        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or that of one of the
+            same `Prompts` of which nothing is held, or of the equal one.
+    """
+
+    num_tokens: int = 0
+    row: int = 0
+
+
 class Prompts(NamedTuple):
     """Prompts to read.
 
@@ -53,24 +74,32 @@ class Prompts(NamedTuple):
         lengths_R: lengths of the prompts, on the device.
         lengths: the same, known to the host.
         longest: the length that padded prompts are read to; that of the longest, here or on other ranks.
+        held: of each prompt; empty if nothing is held of any.
     """
 
     tokens_RS: Tensor
     lengths_R: Tensor
     lengths: Sequence[int]
     longest: int
+    held: Sequence[Held] = ()
 
     def some(self, places: Sequence[int]) -> "Prompts":
         """The prompts at these places, read to the same length."""
         indices = to_device(places, self.tokens_RS.device)
         lengths = [self.lengths[place] for place in places]
-        return Prompts(self.tokens_RS[indices], self.lengths_R[indices], lengths, self.longest)
+        held = [self.held[place] for place in places] if self.held else ()
+        return Prompts(self.tokens_RS[indices], self.lengths_R[indices], lengths, self.longest, held)
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """How many tokens of each are not read."""
+        return [each.num_tokens for each in self.held] or [0] * len(self.lengths)
 
 
 def read_prompts(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None
 ) -> Tensor:
-    """Fill the cache with each row's prompt.
+    """Fill the cache with each row's prompt, first of those of which it holds nothing, then of the others.
 
     Args:
         runner: the model.
@@ -82,12 +111,52 @@ def read_prompts(
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
-    read = _read_packed if runner.packs_prompts else _read_padded
-    return read(runner, prompts, rows=rows, buckets=buckets, taps=taps)
+    read = partial(_read_packed if runner.packs_prompts else _read_padded, runner, buckets=buckets, taps=taps)
+    if not any(prompts.starts):
+        return read(prompts, rows=rows)
+    numbers = [*enumerate(zip(prompts.starts, prompts.lengths, strict=True))]
+    fresh = [place for place, (start, _) in numbers if not start]
+    begun = [place for place, (start, length) in numbers if 0 < start < length]
+    equal = [place for place, (start, length) in numbers if start == length]
+
+    def copy(places: Sequence[int]) -> None:
+        copies = defaultdict[Held, list[int]](list)
+        for place in places:
+            if prompts.held[place].row != rows[place]:
+                copies[prompts.held[place]].append(rows[place])
+        for (num_tokens, from_row), to_rows in copies.items():
+            runner.copy(from_row, to_rows, num_tokens)
+            if taps:
+                taps.copy(from_row, to_rows, num_tokens)
+
+    def read_some(places: Sequence[int]) -> Tensor:
+        some = prompts.some(places)
+        return read(some._replace(longest=max(some.lengths)), rows=[rows[place] for place in places])
+
+    found = [read_some(fresh)] if fresh else []
+    if begun:
+        copy(begun)
+        found.append(read_some(begun))
+    copy(equal)
+    numbers_read = {rows[place]: number for number, place in enumerate(fresh + begun)}
+    own_rows = [prompts.held[place].row if place in equal else row for place, row in enumerate(rows)]
+    return torch.cat(found).index_select(0, to_device([numbers_read[row] for row in own_rows], found[0].device))
+
+
+def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they part; of texts of one type, which are compared whole."""
+    low, high = 0, min(len(ids), len(other_ids))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low:middle] == other_ids[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]:
-    """How many forwards read some of each prompt, for prompts that `read_prompts` reads together."""
+    """How many forwards read some of each prompt, for prompts that `read_prompts` reads together, nothing held."""
     if not is_packed:
         return [-(-max(lengths) // PREFILL_CHUNK)] * len(lengths)
     chunk = PREFILL_CHUNK * len(lengths)
@@ -98,18 +167,23 @@ def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]
 def _read_padded(
     runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
 ) -> Tensor:
-    tokens_RS, lengths_R, _, longest = prompts
-    rows_R = to_device(rows, tokens_RS.device)
-    last_R1 = lengths_R[:, None] - 1
+    tokens_RS, lengths_R, lengths, longest, _ = prompts
+    device, width = tokens_RS.device, longest
+    if any(prompts.starts):
+        width = max(length - start for length, start in zip(lengths, prompts.starts, strict=True))
+    # A row with less to read than others begins earlier, so that none goes on behind the longest prompt.
+    first = [min(start, longest - width) for start in prompts.starts]
+    rows_R, first_R1 = to_device(rows, device), to_device(first, device)[:, None]
+    last_R1 = lengths_R[:, None] - 1 - first_R1
     logits_RV: Tensor | None = None
-    for start in range(0, longest, PREFILL_CHUNK):
-        stop = min(start + PREFILL_CHUNK, longest)
-        tokens_RT, bucket = tokens_RS[:, start:stop], buckets.covering(stop)
-        positions_RT = torch.arange(start, stop, device=tokens_RS.device).expand(tokens_RS.shape[0], -1)
+    for start in range(0, width, PREFILL_CHUNK):
+        stop = min(start + PREFILL_CHUNK, width)
+        positions_RT = first_R1 + torch.arange(start, stop, device=device)
         score_R1 = (last_R1 - start).clamp(0, stop - start - 1)
         chunk_R1V = runner.forward(
-            tokens_RT, positions_RT, bucket=bucket, score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps
-        )
+            tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
+            score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps,
+        )  # fmt: skip
         ends_here_R1 = (last_R1 >= start) & (last_R1 < stop)
         logits_RV = chunk_R1V[:, 0] if logits_RV is None else torch.where(ends_here_R1, chunk_R1V[:, 0], logits_RV)
     assert logits_RV is not None, "a prompt has at least one token"
@@ -121,8 +195,9 @@ def _read_packed(
 ) -> Tensor:
     device, num_slots = prompts.tokens_RS.device, prompts.tokens_RS.shape[1]
     lengths_R, rows_R = torch.tensor(prompts.lengths), torch.tensor(rows)
-    all_places = torch.arange(len(rows)).repeat_interleave(lengths_R)
-    all_positions = torch.cat([torch.arange(length) for length in prompts.lengths])
+    all_places = torch.arange(len(rows)).repeat_interleave(lengths_R - torch.tensor(prompts.starts))
+    pieces = zip(prompts.starts, prompts.lengths, strict=True)
+    all_positions = torch.cat([torch.arange(start, length) for start, length in pieces])
     chunk = PREFILL_CHUNK * len(rows)  # as many tokens as padded prompts have
     found = []
     for places_M, positions_M in zip(all_places.split(chunk), all_positions.split(chunk), strict=True):

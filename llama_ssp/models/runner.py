@@ -3,6 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -58,23 +59,30 @@ class Runner(Protocol):
 
     Attributes:
         repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
-        is_thread_invariant: a forward computes the same bits with any number of threads.
+        is_invariant: what a forward computes for a token has the same bits with any number of threads, and whatever
+            other tokens it reads at once.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
+        num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
+            rows hold.
     """
 
     device: torch.device
     vocab_size: int
     max_position_embeddings: int
     num_allocations: int
+    num_uses: int
     repeats_operators: bool
-    is_thread_invariant: bool
+    is_invariant: bool
     reads_by_length: bool
     packs_prompts: bool
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices."""
+        """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
+
+        A larger one for as many rows holds what the current one does.
+        """
 
     def forward(
         self,
@@ -110,6 +118,9 @@ class Runner(Protocol):
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy what the cache holds in some slots of each row to others."""
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """Copy what the cache holds in the first slots of a row to those of others."""
 
 
 class Head(Protocol):
@@ -172,13 +183,15 @@ class NullRunner:
     vocab_size: int
     max_position_embeddings: int
     num_allocations: int = 0
+    num_uses: int = 0
     repeats_operators: bool = True
-    is_thread_invariant: bool = True
+    is_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
 
-    def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Do nothing."""
+    def allocate(self, *, batch_size: int, capacity: int) -> None:  # noqa: ARG002
+        """Count the use."""
+        self.num_uses += 1
 
     def forward(
         self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
@@ -188,4 +201,7 @@ class NullRunner:
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+        """Do nothing."""
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Do nothing."""

@@ -134,6 +134,14 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptTokens:
+    """Tokens of the prompts of completions: those that the target read, and those that its cache held already."""
+
+    num_read: int = 0
+    num_reused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartUp:
     """Seconds from the start of rank 0 to the end of each step; null for a step that was not reached.
 
@@ -325,6 +333,7 @@ class RunFacts:
     seed: int
     forecast: Forecast = field(default_factory=Forecast)
     memory: list[RankMemory]
+    prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
     startup: StartUp | None = None
 
 
@@ -333,8 +342,8 @@ class Summary(RunFacts):
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
     `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
-    `startup` describes the last part of a resumed run. `evaluation` is the verdict of task=evaluate, `excerpts` are a
-    few completions for the report.
+    `startup` and `prompt_tokens` describe the last part of a resumed run. `evaluation` is the verdict of
+    task=evaluate, `excerpts` are a few completions for the report.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -1,7 +1,7 @@
 """From checked sources to the models on this rank, and from models and settings to a decoder."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,20 +127,36 @@ def load_models(
             if layout.draft_ranks == layout.target_ranks:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)
+    agree_on_bits([target, *([draft] if draft else [])], mesh.replica)
     if world.device.type == "cuda":
         agree_on_packing(target, mesh.replica)
         if draft and mesh.draft:
             agree_on_packing(draft, mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.peers = mesh.replica_ranks
-    own_tokenizer = draft_source.tokenizer if draft_source and matching_of(config.draft) else None
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-        tokenizers=TokenizerPair(target_source.tokenizer, own_tokenizer) if own_tokenizer else None,
+        tokenizers=_tokenizers(config, target_source, draft_source),
     )  # fmt: skip
+
+
+def _tokenizers(config: RunConfig, target: Source, draft: Source | None) -> TokenizerPair | None:
+    """Both models' tokenizers, if the draft has its own."""
+    return TokenizerPair(target.tokenizer, draft.tokenizer) if draft and matching_of(config.draft) else None
+
+
+def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
+    """Call models invariant only if all parts of all of them are, on every rank: ranks must reuse the same prompts.
+
+    All ranks of `comm` must call this together, also those without a part of a model.
+    """
+    are_invariant = all(runner.is_invariant for runner in runners)
+    are_invariant = all(comm.gather_text("invariant" if are_invariant else ""))
+    for runner in runners:
+        runner.is_invariant = are_invariant
 
 
 def agree_on_packing(runner: Runner, comm: Comm) -> None:
@@ -189,6 +205,6 @@ def build_decoder(
     )
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and device.type == "cpu"
-    if is_free and all(runner.is_thread_invariant for runner in (models.target, models.draft) if runner):
+    if is_free and models.target.is_invariant:
         decoder.threads = ThreadChoice.up_to(torch.get_num_threads())
     return decoder

@@ -15,6 +15,7 @@ from llama_ssp.reports.records import (
     CompletionLine,
     Excerpt,
     Forecast,
+    PromptTokens,
     RankActivity,
     RankMemory,
     RunFacts,
@@ -39,13 +40,15 @@ def finalize(session: Session) -> None:
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
-    peaks = [json.loads(peak) for peak in comm.gather_text(json.dumps(session.memory.peak_bytes))]
+    own = (session.memory.peak_bytes, session.num_read_tokens, session.num_reused_tokens)
+    peaks, num_read, num_reused = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
     task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
     planned = planned_bytes(plan) if plan else [None] * comm.size
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
+    replica_size = comm.size // num_replicas
     parts: dict[str, Any] = {"target": (config.placement.target.kind, layout.target_ranks, len(layout.target_ranks))}
     if layout.draft_ranks:
         draft_size = 1 if layout.splits_batch else len(layout.draft_ranks)
@@ -62,6 +65,9 @@ def finalize(session: Session) -> None:
             RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
             for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
         ],
+        prompt_tokens=PromptTokens(
+            num_read=sum(num_read[::replica_size]), num_reused=sum(num_reused[::replica_size])
+        ),
         forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip

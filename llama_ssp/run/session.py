@@ -59,6 +59,7 @@ class Session:
         num_prompts: None if they are typed one by one.
         plan: None for an unknown machine.
         evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
+        num_read_tokens, num_reused_tokens: see `PromptTokens`; of this replica.
         has_gate: a failed evaluation ends the run with an error, once all is recorded.
     """
 
@@ -80,6 +81,7 @@ class Session:
         self.memory = MemoryWatch(self.world.device)
         self.memory.sample()
         self.decoders: dict[str, Decoder] = {}
+        self.num_read_tokens = self.num_reused_tokens = 0
         self._warm: set[str] = set()
         self._progress: RunProgress | None = None
 
@@ -231,6 +233,8 @@ class _Recorder:
         """Record a completion of this replica, or send it to rank 0, and record what others have sent."""
         session, exchange = self._session, self._exchange
         session.memory.sample()
+        session.num_reused_tokens += completion.num_reused_tokens
+        session.num_read_tokens += len(completion.request.prompt_ids) - completion.num_reused_tokens
         if session.folder:
             self._keep(self._to_line(job.source, completion))
             for text in exchange.fetch() if exchange else ():

@@ -34,7 +34,7 @@ class PrefixRunner:
     """
 
     repeats_operators = True
-    is_thread_invariant = False
+    is_invariant = True
     reads_by_length = False
     packs_prompts = False
 
@@ -44,15 +44,22 @@ class PrefixRunner:
         self.device = torch.device(device)
         self.vocab_size = vocab_size
         self.max_position_embeddings = 512
-        self.num_allocations = 0
+        self.num_allocations = self.num_uses = 0
+        self.slots = Slots(torch.empty(0, 0, 8))
         self.table = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device)
         self.head = (torch.randn(8, vocab_size, generator=generator, dtype=torch.float64) * sharpness).to(self.device)
         self.num_forwards = 0
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
-        """Fill the cache with rubbish, as a reused one is."""
+        """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
+        self.num_uses += 1
+        before = self.slots.cache
+        if before.shape[0] == batch_size and before.shape[1] >= capacity:
+            return
         self.num_allocations += 1
         self.slots = Slots(torch.full((batch_size, capacity, 8), 1e6, dtype=torch.float64, device=self.device))
+        if before.shape[0] == batch_size:
+            self.slots.cache[:, : before.shape[1]] = before
 
     def forward(
         self,
@@ -88,6 +95,10 @@ class PrefixRunner:
         cache, width = self.slots.cache, (-1, -1, 8)
         moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
         cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """See `models.runner.Runner.copy`."""
+        self.slots.cache[[*to_rows], :num_tokens] = self.slots.cache[from_row, :num_tokens].clone()
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits (V) after a text, straight from the definition."""

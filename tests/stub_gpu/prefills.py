@@ -21,14 +21,14 @@ LENGTHS = (600, 20, 20, 20)
 
 
 def read(*, is_packed: bool) -> dict[str, object]:
-    """Admit all prompts at once into a decoder that has done so before."""
+    """Admit all prompts at once into a decoder that has done so before, and reads them again."""
     with tempfile.TemporaryDirectory() as folder:
         pair = load_group(Group(name="fp16", settings=()), Path(folder))
     pair.models.target.packs_prompts = is_packed
     decoder = build_decoder(pair.models, pair.config, speculative=False)
-    decoder.batch_size = len(LENGTHS)
+    decoder.batch_size, decoder.reuses = len(LENGTHS), False
     requests = [
-        Request(index=row, prompt_ids=tuple(range(5, 5 + length)), max_new_tokens=1)
+        Request(index=row, prompt_ids=tuple(range(5 + row, 5 + row + length)), max_new_tokens=1)
         for row, length in enumerate(LENGTHS)
     ]
     records = []

@@ -107,7 +107,9 @@ class LeanRunner(CachedRunner):
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
         linears = [linear, *(part for layer in layers for part in layer.linears)]
-        self.is_thread_invariant = self._compiled is not None and all(map(native_of, linears))
+        # A ring of more than two ranks adds the numbers of a tensor in an order that depends on their places in it.
+        adds_alike = comm.size <= 2  # noqa: PLR2004
+        self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
             self._use_own_kernels(fuses=fuses)
 

@@ -59,6 +59,9 @@ class Ours:
     num_new_tokens: int
     done: list[list[RowCompletion]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.decoder.reuses = False
+
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
         """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""

@@ -17,6 +17,7 @@ def latency(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs, speculatively if there is a draft."""
     task, modes = session.config.task, [session.best_mode]
     assert isinstance(task, LatencyConfig)
+    session.decoder(session.best_mode).reuses = False
     session.warm_up(jobs, modes, num_jobs=task.num_warmup)
     with session.showing_progress(jobs, modes, shows_texts=False):
         session.complete(jobs, session.best_mode, Viewer())

@@ -80,7 +80,10 @@ class Drafter(Protocol):
         """Allocate caches for `batch_size` rows of `num_slots` tokens."""
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read new prompts into the given rows; see `models.prefill.read_prompts`."""
+        """Read new prompts into the given rows; see `models.prefill.read_prompts`.
+
+        A model that has read every earlier prompt in the target's tokens holds what `prompts.held` says.
+        """
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Extend every row by K tokens, at most `num_draft_tokens`.

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.models.cache import OwnBuckets, Workspace
-from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
@@ -169,7 +169,12 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         rows_R, own_lengths_R = to_device(rows, device), to_device(lengths, device)
         self._text.put(rows_R, own_RX, own_lengths_R, lengths_R=prompts.lengths_R)
         own_buckets = Buckets(step=buckets.step, num_slots=self._text.num_slots)
-        own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths))
+        # Equal prompts have equal tokens here as well; those of others' common beginnings may differ.
+        held = [
+            Held(own_length, each.row) if each.num_tokens == length else Held()
+            for each, length, own_length in zip(prompts.held, prompts.lengths, lengths, strict=False)
+        ]
+        own = Prompts(own_RX, own_lengths_R, lengths, longest=max(lengths), held=held)
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:

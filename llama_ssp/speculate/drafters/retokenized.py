@@ -11,13 +11,12 @@ Shapes: B sequences, R rows that are read, K drafted tokens, T positions of a fo
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.prefill import Buckets, Prompts, num_common
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
@@ -147,7 +146,7 @@ class RetokenizedDrafter(HostTimed):
 
         At least the last token is read. Rows with fewer new tokens than others repeat their last one in place.
         """
-        starts = {row: min(_num_common(self._cached[row], ids), len(ids) - 1) for row, ids in texts.items()}
+        starts = {row: min(num_common(self._cached[row], ids), len(ids) - 1) for row, ids in texts.items()}
         width = max(len(ids) - starts[row] for row, ids in texts.items())
         texts_RX = pad_sequence([torch.tensor(ids) for ids in texts.values()], batch_first=True)
         positions_RT = torch.tensor(
@@ -168,8 +167,3 @@ class RetokenizedDrafter(HostTimed):
         for row, ids in texts.items():
             self._cached[row] = ids
         return logits_RD
-
-
-def _num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """How many tokens two texts have in common before they part."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False)))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PREFILL_CHUNK
@@ -275,10 +275,13 @@ class BatchSplitDrafter(_SharedDrafter):
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read the new prompts that become rows of this rank."""
-        mine = [place for place, row in enumerate(rows) if self._own.start <= row < self._own.stop]
+        own = range(self._own.start, self._own.stop)
+        mine = [place for place, row in enumerate(rows) if row in own]
         if mine:
             own_rows = [rows[place] - self._own.start for place in mine]
-            super().prefill(prompts.some(mine), rows=own_rows, buckets=buckets)
+            some, first = prompts.some(mine), self._own.start
+            held = [each._replace(row=each.row - first) if each.row in own else Held() for each in some.held]
+            super().prefill(some._replace(held=held), rows=own_rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""

@@ -22,7 +22,8 @@ class RowCompletion:
     """One request and its result so far.
 
     Attributes:
-        num_target_forwards: forwards of the target for this row, prefill included.
+        num_target_forwards: forwards of the target for this row, those that read its whole prompt included.
+        num_reused_tokens: of its prompt, those that the target's cache held already.
         accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
         ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
         finish_reason: None while it is running.
@@ -37,6 +38,7 @@ class RowCompletion:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     num_target_forwards: int = 0
+    num_reused_tokens: int = 0
     accepted_lengths: list[int] = field(default_factory=list)
     draft_lengths: list[int] = field(default_factory=list)
     ended_in_draft: bool = False

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
-from llama_ssp.models.prefill import Buckets, forwards_per_prompt
+from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.layout import BUCKET_STEP, CATCH_UP_CHUNK, whole_steps
+from llama_ssp.settings.layout import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
 from llama_ssp.speculate.drafters.drafter import HostTimed
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
@@ -54,6 +55,7 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
+        reuses: what caches hold of a prompt is not read again, as measurements of prefill want it to be.
         rounds_s, num_rounds: time and number of all rounds so far.
     """
 
@@ -77,6 +79,8 @@ class Decoder:
         self.stop_request = stop_request or StopRequest()
         self.stopped = False
         self.rounds_s, self.num_rounds = 0.0, 0
+        self.reuses = True
+        self._num_uses = -1
         self._comm = round_.verifier.comm
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
@@ -113,8 +117,10 @@ class Decoder:
                 if self.stop_request.requested:
                     self.round.verifier.request_stop()
                 if admitted:
-                    self._admit(admitted, free[: len(admitted)])
+                    self._admit(admitted, free)
                 else:
+                    if not all(self._rows):
+                        self._held.forget(row for row, owner in enumerate(self._rows) if owner is None)
                     choice = self._choose()
                     bucket = self._bucket(choice)
                     result, in_flight_BTV = self.round.step(
@@ -137,13 +143,19 @@ class Decoder:
         self._num_rounds = max(self._num_rounds, max(request.max_new_tokens for request in requests) + 1)
         by_length = self._is_cuda and self.round.reads_by_length
         self._buckets = Buckets(step=self._num_slots if by_length else self.bucket_step, num_slots=self._num_slots)
+        target = self.round.target
+        others_came = target.num_uses != self._num_uses
         self.round.allocate(batch_size=self.batch_size, num_slots=self._num_slots)
+        self._num_uses = target.num_uses
+        if others_came or not self.reuses:
+            self._held = HeldTexts(self.batch_size, step=1 if target.is_invariant else PREFILL_CHUNK)
 
     def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
         """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
+        self._held.forget(range(self.batch_size))
         state, bucket = self._empty_state(), self._buckets.covering(num_slots)
         if self._is_cuda and self.round.reads_by_length:
             state.vacate(slice(None), length=max(num_slots - self._most_ahead, 2))
@@ -196,15 +208,20 @@ class Decoder:
         self._kept = state if self.executor.keeps_state else None
         return state
 
-    def _admit(self, requests: list[Request], rows: list[int]) -> None:
+    def _admit(self, requests: list[Request], free: list[int]) -> None:
         if is_first := not any(self._rows):  # all rows are new
             self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
         prompts = BatchState.of(
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
         lengths = [len(request.prompt_ids) for request in requests]
-        result = self.round.prefill(prompts, rows, lengths=lengths, buckets=self._buckets)
-        if len(rows) == self.batch_size and not self.executor.keeps_state:
+        if self.reuses:
+            places = self._held.place([request.prompt_ids for request in requests], free)
+        else:
+            places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
+        rows = [place.row for place in places]
+        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets)
+        if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
             self._state = prompts
         else:
             if is_first:
@@ -212,12 +229,13 @@ class Decoder:
             self._state.put(to_device(rows, self._device), prompts)
         forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
         owners: list[RowCompletion | None] = []
-        for row, request, number in zip(rows, requests, forwards, strict=True):
+        for place, request, number in zip(places, requests, forwards, strict=True):
             watch = self.stops.watch(request.prompt_ids) if self.stops else None
             owner = RowCompletion(
-                request=request, num_target_forwards=number, has_bonus=self.round.has_bonus, stop_watch=watch
-            )
-            self._rows[row] = owner
+                request=request, num_target_forwards=number, has_bonus=self.round.has_bonus, stop_watch=watch,
+                num_reused_tokens=place.target.num_tokens,
+            )  # fmt: skip
+            self._rows[place.row] = owner
             owners.append(owner)
         self._launch(result, owners, DraftChoice(0), is_prefill=True)
 
@@ -268,6 +286,8 @@ class Decoder:
                     row = self._rows.index(owner)
                     self._rows[row] = None
                     self._state.vacate(row)
+                    if self.reuses and self.round.reads_alike and self.round.target.is_invariant:
+                        self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
                 updates.append(Update(owner, new_ids, num_drafted))
         self.length.observe(pending.choice, observed)
         return updates

@@ -29,6 +29,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.context import Context
@@ -89,9 +90,10 @@ class Round:
         taps: what a draft head reads of the target; None without one.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
+        reads_alike: it reads a token of its text as a prompt's token is read, not in a tree.
     """
 
-    has_bonus = True
+    has_bonus = reads_alike = True
     num_ahead = 0
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None) -> None:
@@ -121,16 +123,19 @@ class Round:
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
-    def prefill(self, prompts: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets) -> Tensor:
-        """Read R prompts into the given rows of the caches and sample each one's first token; see `read_prompts`.
+    def prefill(
+        self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets
+    ) -> Tensor:
+        """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
         `lengths` are those of the prompts, which the device knows as well. Returns the result of these rows; see
         `BatchState.commit`.
         """
-        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, longest=max(lengths))
+        rows, held, draft_held = zip(*places, strict=True)
+        to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         for drafter in self.drafters:
-            drafter.prefill(to_read, rows=rows, buckets=buckets)
+            drafter.prefill(to_read._replace(held=draft_held), rows=rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))

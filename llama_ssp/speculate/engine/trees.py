@@ -27,6 +27,8 @@ from llama_ssp.speculate.sampling.trees import Tree
 class TreeRound(Round):
     """The target, a drafter of trees, and the verifier, applied to a batch; see `Round`."""
 
+    reads_alike = False
+
     def __init__(
         self, target: Runner, drafter: Drafter, *, verifier: Verifier, tree: Tree, taps: Taps | None = None
     ) -> None:

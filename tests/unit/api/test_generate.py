@@ -100,6 +100,23 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
     assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"
 
 
+def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:
+    """Also where the cache has grown, and with the texts of calls that read everything."""
+    talking, prompt, found = Pair(models=pair.models, config=pair.config), list(range(300, 330)), list[Completion]()
+    for turn in range(5):
+        found += talking.generate(prompt, max_new_tokens=60, seed=turn)
+        # All but the last token of the answer, and what is new.
+        assert found[-1].num_reused_tokens == (len(prompt) - 4 if turn else 0)
+        prompt = [*prompt, *found[-1].token_ids, 7, 8, 9]
+    assert len(prompt) > 256
+    for turn, each in enumerate(found):
+        fresh = Pair(models=pair.models, config=pair.config)
+        (alone,) = fresh.generate(each.prompt_ids, max_new_tokens=60, seed=turn)
+        assert (alone.token_ids, alone.num_reused_tokens) == (each.token_ids, 0)
+    (plain,) = fresh.generate(found[-1].prompt_ids, max_new_tokens=1, plain=True)
+    assert plain.num_reused_tokens == 0, "what is compared is read by both"
+
+
 def test_texts_chats_and_token_ids_are_prompts(pair: Pair) -> None:
     text = "system: Be short.\nuser: Hi\nassistant: "
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets, Prompts, forwards_per_prompt, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, forwards_per_prompt, read_prompts
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.run.decoders import agree_on_packing
 from llama_ssp.speculate.drafters.shared import BatchSplit, BatchSplitDrafter
@@ -48,6 +48,30 @@ def test_packed_prompts_give_the_logits_of_padded_ones_and_fill_the_same_slots(
     assert sum(padded[2]) == max(LENGTHS) * len(LENGTHS)
     assert len(packed[2]) <= len(padded[2])
     assert max(packed[2]) <= chunk * len(LENGTHS)
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_the_rest_of_a_prompt_has_the_logits_of_the_whole_packed_or_padded(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the prompts one is read whole, one goes on from it, one from its own row, and one is equal to the second."""
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", chunk)
+    ids_RS, lengths = random_ids(4, 64), [37, 20, 5, 20]
+    ids_RS[1, :12] = ids_RS[0, :12]
+    ids_RS[3] = ids_RS[1]
+    whole = Prompts(ids_RS, torch.tensor(lengths), lengths, max(lengths))
+    held = [Held(), Held(12, ROWS[0]), Held(3, ROWS[2]), Held(20, ROWS[1])]
+    for runner in pair("llama", batch_size=4):
+        runner.allocate(batch_size=4, capacity=64)
+        wanted_RV = read_prompts(runner, whole, rows=ROWS, buckets=BUCKETS)
+        runner.forward(
+            random_ids(3, 64) ^ 1, torch.arange(64).expand(3, -1), bucket=64, cache_rows_B=torch.tensor([0, 1, 2])
+        )
+        runner.forward(ids_RS[2:3, :3], torch.arange(3)[None], bucket=64, cache_rows_B=torch.tensor(ROWS[2:3]))
+        assert_close(read_prompts(runner, whole._replace(held=held), rows=ROWS, buckets=BUCKETS), wanted_RV)
+        following_B1 = torch.tensor(lengths)[torch.tensor(ROWS).argsort()][:, None]
+        logits_BV = runner.forward(torch.full((4, 1), 9), following_B1, bucket=64)[:, 0]
+        assert_close(logits_BV[ROWS[1]], logits_BV[ROWS[3]])
 
 
 def test_what_has_no_kernel_for_lengths_pads() -> None:

@@ -14,9 +14,10 @@ from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.loading import load_model, load_modules
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Held
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
@@ -163,7 +164,8 @@ def test_a_whole_round_reads_no_value() -> None:
     state = BatchState.empty(2, num_slots=64, num_rounds=10, table=round_.uniforms)
     requests = [Request(index=row, prompt_ids=(5, 6, 7), max_new_tokens=9) for row in range(2)]
     prompts = BatchState.of(requests, num_slots=64, num_rounds=10, table=round_.uniforms, seed=0)
-    assert round_.prefill(prompts, range(2), lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
+    places = [PromptRow(row, Held(), Held()) for row in range(2)]
+    assert round_.prefill(prompts, places, lengths=[3, 3], buckets=Buckets(step=64, num_slots=64)).is_meta
     assert advance(decoder, state, bucket=64).is_meta
 
 

@@ -30,6 +30,18 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
     assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
 
 
+@pytest.mark.parametrize("task", ["latency", "generate"])
+def test_a_latency_is_that_of_prompts_that_are_read(task: str, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("import os, " * 20)
+    words = ("max_new_tokens=2", "num_samples=2", "batch_size=1", "device=cpu", f"run_dir={tmp_path}/run")
+    ended = launch(f"task={task}", *words, f"prompts={tmp_path}/p.txt")
+    assert ended.code == 0, ended.err
+    tokens = json.loads((tmp_path / "run" / "summary.json").read_text())["prompt_tokens"]
+    length = sum(tokens.values()) // 2
+    assert length > 40
+    assert tokens["num_reused"] == (0 if task == "latency" else length - 1), "the second sample reads the last token"
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [

@@ -69,9 +69,10 @@ def source(folder: Path) -> HeadSource:
     return of_target(files, files.head, tiny())
 
 
-def decode(
+def decode(  # noqa: PLR0913
     target: Runner, origin: HeadSource, *, batch_size: int, watch: Callable[..., None], replay: bool,
     tree: Tree | None = None, num_new: int = 12, choices: Sequence[DraftChoice] = (),
+    prompts: Sequence[tuple[int, ...]] = PROMPTS, reuses: bool = True,
 ) -> dict[int, Any]:  # fmt: skip
     """Texts with a head, whose drafts are watched."""
     head = load_model(origin, dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
@@ -95,9 +96,10 @@ def decode(
 
     decoder = make_decoder(target, None, temperature=TEMPERATURE, num_draft_tokens=NUM_DRAFTED, batch_size=batch_size,
                            make_drafter=make, replay=replay, taps=taps, tree=tree)  # fmt: skip
+    decoder.reuses = reuses
     if choices:
         decoder.length = ScriptedLength(choices)
-    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(PROMPTS)]
+    requests = [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
     done: dict[int, Any] = {}
     with torch.inference_mode():
         for updates in decoder.run(requests, to_length=True):
@@ -172,6 +174,44 @@ def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_togeth
     assert [alone[index].accepted_lengths for index in range(3)] == [
         together[index].accepted_lengths for index in range(3)
     ]
+
+
+@pytest.mark.parametrize("shape", [None, "2x2x1"])
+def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_again(
+    shape: str | None, target: Runner, tmp_path: Path
+) -> None:
+    origin = source(original(tmp_path / "head", make_tensors()))
+    tree = Tree.of(shape, torch.device("cpu")) if shape else None
+    header = tuple(range(40, 80))
+    prompts = [header, (*header, 5, 6), (7, 8), (*header, 5, 9), header, (*header, 3)]
+
+    def drafts(*, reuses: bool) -> tuple[dict[tuple[int, ...], Tensor], int]:
+        """The probabilities of drafts, by the text before them, and how many tokens were reused."""
+        found: dict[tuple[int, ...], Tensor] = {}
+
+        def watch(texts: list[list[int]], draft: Any) -> None:  # noqa: ANN401
+            found.update((tuple(text), probs) for text, probs in zip(texts, draft.probs_BTV.clone(), strict=True))
+
+        done = decode(
+            target, origin, batch_size=2, watch=watch, replay=False, tree=tree, prompts=prompts, reuses=reuses
+        )
+        return found, sum(each.num_reused_tokens for each in done.values())
+
+    (found, number), (wanted, none) = drafts(reuses=True), drafts(reuses=False)
+    assert number > 100
+    assert none == 0
+    assert found.keys() == wanted.keys()
+    assert all(found[text].equal(wanted[text]) for text in found)
+
+
+def test_taps_stay_where_rows_grow() -> None:
+    taps = Taps((0,), width=4, dtype=torch.float32, device=torch.device("cpu"))
+    taps.allocate(batch_size=2, num_slots=8)
+    positions_BT = torch.tensor([[0, 1, 7], [2, 3, 4]])
+    taps.write(0, torch.arange(24.0).view(6, 4), taps.slots(positions_BT))
+    before = taps.read(positions_BT)
+    taps.allocate(batch_size=2, num_slots=24)
+    assert taps.read(positions_BT).equal(before)
 
 
 def changed(**tensors: Tensor | None) -> dict[str, Tensor]:

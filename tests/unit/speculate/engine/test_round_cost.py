@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets
+from llama_ssp.models.prefill import Buckets, Held
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
 from tests.helpers.decoders import advance, complete, make_decoder
@@ -104,7 +105,8 @@ def counted_round(
     prompts = BatchState.of(requests, num_slots=num_slots, num_rounds=21, table=round_.uniforms, seed=0)
     buckets = Buckets(step=SHORT, num_slots=num_slots)
     lengths = [len(request.prompt_ids) for request in requests]
-    round_.prefill(prompts, range(batch_size), lengths=lengths, buckets=buckets)
+    places = [PromptRow(row, Held(), Held()) for row in range(batch_size)]
+    round_.prefill(prompts, places, lengths=lengths, buckets=buckets)
     state.put(torch.arange(batch_size), prompts)
     for _ in range(3):
         advance(made, state, bucket=bucket)

@@ -129,5 +129,5 @@ def test_a_user_who_names_a_number_keeps_it(pair: Pair, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("two_threads")
 def test_a_model_whose_bits_depend_on_the_number_keeps_all_cores(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.models.target, "is_thread_invariant", False)
+    monkeypatch.setattr(pair.models.target, "is_invariant", False)
     assert not build_decoder(pair.models, pair.config, speculative=True).threads.is_undecided

@@ -1,0 +1,336 @@
+"""A beginning that rows of the caches hold is not read again, and every text and every bit stays as it was."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama_ssp.kernels.linear import PlainLinear
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
+from llama_ssp.models.prefill import Buckets, Held, Prompts, num_common, read_prompts
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.run.decoders import agree_on_bits
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.kinds import Make, kinds
+from tests.helpers.models import build_checkpoint, tiny_model
+from tests.helpers.prefix_runner import PrefixRunner
+
+Ids = tuple[int, ...]
+SHARED: dict[str, Any] = {"head_dim": 16, "vocab_size": 224}
+"""Whole blocks on two ranks, so that compiled kernels take them."""
+
+
+@pytest.fixture(autouse=True)
+def _short_beginnings_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.speculate.engine.held.LEAST_TOKENS", 1)
+
+
+def wanted(*prompts: Ids, num_new: int = 6) -> list[Request]:
+    return [Request(index=index, prompt_ids=ids, max_new_tokens=num_new) for index, ids in enumerate(prompts)]
+
+
+def reused(done: list[RowCompletion]) -> list[int]:
+    return [each.num_reused_tokens for each in done]
+
+
+class Conversations:
+    """Prompts of one run after another, which go on from texts of the last run, or from the beginning of any."""
+
+    def __init__(self, seed: int, *, most_tokens: int) -> None:
+        self._draw, self._most = random.Random(seed), most_tokens
+        self._texts: list[Ids] = [(1, 2, 3, 4, 5)]
+        self._last = self._texts
+
+    def requests(self) -> list[Request]:
+        """Those of the next run, some of them equal."""
+        draw, prompts = self._draw, list[Ids]()
+        for _ in range(draw.randint(1, 7)):
+            text = draw.choice([*self._texts, *prompts, *prompts])
+            text = draw.choice([draw.choice(self._last), text[: draw.randint(1, self._most)]])
+            prompts.append((*text, *draw.choices(range(11), k=draw.randint(0, 4))))
+        return [
+            Request(index=index, prompt_ids=ids, max_new_tokens=draw.randint(1, 12))
+            for index, ids in enumerate(prompts)
+        ]
+
+    def take(self, done: list[RowCompletion]) -> None:
+        """Hear the answers."""
+        self._last = [(*each.request.prompt_ids, *each.token_ids) for each in done]
+        self._texts += self._last
+
+
+@kinds
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(make: Make, batch_size: int, lag: int) -> None:
+    target, made = PrefixRunner(), make(3.0, batch_size=batch_size, eos_ids=[4])
+    made._lag = lag
+    talk, num_reused = Conversations(7, most_tokens=40), 0
+    for _ in range(25):
+        done = complete(made, talk.requests())
+        talk.take(done)
+        num_reused += sum(reused(done))
+        for each in done:
+            greedy = target.greedy(each.request.prompt_ids, each.request.max_new_tokens)
+            assert each.token_ids == (greedy[: greedy.index(4) + 1] if 4 in greedy else greedy)
+    assert num_reused > 300
+
+
+@kinds
+def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(make: Make) -> None:
+    reuses, reads = (make(1.0, batch_size=3, temperature=0.9) for _ in range(2))
+    reads.reuses = False
+    talk, num_reused = Conversations(11, most_tokens=40), 0
+    for _ in range(10):
+        requests = talk.requests()
+        done = complete(reuses, requests)
+        talk.take(done)
+        num_reused += sum(reused(done))
+        assert outcome(done) == outcome(complete(reads, requests))
+    assert num_reused > 100
+
+
+@pytest.mark.parametrize("shape", [None, "2x2x1"])
+def test_a_plain_and_a_speculative_decoder_take_turns_on_one_cache(shape: str | None) -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=1)
+    tree = Tree.of(shape, torch.device("cpu")) if shape else None
+    decoders = [make_decoder(target, each, batch_size=2, tree=tree if each else None) for each in (None, draft)]
+    talk, order = Conversations(3, most_tokens=40), random.Random(1)
+    for _ in range(25):
+        done = complete(order.choice(decoders), talk.requests())
+        talk.take(done)
+        for each in done:
+            assert each.token_ids == target.greedy(each.request.prompt_ids, each.request.max_new_tokens)
+
+
+def tokens_read(runner: PrefixRunner, work: Callable[[], object]) -> int:
+    """The tokens of all forwards of a model."""
+    forward, numbers = runner.forward, list[int]()
+
+    def counted(ids_BT: Tensor, *more: Any, **named: Any) -> Tensor:  # noqa: ANN401
+        numbers.append(ids_BT.numel())
+        return forward(ids_BT, *more, **named)
+
+    runner.forward = counted  # type: ignore[method-assign]
+    work()
+    runner.forward = forward  # type: ignore[method-assign]
+    return sum(numbers)
+
+
+def test_samples_of_a_prompt_read_it_once_in_both_models() -> None:
+    target, draft = PrefixRunner(), PrefixRunner(seed=1)
+    decoder = make_decoder(target, draft, batch_size=4)
+    samples = [Request(index=0, sample=sample, prompt_ids=(1, 2, 3, 4, 5, 6), max_new_tokens=1) for sample in range(9)]
+    for model in (target, draft):
+        decoder.reuses = True
+        # Of the first four one reads all, of the next four and of the last one, one reads the last token.
+        assert tokens_read(model, lambda: complete(decoder, samples)) == 6 + 1 + 1
+        decoder.reuses = False
+        assert tokens_read(model, lambda: complete(decoder, samples)) == 9 * 6
+
+
+def test_prompts_that_begin_alike_read_the_beginning_once() -> None:
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=3)
+    header = (1, 2, 3, 4, 5, 6, 7, 8)
+    done = complete(decoder, wanted(*[(*header, 9, number, number) for number in range(6)]))
+    assert reused(done) == [0, 9, 9, 9, 9, 9]
+
+
+def test_a_turn_reads_neither_the_turns_before_it_nor_their_answers() -> None:
+    decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=1), batch_size=2)
+    (first,) = complete(decoder, wanted((1, 2, 3)))
+    text = (*first.request.prompt_ids, *first.token_ids)
+    (second,) = complete(decoder, wanted((*text, 5, 6)))
+    assert reused([first, second]) == [0, len(text) - 1]
+    (again,) = complete(decoder, wanted((*text, 5, 6)))
+    assert reused([again]) == [len(text) + 1], "all but the last token, whose logits are wanted"
+
+
+def test_what_another_has_written_into_the_cache_is_not_taken() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, None)
+    complete(decoder, wanted((1, 2, 3)))
+    target.allocate(batch_size=1, capacity=4)
+    with torch.inference_mode():
+        target.slots.cache.fill_(1.0)
+    (done,) = complete(decoder, wanted((1, 2, 3)))
+    assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3), 6))
+
+
+def test_rounds_that_are_timed_leave_nothing_to_take() -> None:
+    target = PrefixRunner()
+    decoder = make_decoder(target, PrefixRunner())
+    complete(decoder, wanted((1, 2, 3, 4)))
+    with torch.inference_mode():
+        decoder.time_rounds(decoder.length.choices, num_slots=8)
+    (done,) = complete(decoder, wanted((1, 2, 3, 4)))
+    assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy((1, 2, 3, 4), 6))
+
+
+def test_nothing_is_taken_from_a_row_that_another_prompt_takes() -> None:
+    """The second prompt would begin like row 0, into which the first one copies what row 2 holds."""
+    held = HeldTexts(3, step=1)
+    held.place([(1, 2, 3), (4, 5, 6, 7), (8, 8, 8)], [0, 1, 2])
+    first, second = held.place([(8, 8, 9), (1, 2, 3, 4)], [0, 1])
+    assert first == PromptRow(0, Held(2, 2), Held(2, 2))
+    assert second == PromptRow(1, Held(), Held())
+
+
+def test_rows_with_little_to_read_end_where_the_longest_does() -> None:
+    """In a cache that has no slot behind it."""
+    target, texts = PrefixRunner(), [(1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3)]
+    target.allocate(batch_size=2, capacity=8)
+    tokens_RS = torch.zeros(2, 8, dtype=torch.int64)
+    for row, ids in enumerate(texts):
+        tokens_RS[row, : len(ids)] = torch.tensor(ids)
+    prompts = Prompts(tokens_RS, torch.tensor([8, 3]), [8, 3], 8)
+    for held in ((), (Held(1, 0), Held(2, 1)), (Held(7, 0), Held(2, 0))):
+        again = prompts._replace(held=held)
+        logits_RV = read_prompts(target, again, rows=[0, 1], buckets=Buckets(step=8, num_slots=8))
+        for logits_V, ids in zip(logits_RV, texts, strict=True):
+            torch.testing.assert_close(logits_V, target.logits(ids))
+
+
+def test_where_bits_depend_on_what_is_read_together_whole_chunks_of_prompts_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("models.prefill", "speculate.engine.loop"):
+        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 4)
+    target = PrefixRunner()
+    target.is_invariant = False
+    decoder = make_decoder(target, None)
+    ids = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert reused(complete(decoder, wanted(ids, (*ids[:7], 3, 3), ids[:8], ids[:3]))) == [0, 4, 4, 0]
+    (first,) = complete(decoder, wanted((1, 2, 3), num_new=20))
+    (second,) = complete(decoder, wanted((1, 2, 3, *first.token_ids)))
+    assert reused([second]) == [0], "the answer was not read as a prompt"
+
+
+def test_too_short_a_beginning_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.speculate.engine.held.LEAST_TOKENS", 4)
+    decoder = make_decoder(PrefixRunner(), None, batch_size=2)
+    assert reused(complete(decoder, wanted((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 3, 5, 7)))) == [0, 0, 4]
+
+
+def lean(*, comm: Comm | None = None, folder: Path | None = None, **options: Any) -> LeanRunner:  # noqa: ANN401
+    """A random Llama of compiled kernels, or a slice of one."""
+    comm = comm or Comm.single()
+    if folder:
+        model = load_modules(inspect(folder), dtype=None, device=torch.device("cpu"), comm=comm)
+    else:
+        model = tiny_model("llama", **SHARED)
+    return LeanRunner(model, comm=comm, **options)
+
+
+class FirstLogits:
+    """What each model has said after its prompts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: dict[Runner, list[Tensor]] = {}
+        monkeypatch.setattr("llama_ssp.speculate.engine.round.read_prompts", self._read)
+
+    def _read(self, runner: Runner, *prompts: Any, **named: Any) -> Tensor:  # noqa: ANN401
+        logits_RV = read_prompts(runner, *prompts, **named)
+        self._found.setdefault(runner, []).extend(logits_RV)
+        return logits_RV
+
+    def of(self, decoder: Decoder, runs: list[list[Request]]) -> tuple[list[Tensor], list[object], int]:
+        """Of a decoder's target in these runs; with all that they decide, and how many tokens were reused."""
+        found: list[Tensor] = []
+        self._found[decoder.round.target] = found
+        done = [each for requests in runs for each in complete(decoder, requests)]
+        return found, outcome(done), sum(reused(done))
+
+
+def runs_of(decoder: Decoder, *, most_tokens: int = 60) -> list[list[Request]]:
+    """Requests of several runs, which go on from the texts that this decoder gives them."""
+    talk, runs = Conversations(5, most_tokens=most_tokens), list[list[Request]]()
+    for _ in range(8):
+        runs.append(talk.requests())
+        talk.take(complete(decoder, runs[-1]))
+    return runs
+
+
+def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
+    """Check that a decoder that reuses has the logits and decisions of one that reads; returns how much it reuses."""
+    runs = runs_of(make())
+    reuses, reads = make(), make()
+    reads.reuses = False
+    (found, decided, num_reused), (wanted_ones, wanted_decisions, none) = (
+        logits.of(each, runs) for each in (reuses, reads)
+    )
+    assert len(found) == len(wanted_ones) > 20
+    assert all(map(torch.equal, found, wanted_ones))
+    assert decided == wanted_decisions
+    assert none == 0
+    return num_reused
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
+def test_logits_after_a_prompt_have_the_same_bits(
+    batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows grow, are copied, and are taken up again; nodes of trees have other bits, and their texts are read."""
+    assert lean().is_invariant, "compiled kernels"
+    tree = Tree.of(shape, torch.device("cpu")) if shape else None
+
+    def make() -> Decoder:
+        return make_decoder(lean(), lean(), batch_size=batch_size, temperature=0.8, tree=tree)
+
+    assert same_bits(make, FirstLogits(monkeypatch)) > 100
+
+
+@pytest.mark.seconds
+def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_checkpoint(tmp_path, "llama", **SHARED)
+    logits, comms = FirstLogits(monkeypatch), thread_comms(2)
+    models = [(lean(comm=comm, folder=tmp_path), lean()) for comm in comms]
+    assert all(target.is_invariant for target, _ in models)
+
+    def one_rank(comm: Comm) -> int:
+        return same_bits(lambda: make_decoder(*models[comm.rank], batch_size=3, temperature=0.8, comm=comm), logits)
+
+    one, other = on_ranks(comms, one_rank)
+    assert one == other > 100
+
+
+@pytest.mark.seconds
+def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("models.prefill", "speculate.engine.loop"):
+        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 8)
+    target = lean(kernel=PlainLinear)
+    assert not target.is_invariant
+    assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 50
+
+
+def test_ranks_reuse_all_or_only_chunks_together() -> None:
+    """One whose slice is no whole number of blocks has other kernels."""
+    for own, others, agreed in [(True, "invariant", True), (True, "", False), (False, "invariant", False)]:
+        target, draft = PrefixRunner(), PrefixRunner()
+        draft.is_invariant = own
+        agree_on_bits([target, draft], Mock(gather_text=lambda text, others=others: [text, others]))
+        assert target.is_invariant is draft.is_invariant is agreed
+
+
+@pytest.mark.parametrize(
+    ("ids", "other_ids", "number"),
+    [("", "ab", 0), ("abc", "abx", 2), ("abc", "abc", 3), ("abcde", "ab", 2), ("x", "y", 0)],
+)
+def test_texts_have_in_common_what_they_begin_with(ids: str, other_ids: str, number: int) -> None:
+    one, other = ([*map(ord, each)] for each in (ids, other_ids))
+    assert num_common(one, other) == num_common(other, one) == number
