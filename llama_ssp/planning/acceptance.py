@@ -8,6 +8,7 @@ Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theore
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -108,6 +109,11 @@ class KnownPoint:
     is_known: bool = True
 
     @property
+    def publisher(self) -> str:
+        """Who measured it: the begin of `source`."""
+        return re.split(r"[,:]", self.source)[0]
+
+    @property
     def acceptance(self) -> float:
         """The acceptance that the tokens per round imply."""
         return implied_acceptance(self.tokens_per_round, self.num_draft_tokens)
@@ -157,13 +163,15 @@ def expected(pair: DraftedPair) -> Acceptance:
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def nearest(pair: DraftedPair) -> Acceptance:
+def nearest(pair: DraftedPair, *, without: str | None = None) -> Acceptance:
     """The figure of the nearest known pair, between the lowest and the highest of the nearest three.
+
+    Pairs of the publisher `without` do not count.
 
     A draft that is smaller for its target than all three has the lowest. Of several points of a known pair, the nearest
     in temperature, text and rule counts.
     """
-    found = _nearest_points(pair)
+    found = _nearest_points(pair, without)
     figures = [point.acceptance for point in found]
     first, *others = (
         f"{point.pair.target} with {point.pair.draft} ({figure:.2f})"
@@ -178,10 +186,10 @@ def nearest(pair: DraftedPair) -> Acceptance:
     )  # fmt: skip
 
 
-def _nearest_points(pair: DraftedPair) -> list[KnownPoint]:
+def _nearest_points(pair: DraftedPair, without: str | None) -> list[KnownPoint]:
     others: dict[tuple[str, str], list[KnownPoint]] = {}
     for point in points():
-        is_alike = point.is_known and point.pair.is_head == pair.is_head
+        is_alike = point.is_known and point.pair.is_head == pair.is_head and point.publisher != without
         if is_alike and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
             others.setdefault((point.pair.target, point.pair.draft), []).append(point)
     by_pair = [min(found, key=lambda point: _distance_of_draws(pair, point.pair)) for found in others.values()]

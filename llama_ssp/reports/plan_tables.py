@@ -102,7 +102,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
         needed, capacity = (f"{full[name] / GIB:.1f}" for name in ("needed_bytes", "capacity_bytes"))
         return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB{costs}"
     mode = "speculative" if (time["speedup"] or 0) > 1 else "plain"
-    ends = time["speculative_ms_per_token_range"] if mode == "speculative" else None
+    ends = time[f"{mode}_ms_per_token_range"]
     between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
     ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     fits = "fits, tight" if plan["is_tight"] else "fits"
@@ -243,7 +243,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     reached = (
         f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
     )
-    lines = [plan["basis"], reached]
+    lines = [plan["basis"], *_ranges(time), reached]
     if time["tokens_per_round"] is not None:
         shown = {
             name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
@@ -252,11 +252,9 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
         gains = min(time["speculative_ms_per_token_by_k"], default=0.0) < time["plain_ms_per_token"]
         best, ends = time["best_num_draft_tokens"] if gains else None, time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
-        ms = time["speculative_ms_per_token_range"]
-        low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""
         lines.append(
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
-            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}{low_to_high}"
+            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}"
         )
         if overlap := time["overlap"]:
             idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
@@ -264,6 +262,18 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
             lines.append(f"drafting overlaps verification: {', '.join(idle)}, {dropped}")
         lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
+
+
+def _ranges(time: Mapping[str, Any]) -> Iterator[str]:
+    """The 80 % ranges of a forecast, if it has any."""
+    named = {"plain": "plain_ms_per_token", "speculative": "speculative_ms_per_token", "first token": "first_token_ms"}
+    found = [
+        f"{name} {rounded(ends[0])} to {rounded(ends[1])}"
+        for name, key in named.items()
+        if (ends := time[f"{key}_range"])
+    ]
+    if found:
+        yield f"80 % ranges, ms: {', '.join(found)}"
 
 
 def _in_brackets(found: Sequence[float] | None) -> str:
