@@ -408,7 +408,18 @@ _ORDER = {
     "hourly": "the cheapest hour first",
 }  # fmt: skip
 _LEFT = ("machine", "weights", "draft", "price")
-_COLUMNS = ("machine", "GPUs", "weights", "draft", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens", "price")
+_COLUMNS = (
+    "machine",
+    "GPUs",
+    "rows",
+    "weights",
+    "draft",
+    "ms\n/token",
+    "tokens\n/s",
+    "USD/h",
+    "USD/M\ntokens",
+    "price",
+)
 
 
 def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
@@ -417,20 +428,26 @@ def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
     models, order = _literal(comparison["model"]), _ORDER[comparison["objective"]]
-    sizes = f"batch {comparison['batch_size']}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
+    at_once = comparison["concurrency"]
+    rows_each = f"batch {comparison['batch_size']}" if at_once is None else f"{at_once} rows at once"
+    sizes = f"{rows_each}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
     title = f"{models}, {sizes}: {order}; replicas x GPUs, tokens/s of all replicas with the time of their prompts"
-    console.print(f"\n[bold]{title}[/bold]\n")
+    if shown:
+        console.print(f"\n[bold]{_literal(_answer(shown[0]))}[/bold]", soft_wrap=True)
+        console.print(_literal(comparison["command"]), soft_wrap=True)
+    console.print(f"\n{title}\n")
+    columns = [name for name in _COLUMNS if name != "rows" or at_once is not None]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
-    for name in _COLUMNS:
+    for name in columns:
         side: Literal["left", "right"] = "left" if name in _LEFT else "right"
         table.add_column(
             name, justify=side, no_wrap=name not in {"weights", "draft", "price"}, vertical="bottom", overflow="fold"
         )
     for row in shown:
-        table.add_row(*_cells(row, comparison["prices"].get(row["machine"])))
+        cells = _cells(row, comparison["prices"].get(row["machine"]))
+        table.add_row(*(cells[name] for name in columns))
     if shown:
         console.print(table)
-        console.print(f"the first row: {_literal(' '.join(shown[0]['settings']))}", soft_wrap=True)
     if any(price["date"] for price in comparison["prices"].values()):
         said = "USD/h: list prices, prices={NAME:USD_PER_HOUR} replaces them; USD/M: of new tokens, prompts included"
         console.print(said, soft_wrap=True)
@@ -453,18 +470,37 @@ def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str
         seen.add(is_quantized)
 
 
-def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> list[str]:
+def _answer(row: Mapping[str, Any]) -> str:
+    """A choice in one line: what it costs and how long it takes, each with its range."""
+
+    def figure(name: str, words: str) -> str:
+        ends = row[f"{name}_range"]
+        return words.format(rounded(row[name])) + (f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else "")
+
+    replicas, rows = row["num_replicas"], row["batch_size"]
+    gpus = row["num_gpus"] * replicas
+    costs = []
+    if row["usd_per_hour"] is not None:
+        costs = [f"{row['usd_per_hour']:.2f} USD/h", figure("usd_per_million_tokens", "{} USD/M tokens")]
+    times = figure("first_token_ms", "first token {} ms"), figure("ms_per_token", "{} ms/token")
+    served = f"{replicas} replicas, {rows} rows each" if replicas > 1 else f"{rows} row{'s' * (rows > 1)}"
+    return f"{row['machine']}, {gpus} x {row['gpu']}, {served}: {', '.join((*costs, *times))}"
+
+
+def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> dict[str, str]:
     weights = short_name(row["quantization"]) + (" tight" if row["is_tight"] else "")
     nodes = row["num_nodes"]
     gpus = f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ")
     gpus = gpus if nodes == 1 else f"{gpus}, {nodes} nodes"
     length, usd, million = _shown_length(row), row["usd_per_hour"], row["usd_per_million_tokens"]
-    return [
-        _literal(row["machine"]), gpus, weights, _drafted(row) + (f" K={length}" if length else ""),
+    found = [
+        _literal(row["machine"]), gpus, str(row["num_replicas"] * row["batch_size"]), weights,
+        _drafted(row) + (f" K={length}" if length else ""),
         f"{row['ms_per_token']:.2f}", f"{row['run_tokens_per_s']:.0f}",
         _MISSING if usd is None else f"{usd:.2f}", _MISSING if million is None else f"{million:.2f}",
         _literal(" ".join(filter(None, (price["vendor"], price["date"]))) if price and usd is not None else ""),
     ]  # fmt: skip
+    return dict(zip(_COLUMNS, found, strict=True))
 
 
 def _nearest(rows: Sequence[Mapping[str, Any]], named: set[str]) -> dict[str, Mapping[str, Any]]:
