@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         num_draft_tokens: K, or "auto".
         acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
         temperature: of the draws, which that forecast depends on; 0 is greedy.
-        text: what is written, for that forecast: prose, code, or any.
+        text: what is written, for that forecast: prose, code, copy (summaries, edits), or any.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.
         max_new_tokens: per completion.

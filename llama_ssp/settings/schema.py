@@ -268,6 +268,7 @@ class TextKind(Enum):
     any = "any"
     prose = "prose"
     code = "code"
+    copy = "copy"
 
 
 @dataclass(kw_only=True)
@@ -278,7 +279,7 @@ class SpeculationConfig:
     num_draft_tokens: int | str = 4
     # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
     acceptance: float | None = None
-    text: TextKind = TextKind.any  # kind of text, for that forecast: prose, code, or any where it is not known.
+    text: TextKind = TextKind.any  # for that forecast: prose, code, copy (summaries, edits), any.
     # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
     # 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or temperature 0.
     tree: str | None = None
