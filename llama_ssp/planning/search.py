@@ -586,7 +586,7 @@ def comparison_document(
 
 
 MOST_DRAFTS = 3
-"""Drafts that a search tries: the one asked for, and the smallest of the catalogue with this vocabulary."""
+"""Drafts that a search tries: the one asked for, heads, and the smallest of the catalogue with this vocabulary."""
 
 
 def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
@@ -611,13 +611,14 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
 
 
 def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
-    """The draft that was asked for, and the smallest entries of the catalogue that may share the vocabulary.
+    """The draft that was asked for, the heads of the target, and the smallest entries that may share its vocabulary.
 
     Each is tried in the formats that may be faster, unless the format of the one that was asked for is given.
     """
-    smaller = {name: catalogue.load(name) for name in catalogue.smaller_relatives(config.model)}
+    names = *_heads_of(config.model, catalogue.entries()), *catalogue.smaller_relatives(config.model)
+    others = {name: catalogue.load(name) for name in names}
     asked_for = {asked.draft.name: config.draft.model} if asked.draft and config.draft.model else {}
-    chosen = [*(asked_for | smaller).values()][:MOST_DRAFTS]
+    chosen = [*(asked_for | others).values()][:MOST_DRAFTS]
     return [draft for entry in chosen for draft in _in_formats(entry, device=asked.device)]
 
 
@@ -672,7 +673,8 @@ def _priced(
     for rows in _batches(config, most_rows):
         best: dict[str, _Priced] = {}
         for way in tried:
-            for job in on_block(replace(way, batch_size=rows), num_gpus):
+            placed = [*on_block(replace(way, batch_size=rows), num_gpus)]
+            for job in chain(placed, *map(_with_trees, placed if config.search else ())):
                 name = job.target.quantization
                 below = best[name].cost if name in best else NO_COST
                 priced = _price(job, machine, chooses_k=config.search, config=config, below=below)

@@ -168,14 +168,14 @@ def test_a_draft_is_used_where_it_gains_and_placed_where_it_gains_most() -> None
 
 def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     one = replace(H100, num_gpus=1, network=None)
-    assert _fitting(_config(), one) == []
-    config = _config(draft="llama3_1B", search=True)
+    assert _fitting(_config("llama2_70B"), one) == []
+    config = _config("llama2_70B", "llama2_7B", search=True)
     config.speculation.acceptance = 0.8
     found = {choice.quantization: choice for choice in _fitting(config, one)}
     assert {"int8_weight_only", "int4_weight_only"} & found.keys()
     best = found["int4_weight_only"]
     assert best.draft is not None
-    job = make_job("llama3_70B", best.draft, acceptance=0.8, num_draft_tokens=best.num_draft_tokens)
+    job = make_job("llama2_70B", best.draft, acceptance=0.8, num_draft_tokens=best.num_draft_tokens)
     assert job.draft
     draft = job.draft.quantized("int4_weight_only")
     job = replace(job, target=job.target.quantized("int4_weight_only"), draft=draft)
@@ -183,6 +183,16 @@ def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     assert timed.best_num_draft_tokens == best.num_draft_tokens
     assert best.ms_per_token == pytest.approx(1e3 * (timed.speculative_s or 0))
     assert {f"{model}.quantization=int4_weight_only" for model in ("model", "draft.model")} <= {*best.settings}
+
+
+def test_a_search_tries_the_heads_of_a_target_and_trees_where_few_rows_are_decoded() -> None:
+    config = _config("llama3_8B", search=True, concurrency=8)
+    found = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
+    config.concurrency = 1
+    few = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
+    assert [choice.draft for choice in few] == ["eagle3_llama3_8B"]
+    assert f"speculation.tree={few[0].tree}" in few[0].settings
+    assert {choice.tree for choice in found} == {None}
 
 
 def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:
