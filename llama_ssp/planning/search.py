@@ -38,6 +38,7 @@ from llama_ssp.planning.spec import (
 )
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
@@ -49,6 +50,7 @@ from llama_ssp.settings.schema import (
     Objective,
     PlacementConfig,
     PlanConfig,
+    TextKind,
     WholeParts,
 )
 from llama_ssp.settings.trees import tree_shape
@@ -592,7 +594,7 @@ MOST_DRAFTS = 3
 def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     """The jobs to try on machines of one device, before they have ranks: that of the config, with draft and without.
 
-    With search=true, for every storage format of the target, and with further drafts.
+    With search=true, for every storage format of the target, and with further drafts; by look-up where a text copies.
     """
     alone = replace(machine, num_gpus=1, num_nodes=1)
     asked = job_of_plan(replace(config, placement=PlacementConfig()), alone)
@@ -600,6 +602,8 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     if not config.search:
         return [asked, plain] if asked.drafts else [plain]
     drafting = [asked] if asked.free_draft else []
+    if config.speculation.text is TextKind.copy and asked.free_draft is None:
+        drafting.append(replace(plain, free_draft=NGRAM_DRAFT))
     if asked.matching is None:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:

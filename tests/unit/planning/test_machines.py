@@ -12,7 +12,7 @@ from llama_ssp.planning.search import MachineChoice, compare, nothing_left
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import ModelDraftConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig, TextKind
 from tests.helpers.planning import make_job
 
 A10G = replace(hardware.load("g5_12xlarge"), price=Price(usd_per_hour={4: 5.672}))
@@ -309,3 +309,13 @@ def test_a_draft_that_makes_the_first_token_too_late_is_left_out() -> None:
     assert plain.first_token_ms is not None
     most = (drafted.first_token_ms + plain.first_token_ms) / 2
     assert {choice.draft for choice in _fitting(replace(config, max_first_token_ms=most), ONE)} == {None}
+
+
+def test_a_search_for_texts_that_copy_tries_look_up() -> None:
+    config = _config("smollm2_135M", search=True)
+    config.sampling.temperature = 0.0
+    assert {choice.draft for choice in _fitting(config, ONE)} == {None}
+    config.speculation.text = TextKind.copy
+    found = _fitting(config, ONE)
+    assert {choice.draft for choice in found} == {"ngram"}
+    assert all("draft=ngram" in choice.settings for choice in found)
