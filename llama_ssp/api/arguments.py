@@ -74,6 +74,8 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
     "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
     "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
+    "max_first_token_ms": (_number_or_none, f"{_ENOUGH} 500, or None"),
+    "concurrency": (_whole_or_none, "a whole number of rows, or None"),
     "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
     "prices": (_prices, "US dollars per hour by machine, for example {'8xh100': 20}"),
     "search": (_flag, "True or False"),

@@ -77,7 +77,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         num_draft_tokens: K, or "auto".
         acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
         temperature: of the draws, which that forecast depends on; 0 is greedy.
-        text: what is written, for that forecast: prose, code, or any.
+        text: what is written, for that forecast: prose, code, copy (summaries, edits), or any.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.
         max_new_tokens: per completion.
@@ -107,7 +107,9 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     *,
     hardware: Sequence[str | HardwareConfig] | None = None,
     objective: Objective | str = Objective.latency,
+    concurrency: int | None = None,
     max_ms_per_token: float | None = None,
+    max_first_token_ms: float | None = None,
     max_price: float | None = None,
     prices: Mapping[str, float] | None = None,
     search: bool = False,
@@ -126,11 +128,12 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
 
     The best by the objective (latency, throughput, price of a million tokens, or hourly price) comes first. Machines
-    where the job does not fit, or exceeds `max_ms_per_token` or `max_price` (US dollars per hour), come last with their
-    `reason`. `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per
-    hour by machine, of all its GPUs, in place of those of the hardware files. `search` also tries every storage format
-    of the target, further drafts and their fastest format, and K. The other arguments are those of `plan`, and errors
-    are raised as there.
+    where the job does not fit, or exceeds `max_ms_per_token`, `max_first_token_ms` or `max_price` (US dollars per
+    hour), come last with their `reason`. `concurrency` rows are served at once by all replicas of a machine, in place
+    of `batch_size` by each. `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are
+    US dollars per hour by machine, of all its GPUs, in place of those of the hardware files. `search` also tries every
+    storage format of the target, further drafts and their fastest format, K, and smaller batches than `concurrency`
+    asks for. The other arguments are those of `plan`, and errors are raised as there.
     """
     given = {**locals(), "prices": prices or {}}
     with in_library_words():
@@ -142,7 +145,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
             raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
         config = _config(read, compared[0])
         config.objective = member(Objective, "objective", objective)
-        for name in ("prices", "search", "max_price", "max_ms_per_token"):
+        for name in ("prices", "search", "concurrency", "max_price", "max_ms_per_token", "max_first_token_ms"):
             setattr(config, name, read[name])
         resolve(config)
         return compare(config, compared)

@@ -8,6 +8,7 @@ Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theore
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -30,6 +31,8 @@ PAIRS, MEASURED, POINTS = "pairs.yaml", "measured_pairs.yaml", "acceptance.yaml"
 NUM_NEAREST = 3
 _OTHER_FAMILY, _OTHER_TOKENIZER, _OTHER_TEXT = 1.0, 2.0, 0.5
 """Distances of pairs, next to the logarithm of size ratios; and of a point by text or rule, next to temperatures."""
+PER_TEMPERATURE = 0.15
+"""Acceptance that a unit of temperature costs: 0.12 to 0.19 from 0.4 to 1, by docs/benchmarks/acceptance.md."""
 _UNKNOWN_RATIO, _UNKNOWN_TEMPERATURE = 8.0, 0.5
 _HEAD = (
     "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
@@ -108,6 +111,11 @@ class KnownPoint:
     is_known: bool = True
 
     @property
+    def publisher(self) -> str:
+        """Who measured it: the begin of `source`."""
+        return re.split(r"[,:]", self.source)[0]
+
+    @property
     def acceptance(self) -> float:
         """The acceptance that the tokens per round imply."""
         return implied_acceptance(self.tokens_per_round, self.num_draft_tokens)
@@ -157,13 +165,15 @@ def expected(pair: DraftedPair) -> Acceptance:
 
 
 @lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def nearest(pair: DraftedPair) -> Acceptance:
+def nearest(pair: DraftedPair, *, without: str | None = None) -> Acceptance:
     """The figure of the nearest known pair, between the lowest and the highest of the nearest three.
+
+    Pairs of the publisher `without` do not count.
 
     A draft that is smaller for its target than all three has the lowest. Of several points of a known pair, the nearest
     in temperature, text and rule counts.
     """
-    found = _nearest_points(pair)
+    found = _nearest_points(pair, without)
     figures = [point.acceptance for point in found]
     first, *others = (
         f"{point.pair.target} with {point.pair.draft} ({figure:.2f})"
@@ -178,10 +188,10 @@ def nearest(pair: DraftedPair) -> Acceptance:
     )  # fmt: skip
 
 
-def _nearest_points(pair: DraftedPair) -> list[KnownPoint]:
+def _nearest_points(pair: DraftedPair, without: str | None) -> list[KnownPoint]:
     others: dict[tuple[str, str], list[KnownPoint]] = {}
     for point in points():
-        is_alike = point.is_known and point.pair.is_head == pair.is_head
+        is_alike = point.is_known and point.pair.is_head == pair.is_head and point.publisher != without
         if is_alike and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
             others.setdefault((point.pair.target, point.pair.draft), []).append(point)
     by_pair = [min(found, key=lambda point: _distance_of_draws(pair, point.pair)) for found in others.values()]
@@ -246,8 +256,8 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
 def known(pair: DraftedPair) -> Acceptance | None:
     """The figure of a pair, or of its draft with any target; quantized models have the figure of their base.
 
-    Of figures at several temperatures, the nearest is taken. None if no file has one; a file without the form of the
-    package's raises ConfigError.
+    Of figures at several temperatures, the nearest is taken, and moved to the pair's. None if no file has one; a file
+    without the form of the package's raises ConfigError.
     """
     files = _files(tuple(catalogue.folders()))
     names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
@@ -261,12 +271,27 @@ def known(pair: DraftedPair) -> Acceptance | None:
             default=None)
         for content in files
     )  # fmt: skip
-    of_draft = (content.get("drafts", {}).get(pair.draft) for content in files)
+    of_draft = (_of_text(content.get("drafts", {}).get(pair.draft), pair.text) for content in files)
     entry = next(filter(None, (*of_pair, *of_draft, *(content.get("default") for content in files))), None)
     if entry is None:
         return None
-    probability = float(entry["acceptance"])
-    return Acceptance(probability=probability, source=entry["source"], low=entry.get("low"), high=entry.get("high"))
+    return _at_temperature(entry, pair.temperature)
+
+
+def _of_text(entry: dict[str, Any] | None, text: TextKind) -> dict[str, Any] | None:
+    """The figure of a draft for a kind of text, if it has one of its own."""
+    return entry and entry.get("by_text", {}).get(text.name, entry)
+
+
+def _at_temperature(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
+    """A figure at another temperature than its own."""
+    known_at, source, moved = entry.get("temperature"), entry["source"], 0.0
+    if known_at is not None and temperature is not None and known_at != temperature:
+        moved = PER_TEMPERATURE * (known_at - temperature)
+        source = f"{source}; {moved:+.2f} from temperature {known_at:g} to {temperature:g}"
+    ends = {name: entry.get(name) for name in ("acceptance", "low", "high")}
+    shifted = {name: None if end is None else min(max(end + moved, 0.0), 1.0) for name, end in ends.items()}
+    return Acceptance(probability=shifted["acceptance"] or 0.0, source=source, low=shifted["low"], high=shifted["high"])
 
 
 def store(entry: Mapping[str, Any]) -> Path:
@@ -307,7 +332,10 @@ def _read(file: Path) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     if not wrong:
         entries = {f"pair {number}": entry for number, entry in enumerate(content.get("pairs", []), start=1)}
-        entries |= {f"draft {name}": entry for name, entry in content.get("drafts", {}).items()}
+        for name, entry in content.get("drafts", {}).items():
+            texts = entry.get("by_text", {}) if isinstance(entry, dict) else {}
+            of_texts = texts if isinstance(texts, dict) else {"by_text": texts}
+            entries |= {f"draft {name}": entry} | {f"draft {name}, {text}": each for text, each in of_texts.items()}
         entries |= {"default": content["default"]} if "default" in content else {}
     problems += [f"{name} {problem}" for name, entry in entries.items() if (problem := _problem(name, entry))]
     if problems:

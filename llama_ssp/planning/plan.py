@@ -3,7 +3,7 @@
 docs/reference/plan-document.md describes its fields; `plan_version` changes when a field is renamed or removed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
     waiting_bytes,
 )
+from llama_ssp.planning.ranges import Ends, unmeasured
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing
 from llama_ssp.words import rounded
@@ -93,12 +94,18 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
+            *_not_measured(job, hardware),
             *advice.notes(job, hardware, heads, fullest),
             *advice.better_draft(job, hardware, timed),
             *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
+
+
+def _not_measured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    if found := [*unmeasured(job, hardware)]:
+        yield f"not measured on any GPU, by anybody who published it: {', '.join(found)}"
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
@@ -240,15 +247,20 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     def rate(seconds: float | None) -> float | None:
         return None if seconds is None else num_rows / seconds
 
+    def ends(seconds: Ends | None) -> list[float] | None:
+        return seconds and [1e3 * end_s for end_s in seconds]
+
     acceptance = timed.acceptance
     return {
         "plain_ms_per_token": ms(timed.plain_s),
         "speculative_ms_per_token": ms(timed.speculative_s),
-        "speculative_ms_per_token_range": [1e3 * end_s for end_s in timed.speculative_s_range or ()] or None,
+        "plain_ms_per_token_range": ends(timed.plain_s_range),
+        "speculative_ms_per_token_range": ends(timed.speculative_s_range),
         "plain_tokens_per_s": rate(timed.plain_s),
         "speculative_tokens_per_s": rate(timed.speculative_s),
         "plain_first_token_ms": ms(timed.plain_prefill_s),
         "first_token_ms": ms(timed.prefill_s),
+        "first_token_ms_range": ends(timed.prefill_s_range),
         "speedup": timed.speedup,
         "plain_run_ms_per_token": ms(timed.plain_run_s),
         "speculative_run_ms_per_token": ms(timed.speculative_run_s),

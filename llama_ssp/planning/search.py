@@ -16,16 +16,17 @@ node. A job that fits no node is tried on several.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig, Price
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
+from llama_ssp.planning.ranges import Ends
 from llama_ssp.planning.spec import (
     PlannedModel,
     PlanSpec,
@@ -37,6 +38,7 @@ from llama_ssp.planning.spec import (
 )
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import (
@@ -48,6 +50,7 @@ from llama_ssp.settings.schema import (
     Objective,
     PlacementConfig,
     PlanConfig,
+    TextKind,
     WholeParts,
 )
 from llama_ssp.settings.trees import tree_shape
@@ -57,6 +60,9 @@ GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
+Cost: TypeAlias = tuple[bool, int, float]
+"""What a choice on a machine is made by, see `_cost`."""
+NO_COST: Cost = (True, 0, math.inf)
 FEW_ROWS = 4
 """Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
 
@@ -193,24 +199,26 @@ def _described(job: PlanSpec) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """A job with its seconds per token, or with the reason why it is ruled out."""
+    """A job with its seconds per token and what it is chosen by (`_cost`), or with why it is ruled out."""
 
     job: PlanSpec
     fullest: RankMemoryPlan | None = None
     timed: Timing | None = None
     token_s: float = math.inf
+    cost: Cost = NO_COST
     reason: str | None = None
 
     @property
-    def order(self) -> tuple[float, float]:
+    def order(self) -> tuple[Cost, float]:
         """Sort key for jobs on the same GPUs."""
-        return self.token_s, self.fullest.needed_bytes if self.fullest else math.inf
+        return self.cost, self.fullest.needed_bytes if self.fullest else math.inf
 
     def figures(self) -> dict[str, Any]:
         """What rows of a search and of a comparison have in common."""
         job, full, fits = self.job, self.fullest, self.reason is None
         return {
             "num_replicas": job.num_replicas,
+            "batch_size": job.batch_size,
             "quantization": job.target.weights_name,
             "draft": job.draft.name if job.draft else job.free_draft,
             "draft_quantization": job.draft.weights_name if job.draft else None,
@@ -226,10 +234,34 @@ class _Priced:
         }
 
 
+def _cost(job: PlanSpec, timed: Timing, token_s: float, config: PlanConfig | None, num_rows: int = 1) -> Cost:
+    """Whether it exceeds a limit of time, the batches that rows wait for, and seconds of a token while it is decoded.
+
+    If the objective counts prompts, no batches, and seconds with the prompts over all rows.
+    """
+    if config is None:
+        return False, 0, token_s
+    completion_s = timed.prefill_s + (job.max_new_tokens - 1) * token_s
+    num_earlier = _num_earlier(job, num_rows)
+    first_s = timed.prefill_s + num_earlier * completion_s
+    limits = (config.max_ms_per_token, token_s), (config.max_first_token_ms, first_s)
+    is_beyond = any(most_ms is not None and 1e3 * seconds > most_ms for most_ms, seconds in limits)
+    if config.objective not in {Objective.throughput, Objective.price}:
+        return is_beyond, num_earlier, token_s
+    return is_beyond, 0, completion_s / job.max_new_tokens / job.batch_size
+
+
+def _num_earlier(job: PlanSpec, num_rows: int) -> int:
+    """The batches that the last of `num_rows` rows of a replica wait for."""
+    return max(-(-num_rows // job.batch_size) - 1, 0)
+
+
 def _price(
-    job: PlanSpec, machine: HardwareConfig, *, chooses_k: bool = True, below_s: float = math.inf
-) -> _Priced | None:
-    """Price a job, with the best K that fits if it is to be chosen; None if a token takes `below_s` or more.
+    job: PlanSpec, machine: HardwareConfig,
+    *,
+    chooses_k: bool = True, config: PlanConfig | None = None, below: Cost = NO_COST,
+) -> _Priced | None:  # fmt: skip
+    """Price a job, with the best K that fits if it is to be chosen; None if its cost is `below` or more.
 
     Where no K fits for want of room for CUDA graphs, it is priced without them.
     """
@@ -242,12 +274,12 @@ def _price(
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
         ways = by_length(job, timed) if chooses_k else iter(())
         for token_s, way in chain([next(ways, (asked_s, job))], ways):
-            if token_s >= below_s:
+            if (cost := _cost(job, timed, token_s, config)) >= below:
                 return None
             if (full := fullest_rank(way, machine)).fits:
-                return _Priced(job=way, fullest=full, timed=timed, token_s=token_s)
+                return _Priced(job=way, fullest=full, timed=timed, token_s=token_s, cost=cost)
     if chooses_k and job.cuda_graphs and asked.free_bytes + asked.graphs_bytes >= 0:
-        return _price(replace(job, cuda_graphs=False), machine, below_s=below_s)
+        return _price(replace(job, cuda_graphs=False), machine, config=config, below=below)
     full = full if asked.fits else asked
     reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
     return _Priced(job=job, fullest=full, reason=reason)
@@ -413,11 +445,13 @@ class MachineChoice:
     Attributes:
         num_gpus: GPUs of a replica, over `num_nodes` nodes.
         num_replicas: replicas on all that is rented.
+        batch_size: rows of each replica.
         num_draft_tokens: K; 0 for plain decoding, where a draft gains nothing.
         adapts: K is chosen for each round, up to this one.
         tree: the shape of drafted trees; None for chains.
         ms_per_token: of each completion while it is decoded.
-        first_token_ms: of the prompt, for the draft too.
+        first_token_ms: of the prompts of a batch, for the draft too; where rows wait for other batches, of the last.
+        ms_per_token_range, first_token_ms_range, usd_per_million_tokens_range: 80 % ranges; None without any.
         tokens_per_s: of all rows of all replicas, while decoding.
         run_tokens_per_s: the same with the time of the prompts, one batch after the other.
         usd_per_hour: of what is rented; None without a known price.
@@ -432,6 +466,7 @@ class MachineChoice:
     num_gpus: int
     num_nodes: int
     num_replicas: int
+    batch_size: int = 1
     quantization: str
     draft: str | None = None
     draft_quantization: str | None = None
@@ -445,6 +480,9 @@ class MachineChoice:
     run_tokens_per_s: float | None = None
     usd_per_hour: float | None = None
     usd_per_million_tokens: float | None = None
+    ms_per_token_range: Ends | None = None
+    first_token_ms_range: Ends | None = None
+    usd_per_million_tokens_range: Ends | None = None
     needed_bytes: int | None = None
     capacity_bytes: int
     is_tight: bool = False
@@ -453,7 +491,10 @@ class MachineChoice:
 
 
 def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[MachineChoice]:
-    """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last."""
+    """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last.
+
+    On a machine, the objective chooses too, among those within the limits of time.
+    """
     ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
     found = [
         _within(choice, config)
@@ -483,11 +524,13 @@ def _rented(machines: Iterable[HardwareConfig]) -> Iterator[tuple[HardwareConfig
 
 def _within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
     """The choice, ruled out if it exceeds the limits."""
-    ms, usd, reason = choice.ms_per_token, choice.usd_per_hour, choice.reason
-    if reason or ms is None:
+    ms, first_ms, usd, reason = choice.ms_per_token, choice.first_token_ms, choice.usd_per_hour, choice.reason
+    if reason or ms is None or first_ms is None:
         return choice
     if config.max_ms_per_token is not None and ms > config.max_ms_per_token:
         reason = f"{ms:.2f} ms/token are more than max_ms_per_token={config.max_ms_per_token:g}"
+    elif config.max_first_token_ms is not None and first_ms > config.max_first_token_ms:
+        reason = f"{first_ms:.0f} ms to the first token are more than max_first_token_ms={config.max_first_token_ms:g}"
     elif config.max_price is not None and usd is None:
         reason = f"no price is known: prices={{{choice.machine}:USD_PER_HOUR}} gives one"
     elif config.max_price is not None and usd is not None and usd > config.max_price:
@@ -530,7 +573,7 @@ def comparison_document(
     return {
         "objective": (config.objective or Objective.latency).name,
         "model": config.model.name,
-        **{name: getattr(config, name) for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
+        **{name: getattr(config, name) for name in ("batch_size", "concurrency", "prompt_tokens", "max_new_tokens")},
         "prices": {
             machine.name: machine.price.document() | {"source": machine.sources.get("price.usd_per_hour")}
             for machine in priced
@@ -545,13 +588,13 @@ def comparison_document(
 
 
 MOST_DRAFTS = 3
-"""Drafts that a search tries: the one asked for, and the smallest of the catalogue with this vocabulary."""
+"""Drafts that a search tries: the one asked for, heads, and the smallest of the catalogue with this vocabulary."""
 
 
 def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     """The jobs to try on machines of one device, before they have ranks: that of the config, with draft and without.
 
-    With search=true, for every storage format of the target, and with further drafts.
+    With search=true, for every storage format of the target, and with further drafts; by look-up where a text copies.
     """
     alone = replace(machine, num_gpus=1, num_nodes=1)
     asked = job_of_plan(replace(config, placement=PlacementConfig()), alone)
@@ -559,6 +602,8 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     if not config.search:
         return [asked, plain] if asked.drafts else [plain]
     drafting = [asked] if asked.free_draft else []
+    if config.speculation.text is TextKind.copy and asked.free_draft is None:
+        drafting.append(replace(plain, free_draft=NGRAM_DRAFT))
     if asked.matching is None:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:
@@ -570,13 +615,14 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
 
 
 def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
-    """The draft that was asked for, and the smallest entries of the catalogue that may share the vocabulary.
+    """The draft that was asked for, the heads of the target, and the smallest entries that may share its vocabulary.
 
     Each is tried in the formats that may be faster, unless the format of the one that was asked for is given.
     """
-    smaller = {name: catalogue.load(name) for name in catalogue.smaller_relatives(config.model)}
+    names = *_heads_of(config.model, catalogue.entries()), *catalogue.smaller_relatives(config.model)
+    others = {name: catalogue.load(name) for name in names}
     asked_for = {asked.draft.name: config.draft.model} if asked.draft and config.draft.model else {}
-    chosen = [*(asked_for | smaller).values()][:MOST_DRAFTS]
+    chosen = [*(asked_for | others).values()][:MOST_DRAFTS]
     return [draft for entry in chosen for draft in _in_formats(entry, device=asked.device)]
 
 
@@ -586,32 +632,76 @@ def _of_machine(
     """The choices on a node of each size, and on several nodes if the job fits none or the machine has several."""
     node, found = replace(machine, num_nodes=1), []
     for count in sorted({2**power for power in range(max(sizes).bit_length())} | {*sizes}):
-        best = _best(ways, replace(node, num_gpus=count), num_gpus=count, chooses_k=config.search)
-        for size in sizes:
-            num_replicas = 1 if machine.device == "cpu" else size // count
-            if size >= count:
-                rented = replace(node, num_gpus=count * num_replicas)
-                found += [_choice(replace(job, num_replicas=num_replicas), rented, config) for job in best]
+        replicas = {size: 1 if machine.device == "cpu" else size // count for size in sizes if size >= count}
+        most_rows = {size: _most_rows(config, number) for size, number in replicas.items()}
+        priced = _priced(ways, replace(node, num_gpus=count), config, num_gpus=count, most_rows=most_rows.values())
+        for size, num_replicas in replicas.items():
+            rented = replace(node, num_gpus=count * num_replicas)
+            best = _best(priced, config, most_rows[size])
+            found += [_choice(replace(job, num_replicas=num_replicas), rented, config) for job in best]
     for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
         has_room = any(choice.reason is None for choice in found)
         if num_nodes <= machine.num_nodes or (machine.network and not has_room):
             nodes = replace(machine, num_nodes=num_nodes)
-            best = _best(ways, nodes, num_gpus=nodes.num_ranks, chooses_k=config.search)
-            found += [_choice(job, nodes, config) for job in best]
+            most_rows_of_all = [_most_rows(config, 1)]
+            priced = _priced(ways, nodes, config, num_gpus=nodes.num_ranks, most_rows=most_rows_of_all)
+            found += [_choice(job, nodes, config) for job in _best(priced, config, *most_rows_of_all)]
     return found
 
 
-def _best(ways: Sequence[PlanSpec], machine: HardwareConfig, *, num_gpus: int, chooses_k: bool) -> list[PlanSpec]:
-    """The fastest job for each storage format on a replica of `num_gpus` GPUs; if none fits, the nearest."""
+def _most_rows(config: PlanConfig, num_replicas: int) -> int:
+    """Rows of each replica, if all are served at once."""
+    return config.batch_size if config.concurrency is None else -(-config.concurrency // num_replicas)
+
+
+def _batches(config: PlanConfig, most_rows: Collection[int]) -> list[int]:
+    """The batch sizes to try, in order: those that serve all rows at once, in a search also 1, 4, 16, ... below."""
+    if config.concurrency is None or not config.search:
+        return sorted({*most_rows})
+    return sorted(
+        {*most_rows} | {4**power for power in range(max(most_rows).bit_length()) if 4**power < max(most_rows)}
+    )
+
+
+def _priced(
+    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig,
+    *,
+    num_gpus: int, most_rows: Collection[int],
+) -> list[_Priced]:  # fmt: skip
+    """The best job for each batch size and storage format on a replica of `num_gpus` GPUs; if none fits, the nearest.
+
+    A draft gains less with every row: larger batches try only those that were best in the batch before.
+    """
+    found: list[_Priced] = []
+    tried = ways
+    for rows in _batches(config, most_rows):
+        best: dict[str, _Priced] = {}
+        for way in tried:
+            placed = [*on_block(replace(way, batch_size=rows), num_gpus)]
+            for job in chain(placed, *map(_with_trees, placed if config.search else ())):
+                name = job.target.quantization
+                below = best[name].cost if name in best else NO_COST
+                priced = _price(job, machine, chooses_k=config.search, config=config, below=below)
+                if priced and (name not in best or priced.order < best[name].order):
+                    best[name] = priced
+        found += best.values()
+        drafts = [(one.job.target, one.job.draft, one.job.free_draft) for one in best.values()]
+        tried = [way for way in tried if not way.drafts or (way.target, way.draft, way.free_draft) in drafts]
+    return found
+
+
+def _best(priced: Iterable[_Priced], config: PlanConfig, num_rows: int) -> list[PlanSpec]:
+    """The best job for each storage format of those that serve up to `num_rows` rows of a replica at once."""
     best: dict[str, _Priced] = {}
-    for way in ways:
-        for job in on_block(way, num_gpus):
-            name = job.target.quantization
-            below_s = best[name].token_s if name in best else math.inf
-            priced = _price(job, machine, chooses_k=chooses_k, below_s=below_s)
-            if priced and (name not in best or priced.order < best[name].order):
-                best[name] = priced
-    return [priced.job for priced in best.values()]
+    for one in priced:
+        name = one.job.target.quantization
+        if one.job.batch_size > num_rows or (one.job.batch_size < num_rows and not config.search):
+            continue
+        if one.timed and one.reason is None:
+            one = replace(one, cost=_cost(one.job, one.timed, one.token_s, config, num_rows))  # noqa: PLW2901
+        if name not in best or one.order < best[name].order:
+            best[name] = one
+    return [one.job for one in best.values()]
 
 
 def _choice(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> MachineChoice:
@@ -620,34 +710,48 @@ def _choice(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> Machi
     assert priced, "nothing is faster than an unlimited time"
     return MachineChoice(
         machine=machine.name, gpu=machine.gpu, num_gpus=len(job.layout.ranks), num_nodes=machine.num_nodes,
-        capacity_bytes=machine.rank_bytes, settings=tuple(_settings(job, machine, config.model)),
-        **_costs(priced, machine), **priced.figures(),
+        capacity_bytes=machine.rank_bytes, settings=tuple(_settings(job, machine, config)),
+        **_costs(priced, machine, config), **priced.figures(),
     )  # fmt: skip
 
 
-def _costs(priced: _Priced, machine: HardwareConfig) -> dict[str, Any]:
-    """First token, tokens/s with the prompts, and US dollars per hour and per token, as far as a price is known."""
+def _costs(priced: _Priced, machine: HardwareConfig, config: PlanConfig) -> dict[str, Any]:
+    """First token, tokens/s with the prompts, US dollars per hour and per token as far as a price is known; ranges."""
     timed, hourly = priced.timed, machine.usd_per_hour
     if priced.reason or timed is None:
         return {}
     run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
+    token_range = timed.plain_s_range if timed.speculative_s is None else timed.speculative_s_range
     tokens_per_s = priced.job.num_replicas * priced.job.batch_size / run_s
+    million = None if hourly is None else hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
+    num_earlier = _num_earlier(priced.job, _most_rows(config, priced.job.num_replicas))
+    waits, prompts, runs = num_earlier * priced.job.max_new_tokens, timed.prefill_s_range, timed.run_s_range
+    first = prompts and runs and (prompts[0] + waits * runs[0], prompts[1] + waits * runs[1])
     return {
-        "first_token_ms": 1e3 * timed.prefill_s,
+        "first_token_ms": 1e3 * (timed.prefill_s + waits * run_s),
         "run_tokens_per_s": tokens_per_s,
         "usd_per_hour": hourly,
-        "usd_per_million_tokens": None if hourly is None else hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR),
+        "usd_per_million_tokens": million,
+        "ms_per_token_range": _scaled(token_range, 1e3),
+        "first_token_ms_range": _scaled(first, 1e3),
+        "usd_per_million_tokens_range": million and _scaled(timed.run_s_range, million / run_s),
     }
 
 
-def _settings(job: PlanSpec, machine: HardwareConfig, entry: ModelConfig) -> Iterator[str]:
+def _scaled(ends: Ends | None, factor: float) -> Ends | None:
+    return ends and (factor * ends[0], factor * ends[1])
+
+
+def _settings(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> Iterator[str]:
     """The settings of this choice, next to those that chose the models and the prices."""
     yield f"hardware={machine.name}"
     if not has_its_own_number(machine):
         yield f"hardware.num_gpus={machine.num_gpus}"
     if machine.num_nodes > 1:
         yield f"hardware.num_nodes={machine.num_nodes}"
-    if job.target.setting != entry.quantization:
+    if job.batch_size != config.batch_size:
+        yield f"batch_size={job.batch_size}"
+    if job.target.setting != config.model.quantization:
         yield f"model.quantization={job.target.setting}"
     yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
     yield from _of_choice(job)

@@ -57,6 +57,7 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, packed_bytes, rank_shares, step_bytes, waiting_bytes
+from llama_ssp.planning.ranges import FAR, PAIR, Ends, decoding_error, spread, times
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, StorageFormat, format_of
@@ -724,8 +725,12 @@ class Timing:
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
         best_num_draft_tokens: the fastest K; None for trees, as are those of other K.
-        tokens_per_round_range, speculative_s_range, best_num_draft_tokens_range: what follows from the low and from the
-            high acceptance, the smaller figure first; None for a single figure of it. The first two are at the same K.
+        tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
+            smaller figure first; None for a single figure of it.
+        speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
+        error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
+            none.
+        num_tokens: new tokens of a completion.
         overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
@@ -738,6 +743,7 @@ class Timing:
     plain_prefill_s: float
     plain_s: float
     plain_run_s: float
+    num_tokens: int
     copy_share: float
     limit_share: float
     acceptance: Acceptance | None = None
@@ -755,7 +761,33 @@ class Timing:
     tokens_per_round_range: tuple[float, float] | None = None
     speculative_s_range: tuple[float, float] | None = None
     best_num_draft_tokens_range: tuple[int, int] | None = None
+    error: Ends | None = None
     overlap: dict[str, Any] | None = None
+
+    @property
+    def plain_s_range(self) -> Ends | None:
+        """The 80 % range of `plain_s`."""
+        return self.error and times(self.plain_s, self.error)
+
+    @property
+    def prefill_s_range(self) -> Ends | None:
+        """The 80 % range of `prefill_s`: few have published prompts."""
+        return self.error and times(self.prefill_s, FAR)
+
+    @property
+    def run_s_range(self) -> Ends | None:
+        """The range of seconds per token of a completion, with the prompt, in the mode that is priced."""
+        token_s, run_s, token_range = self.plain_s, self.plain_run_s, self.plain_s_range
+        if self.speculative_s is not None and self.speculative_run_s is not None:
+            token_s, run_s, token_range = self.speculative_s, self.speculative_run_s, self.speculative_s_range
+        if not (token_range and self.prefill_s_range):
+            return None
+        prompt_share = min(self.prefill_s / self.num_tokens / run_s, 1.0)
+        low, high = (
+            prompt_share * prompt_s / self.prefill_s + (1 - prompt_share) * end_s / token_s
+            for prompt_s, end_s in zip(self.prefill_s_range, token_range, strict=True)
+        )
+        return times(run_s, (low, high))
 
     @property
     def knows_best_k(self) -> bool:
@@ -773,15 +805,18 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
     costs = CostModel(job, hardware)
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
-    tokens = job.max_new_tokens
+    tokens, limit_share = job.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
+    error = decoding_error(job, hardware, plain_s)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
         plain_prefill_s=prefill_s,
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
+        num_tokens=tokens,
+        error=error and (max(error[0], limit_share), error[1]),
         copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
-        limit_share=costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s,
+        limit_share=limit_share,
     )
     return _speculative(costs, plain) if job.drafts else plain
 
@@ -826,15 +861,18 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         by_num_draft_tokens=() if tree else by_number,
         best_num_draft_tokens=None if tree else fastest(by_number),
         overlap=overlapped[place].document(probability, chosen) if overlapped else None,
+        speculative_s_range=plain.error and times(speculative_s, plain.error),
     )
     if acceptance.ends is None:
         return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
+    ends = [fast[place], slow[place], *(times(speculative_s, PAIR) if acceptance.is_forecast else ())]
     most_s = plain.plain_s if job.adapts else math.inf
+    by_acceptance = min(*ends, most_s), min(max(ends), most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
-        speculative_s_range=(min(fast[place], most_s), min(slow[place], most_s)),
+        speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
         best_num_draft_tokens_range=None if tree else (fastest(slow), fastest(fast)),
     )

@@ -102,7 +102,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
         needed, capacity = (f"{full[name] / GIB:.1f}" for name in ("needed_bytes", "capacity_bytes"))
         return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB{costs}"
     mode = "speculative" if (time["speedup"] or 0) > 1 else "plain"
-    ends = time["speculative_ms_per_token_range"] if mode == "speculative" else None
+    ends = time[f"{mode}_ms_per_token_range"]
     between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
     ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     fits = "fits, tight" if plan["is_tight"] else "fits"
@@ -243,7 +243,7 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
     reached = (
         f"plain decoding uses {of_copy:.0f} % of achievable memory bandwidth, {of_sheet:.0f} % of the data sheet's"
     )
-    lines = [plan["basis"], reached]
+    lines = [plan["basis"], *_ranges(time), reached]
     if time["tokens_per_round"] is not None:
         shown = {
             name: f"{time[name]:.2f}{_in_brackets(time[f'{name}_range'])}"
@@ -252,11 +252,9 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
         gains = min(time["speculative_ms_per_token_by_k"], default=0.0) < time["plain_ms_per_token"]
         best, ends = time["best_num_draft_tokens"] if gains else None, time["best_num_draft_tokens_range"]
         between = f" ({ends[0]} to {ends[1]})" if ends and ends[0] < ends[1] else ""
-        ms = time["speculative_ms_per_token_range"]
-        low_to_high = f"; {rounded(ms[0])} to {rounded(ms[1])} ms/token" if ms else ""
         lines.append(
             f"{shown['tokens_per_round']} tokens per round at an acceptance of {shown['acceptance']}; "
-            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}{low_to_high}"
+            f"c = {time['cost_ratio']:.3f}{f'; best K = {best}{between}' if best else ''}"
         )
         if overlap := time["overlap"]:
             idle = (f"{model} idle {100 * overlap[f'{model}_idle_share']:.0f} %" for model in ("target", "draft"))
@@ -264,6 +262,18 @@ def _basis(plan: Mapping[str, Any]) -> list[str]:
             lines.append(f"drafting overlaps verification: {', '.join(idle)}, {dropped}")
         lines.append(f"acceptance: {time['acceptance_source']}")
     return lines
+
+
+def _ranges(time: Mapping[str, Any]) -> Iterator[str]:
+    """The 80 % ranges of a forecast, if it has any."""
+    named = {"plain": "plain_ms_per_token", "speculative": "speculative_ms_per_token", "first token": "first_token_ms"}
+    found = [
+        f"{name} {rounded(ends[0])} to {rounded(ends[1])}"
+        for name, key in named.items()
+        if (ends := time[f"{key}_range"])
+    ]
+    if found:
+        yield f"80 % ranges, ms: {', '.join(found)}"
 
 
 def _in_brackets(found: Sequence[float] | None) -> str:
@@ -398,7 +408,18 @@ _ORDER = {
     "hourly": "the cheapest hour first",
 }  # fmt: skip
 _LEFT = ("machine", "weights", "draft", "price")
-_COLUMNS = ("machine", "GPUs", "weights", "draft", "ms\n/token", "tokens\n/s", "USD/h", "USD/M\ntokens", "price")
+_COLUMNS = (
+    "machine",
+    "GPUs",
+    "rows",
+    "weights",
+    "draft",
+    "ms\n/token",
+    "tokens\n/s",
+    "USD/h",
+    "USD/M\ntokens",
+    "price",
+)
 
 
 def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
@@ -407,20 +428,26 @@ def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
     left = [row for row in rows if row["reason"] is None]
     shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
     models, order = _literal(comparison["model"]), _ORDER[comparison["objective"]]
-    sizes = f"batch {comparison['batch_size']}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
+    at_once = comparison["concurrency"]
+    rows_each = f"batch {comparison['batch_size']}" if at_once is None else f"{at_once} rows at once"
+    sizes = f"{rows_each}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
     title = f"{models}, {sizes}: {order}; replicas x GPUs, tokens/s of all replicas with the time of their prompts"
-    console.print(f"\n[bold]{title}[/bold]\n")
+    if shown:
+        console.print(f"\n[bold]{_literal(_answer(shown[0]))}[/bold]", soft_wrap=True)
+        console.print(_literal(comparison["command"]), soft_wrap=True)
+    console.print(f"\n{title}\n")
+    columns = [name for name in _COLUMNS if name != "rows" or at_once is not None]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
-    for name in _COLUMNS:
+    for name in columns:
         side: Literal["left", "right"] = "left" if name in _LEFT else "right"
         table.add_column(
             name, justify=side, no_wrap=name not in {"weights", "draft", "price"}, vertical="bottom", overflow="fold"
         )
     for row in shown:
-        table.add_row(*_cells(row, comparison["prices"].get(row["machine"])))
+        cells = _cells(row, comparison["prices"].get(row["machine"]))
+        table.add_row(*(cells[name] for name in columns))
     if shown:
         console.print(table)
-        console.print(f"the first row: {_literal(' '.join(shown[0]['settings']))}", soft_wrap=True)
     if any(price["date"] for price in comparison["prices"].values()):
         said = "USD/h: list prices, prices={NAME:USD_PER_HOUR} replaces them; USD/M: of new tokens, prompts included"
         console.print(said, soft_wrap=True)
@@ -443,18 +470,37 @@ def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str
         seen.add(is_quantized)
 
 
-def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> list[str]:
+def _answer(row: Mapping[str, Any]) -> str:
+    """A choice in one line: what it costs and how long it takes, each with its range."""
+
+    def figure(name: str, words: str) -> str:
+        ends = row[f"{name}_range"]
+        return words.format(rounded(row[name])) + (f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else "")
+
+    replicas, rows = row["num_replicas"], row["batch_size"]
+    gpus = row["num_gpus"] * replicas
+    costs = []
+    if row["usd_per_hour"] is not None:
+        costs = [f"{row['usd_per_hour']:.2f} USD/h", figure("usd_per_million_tokens", "{} USD/M tokens")]
+    times = figure("first_token_ms", "first token {} ms"), figure("ms_per_token", "{} ms/token")
+    served = f"{replicas} replicas, {rows} rows each" if replicas > 1 else f"{rows} row{'s' * (rows > 1)}"
+    return f"{row['machine']}, {gpus} x {row['gpu']}, {served}: {', '.join((*costs, *times))}"
+
+
+def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> dict[str, str]:
     weights = short_name(row["quantization"]) + (" tight" if row["is_tight"] else "")
     nodes = row["num_nodes"]
     gpus = f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ")
     gpus = gpus if nodes == 1 else f"{gpus}, {nodes} nodes"
     length, usd, million = _shown_length(row), row["usd_per_hour"], row["usd_per_million_tokens"]
-    return [
-        _literal(row["machine"]), gpus, weights, _drafted(row) + (f" K={length}" if length else ""),
+    found = [
+        _literal(row["machine"]), gpus, str(row["num_replicas"] * row["batch_size"]), weights,
+        _drafted(row) + (f" K={length}" if length else ""),
         f"{row['ms_per_token']:.2f}", f"{row['run_tokens_per_s']:.0f}",
         _MISSING if usd is None else f"{usd:.2f}", _MISSING if million is None else f"{million:.2f}",
         _literal(" ".join(filter(None, (price["vendor"], price["date"]))) if price and usd is not None else ""),
     ]  # fmt: skip
+    return dict(zip(_COLUMNS, found, strict=True))
 
 
 def _nearest(rows: Sequence[Mapping[str, Any]], named: set[str]) -> dict[str, Mapping[str, Any]]:

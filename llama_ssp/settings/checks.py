@@ -138,6 +138,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
     ("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
+    ("max_first_token_ms", lambda ms: 0 < ms < math.inf, "above 0, for example 500"),
+    ("concurrency", lambda rows: rows >= 1, "at least 1 row"),
     ("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
     ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
@@ -159,6 +161,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{key}={value} must be {required}"
+    if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
+        yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 

@@ -274,6 +274,7 @@ class TextKind(Enum):
     any = "any"
     prose = "prose"
     code = "code"
+    copy = "copy"
 
 
 @dataclass(kw_only=True)
@@ -284,7 +285,7 @@ class SpeculationConfig:
     num_draft_tokens: int | str = 4
     # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
     acceptance: float | None = None
-    text: TextKind = TextKind.any  # kind of text, for that forecast: prose, code, or any where it is not known.
+    text: TextKind = TextKind.any  # for that forecast: prose, code, copy (summaries, edits), any.
     # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
     # 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or temperature 0.
     tree: str | None = None
@@ -421,7 +422,11 @@ class PlanConfig(RunConfig):
     search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
     # order of a comparison of machines: latency (null), throughput, price per million tokens, or hourly price.
     objective: Objective | None = None
+    # rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries
+    # smaller batches too.
+    concurrency: int | None = None
     max_ms_per_token: float | None = None  # machines that need more time per token are left out.
+    max_first_token_ms: float | None = None  # machines that need more time for the prompts of a batch are left out.
     max_price: float | None = None  # machines that cost more US dollars per hour are left out.
     # US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.
     prices: dict[str, float] = field(default_factory=dict)
@@ -429,7 +434,8 @@ class PlanConfig(RunConfig):
     @property
     def compares(self) -> bool:
         """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
-        return bool(self.objective or self.max_ms_per_token is not None or self.max_price is not None or self.prices)
+        limits = self.max_ms_per_token, self.max_first_token_ms, self.max_price, self.concurrency
+        return bool(self.objective or self.prices) or any(limit is not None for limit in limits)
 
 
 @dataclass(kw_only=True)

@@ -6,10 +6,12 @@
     llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
     llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
+    llama-ssp plan model=llama3_8B hardware=all workload=chat concurrency=32 search=true max_first_token_ms=2000
 
 Takes the settings of a run, which `llama-ssp run --help all` lists, and those below. hardware.KEY=VALUE changes a
-figure of the machine, for example hardware.num_gpus=4 or hardware.num_nodes=2. Exit code: 0 fits, 3 does not fit (the
-message names changes that would fit, the smallest first), 2 a setting is wrong.
+figure of the machine, for example hardware.num_gpus=4 or hardware.num_nodes=2. workload=chat, code, summarize or batch
+sets prompt_tokens and max_new_tokens. Exit code: 0 fits, 3 does not fit (the message names changes that would fit, the
+smallest first), 2 a setting is wrong.
 """
 
 import argparse
@@ -59,7 +61,7 @@ def _show(given: argparse.Namespace) -> None:
         for setting in given.settings:
             if setting.startswith("placement"):
                 raise ConfigError(f"{setting} has no effect on a comparison of machines, which chooses the placement")
-        show_comparison(config, machines_of(names, given.settings) if names else [machine])
+        show_comparison(config, machines_of(names, given.settings) if names else [machine], given.settings)
     elif config.search:
         show_search(job_of_plan(config, machine), machine, config.format, figure=config.figure)
     else:

@@ -4,6 +4,7 @@
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +66,8 @@ def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, fig
     _show(content, form, figure, machine=machine.name, unit=machine.unit)
 
 
-def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
-    """Print what a job needs on each machine, the best first, and draw it.
+def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig], settings: Sequence[str]) -> None:
+    """Print what a job needs on each machine, the best first, and draw it; `settings` are those of the command line.
 
     Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
     """
@@ -75,9 +76,27 @@ def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig]) -> N
     left = {choice.machine for choice in choices if choice.reason is None}
     used = [machine for machine in machines if machine.name in left] or machines
     content = {"plan_version": PLAN_VERSION} | comparison_document(choices, config, machines)
+    content["command"] = _command(settings, choices[0].settings)
     _show(content | {"basis": sorted(set(map(basis, used)))}, config.format, config.figure)
     if problem := nothing_left(choices):
         raise CapacityError(problem)
+
+
+_OF_COMPARISONS = {
+    "objective", "concurrency", "max_ms_per_token", "max_first_token_ms", "max_price", "prices", "search", "format",
+    "figure",
+}  # fmt: skip
+
+
+def _command(settings: Sequence[str], choice: Sequence[str]) -> str:
+    """The command that plans a choice: what the user gave and the choice does not set, then its settings."""
+    given = {setting.partition("=")[0]: setting for setting in settings}
+    chosen = {setting.partition("=")[0] for setting in choice}
+    without = ("draft.", "speculation.") if "draft=none" in choice else ()
+    kept = [
+        setting for key, setting in given.items() if key not in chosen | _OF_COMPARISONS and not key.startswith(without)
+    ]
+    return shlex.join(["llama-ssp", "plan", *kept, *choice])
 
 
 def _check_figure(figure: str | None) -> None:

@@ -12,7 +12,7 @@ from llama_ssp.planning.search import MachineChoice, compare, nothing_left
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import ModelDraftConfig
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Objective, PlanConfig, TextKind
 from tests.helpers.planning import make_job
 
 A10G = replace(hardware.load("g5_12xlarge"), price=Price(usd_per_hour={4: 5.672}))
@@ -168,14 +168,14 @@ def test_a_draft_is_used_where_it_gains_and_placed_where_it_gains_most() -> None
 
 def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     one = replace(H100, num_gpus=1, network=None)
-    assert _fitting(_config(), one) == []
-    config = _config(draft="llama3_1B", search=True)
+    assert _fitting(_config("llama2_70B"), one) == []
+    config = _config("llama2_70B", "llama2_7B", search=True)
     config.speculation.acceptance = 0.8
     found = {choice.quantization: choice for choice in _fitting(config, one)}
     assert {"int8_weight_only", "int4_weight_only"} & found.keys()
     best = found["int4_weight_only"]
     assert best.draft is not None
-    job = make_job("llama3_70B", best.draft, acceptance=0.8, num_draft_tokens=best.num_draft_tokens)
+    job = make_job("llama2_70B", best.draft, acceptance=0.8, num_draft_tokens=best.num_draft_tokens)
     assert job.draft
     draft = job.draft.quantized("int4_weight_only")
     job = replace(job, target=job.target.quantized("int4_weight_only"), draft=draft)
@@ -183,6 +183,16 @@ def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
     assert timed.best_num_draft_tokens == best.num_draft_tokens
     assert best.ms_per_token == pytest.approx(1e3 * (timed.speculative_s or 0))
     assert {f"{model}.quantization=int4_weight_only" for model in ("model", "draft.model")} <= {*best.settings}
+
+
+def test_a_search_tries_the_heads_of_a_target_and_trees_where_few_rows_are_decoded() -> None:
+    config = _config("llama3_8B", search=True, concurrency=8)
+    found = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
+    config.concurrency = 1
+    few = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
+    assert [choice.draft for choice in few] == ["eagle3_llama3_8B"]
+    assert f"speculation.tree={few[0].tree}" in few[0].settings
+    assert {choice.tree for choice in found} == {None}
 
 
 def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:
@@ -206,3 +216,106 @@ def test_a_cpu_has_one_replica_and_shares_its_memory() -> None:
 def test_a_token_takes_the_time_to_read_the_weights(name: str, machine: str, expert_ms: float) -> None:
     (choice,) = _fitting(_config(name), hardware.load(machine))
     assert choice.ms_per_token == pytest.approx(expert_ms, rel=0.06)
+
+
+ONE = replace(H100, num_gpus=1, price=Price(usd_per_hour={1: 4.0}))
+"""One GPU that is rented alone."""
+
+
+def test_the_objective_chooses_on_a_machine_too() -> None:
+    """A draft that reads a long prompt as well decodes faster, and makes each of a few tokens dearer."""
+    config = _config("llama3_8B", "llama3_1B", prompt_tokens=8000, max_new_tokens=8)
+    config.speculation.acceptance = 0.9
+    (fastest,), (cheapest,) = (
+        _fitting(replace(config, objective=objective), ONE) for objective in (Objective.latency, Objective.price)
+    )
+    assert (fastest.draft, cheapest.draft) == ("llama3_1B", None)
+    assert fastest.ms_per_token is not None
+    assert cheapest.ms_per_token is not None
+    assert fastest.ms_per_token < cheapest.ms_per_token
+    assert fastest.usd_per_million_tokens is not None
+    assert cheapest.usd_per_million_tokens is not None
+    assert cheapest.usd_per_million_tokens < fastest.usd_per_million_tokens
+
+
+def test_replicas_share_the_rows_that_are_served_at_once() -> None:
+    machine = replace(H100, price=Price(usd_per_hour={1: 3.0, 4: 10.0, 8: 19.0}))
+    found = _fitting(_config("llama3_8B", concurrency=36), machine)
+    assert {(choice.num_replicas, choice.batch_size) for choice in found} == {(1, 36), (2, 18), (4, 9), (8, 5)}
+    for choice in found:
+        assert (f"batch_size={choice.batch_size}" in choice.settings) == (choice.batch_size > 1)
+        assert choice.tokens_per_s == pytest.approx(
+            choice.num_replicas * choice.batch_size * 1e3 / (choice.ms_per_token or 0)
+        )
+
+
+def test_a_search_serves_fewer_rows_at_once_where_all_would_exceed_the_limit_and_the_others_wait() -> None:
+    config = _config("llama3_8B", concurrency=64, prompt_tokens=1000, max_new_tokens=100, objective=Objective.price)
+    config.speculation.acceptance = 0.0
+    (whole,) = _fitting(config, ONE)
+    assert whole.batch_size == 64
+    assert whole.ms_per_token is not None
+    most = 0.7 * whole.ms_per_token
+    limited = replace(config, max_ms_per_token=most)
+    assert [choice.reason is None for choice in compare(limited, [ONE])] == [False]
+    found = _fitting(replace(limited, search=True), ONE)
+    plain = [choice for choice in found if choice.quantization == "bf16"]
+    (fewer,) = plain
+    assert fewer.batch_size in {4, 16}
+    assert fewer.ms_per_token is not None
+    assert fewer.ms_per_token <= most
+    assert fewer.run_tokens_per_s is not None
+    assert fewer.first_token_ms is not None
+    assert whole.first_token_ms is not None
+    completion_ms = 1e3 * fewer.batch_size * 100 / fewer.run_tokens_per_s
+    num_earlier = 64 // fewer.batch_size - 1
+    prompts_ms = whole.first_token_ms * fewer.batch_size / 64
+    assert fewer.first_token_ms == pytest.approx(num_earlier * completion_ms + prompts_ms, rel=0.05)
+
+
+def test_what_is_slower_to_the_first_token_than_asked_is_ruled_out() -> None:
+    config = _config("llama3_8B", concurrency=16, prompt_tokens=4000)
+    (choice,) = _fitting(config, ONE)
+    assert choice.first_token_ms
+    most = 0.9 * choice.first_token_ms
+    (late,) = compare(replace(config, max_first_token_ms=most), [ONE])
+    assert late.reason == f"{choice.first_token_ms:.0f} ms to the first token are more than max_first_token_ms={most:g}"
+    found = _fitting(replace(config, max_first_token_ms=most), replace(H100, price=Price(usd_per_hour={8: 20.0})))
+    assert {choice.num_replicas for choice in found} >= {8}
+
+
+def test_a_choice_has_the_ranges_of_its_times_and_of_its_price() -> None:
+    config = _config("llama3_8B", "llama3_1B", concurrency=8, prompt_tokens=1000, search=True)
+    for choice in _fitting(config, ONE):
+        figures = (
+            (choice.ms_per_token, choice.ms_per_token_range),
+            (choice.first_token_ms, choice.first_token_ms_range),
+            (choice.usd_per_million_tokens, choice.usd_per_million_tokens_range),
+        )
+        for figure, ends in figures:
+            assert figure is not None
+            assert ends is not None
+            assert 0.4 * figure < ends[0] < figure < ends[1] < 3 * figure
+    free = _fitting(config, replace(ONE, price=None))
+    assert {choice.usd_per_million_tokens_range for choice in free} == {None}
+
+
+def test_a_draft_that_makes_the_first_token_too_late_is_left_out() -> None:
+    config = _config("llama3_8B", "llama3_1B", prompt_tokens=4000)
+    config.speculation.acceptance = 0.9
+    ((drafted,), (plain,)) = _fitting(config, ONE), _fitting(_config("llama3_8B", prompt_tokens=4000), ONE)
+    assert drafted.draft == "llama3_1B"
+    assert drafted.first_token_ms is not None
+    assert plain.first_token_ms is not None
+    most = (drafted.first_token_ms + plain.first_token_ms) / 2
+    assert {choice.draft for choice in _fitting(replace(config, max_first_token_ms=most), ONE)} == {None}
+
+
+def test_a_search_for_texts_that_copy_tries_look_up() -> None:
+    config = _config("smollm2_135M", search=True)
+    config.sampling.temperature = 0.0
+    assert {choice.draft for choice in _fitting(config, ONE)} == {None}
+    config.speculation.text = TextKind.copy
+    found = _fitting(config, ONE)
+    assert {choice.draft for choice in found} == {"ngram"}
+    assert all("draft=ngram" in choice.settings for choice in found)

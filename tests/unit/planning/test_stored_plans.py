@@ -290,7 +290,7 @@ def test_a_forward_reads_the_stored_bytes_and_computes_in_16_bits(tmp_path: Path
 
 def notes(folder: Path, described: object, quantization: str = "none") -> list[str]:
     config = config_of(folder, SMALL, described, quantization=quantization)
-    return [*make_plan(job_of_plan(config, H100), H100).notes]
+    return [note for note in make_plan(job_of_plan(config, H100), H100).notes if not note.startswith("not measured")]
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8_weight_only"])

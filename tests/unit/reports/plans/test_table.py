@@ -59,9 +59,10 @@ def test_the_first_line_is_the_verdict_with_the_faster_mode_and_the_price() -> N
     said = _verdict(machine, "13B", "tinyllama_1B")
     ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     assert time["speedup"] > 1
-    assert said == f"fits: {ms} ms/token, {rate} tokens/s with prompts; 8.38 USD/h (Lambda 2026-09)"
+    between = " to ".join(rounded(end) for end in time["speculative_ms_per_token_range"])
+    assert said == f"fits: {ms} ms/token ({between}), {rate} tokens/s with prompts; 8.38 USD/h (Lambda 2026-09)"
     plain = document(make_plan(make_job("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
-    assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: {rounded(plain)} ms/token, ")
+    assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: {rounded(plain)} ms/token (")
 
 
 def test_the_verdict_says_what_is_rented_instead_and_what_is_not() -> None:
@@ -167,6 +168,6 @@ def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() 
     plan = document(make_plan(job, hardware.load("8xa100_80gb")))
     console = Console(record=True, width=400, file=io.StringIO())
     print_document(plan, console=console)
-    (line,) = (line for line in console.export_text().splitlines() if "tokens per round at" in line)
+    (line,) = (line for line in console.export_text(clear=False).splitlines() if "tokens per round at" in line)
     assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
-    assert re.search(r"; [\d.]+ to [\d.]+ ms/token$", line)
+    assert re.search(r"speculative [\d.]+ to [\d.]+, first token", console.export_text(clear=False))

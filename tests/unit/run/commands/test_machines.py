@@ -1,6 +1,7 @@
 """`llama-ssp plan hardware=all` as a user calls it: what it prints, and what it refuses."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from llama_ssp.machines import hardware
 from llama_ssp.run.commands import plan as entry
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Objective
 from tests.helpers.hub import put
 from tests.helpers.lanes import heavy
@@ -62,6 +64,36 @@ def test_every_row_can_be_planned_and_takes_as_long(compare: Compare, settings: 
         assert ms == pytest.approx(row["ms_per_token"], rel=1e-3), row  # a cache has slots for K
 
 
+def test_the_command_plans_the_first_choice_with_its_rows_and_times(compare: Compare) -> None:
+    asked = ("model=llama3_8B", "workload=chat", "hardware=8xh100,4xl40s", "speculation.acceptance=0.7")
+    limits = ("concurrency=24", "objective=price", "search=true", "max_first_token_ms=3000", "max_price=20")
+    found = compare(*asked, *limits)
+    best, words = found["machines"][0], shlex.split(found["command"])
+    assert words[:2] == ["llama-ssp", "plan"]
+    assert not {word.partition("=")[0] for word in words} & {word.partition("=")[0] for word in limits}
+    plan = compare(*words[2:])
+    job, time = plan["job"], plan["time"]
+    assert (job["prompt_tokens"], job["max_new_tokens"]) == (1020, 129)
+    assert (job["batch_size"], job["num_replicas"]) == (best["batch_size"], best["num_replicas"])
+    mode = "speculative" if best["draft"] else "plain"
+    assert time[f"{mode}_ms_per_token"] == pytest.approx(best["ms_per_token"], rel=1e-3)
+    assert time[f"{mode}_ms_per_token_range"] == pytest.approx(best["ms_per_token_range"], rel=1e-3)
+    assert time["first_token_ms"] == pytest.approx(best["first_token_ms"], rel=1e-3)
+    assert plan["usd_per_hour"] == best["usd_per_hour"]
+
+
+@pytest.mark.parametrize("name", catalogue.names("workload"))
+def test_a_workload_has_lengths_and_a_source_and_the_user_has_the_last_word(compare: Compare, name: str) -> None:
+    found = compare("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}")["job"]
+    file = catalogue.find("workload", name)
+    assert file
+    figures = catalogue.read(file)
+    assert {key: found[key] for key in ("prompt_tokens", "max_new_tokens")}.items() <= figures.items()
+    assert "arXiv:" in file.read_text()
+    own = compare("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}", "max_new_tokens=7")["job"]
+    assert (own["prompt_tokens"], own["max_new_tokens"]) == (found["prompt_tokens"], 7)
+
+
 def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> None:
     found = compare("model=7B", LIST, "hardware.memory_bytes=40000000000", "prices={8xh100:10}")
     assert {row["capacity_bytes"] for row in found["machines"]} == {40000000000}
@@ -107,7 +139,7 @@ def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: 
     assert "Lambda" in said
     assert "2026-09" in said
     assert "31.92" in said
-    assert "the first row: hardware=8xh100 draft=none" in said
+    assert "hardware=8xh100 draft=none" in said
     assert "left out: 1xl4 (1 x L4): rank 0 needs" in said
     assert "USD/M: of new tokens, prompts included" in said
 

@@ -1,0 +1,125 @@
+"""80 % ranges of forecasts: fitted to published rows by source, wide where little was measured, never below physics."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import published
+from benchmarks.published_rows import ROWS
+from llama_ssp.machines import hardware
+from llama_ssp.planning.acceptance import nearest, points
+from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.ranges import FAR, NEAR, PAIR
+from llama_ssp.planning.timing import timing
+from tests.helpers.planning import make_job
+
+A100, B200 = hardware.load("8xa100_80gb"), hardware.load("8xb200")
+
+
+def test_plans_have_the_ranges_that_published_rows_give() -> None:
+    rows = published.judged()
+    near = published.errors_of(row for row in rows if published.is_near(row))
+    pairs = [(published.publisher_of(pair), published.pair_error(pair)) for pair in published.PAIRS]
+    for errors, ends in (near, NEAR), (published.errors_of(rows), FAR), (pairs, PAIR):
+        assert published.fitted_range(errors) == pytest.approx(ends, abs=0.015)
+
+
+def test_seven_to_nine_of_ten_published_rows_are_inside_the_range_by_other_sources() -> None:
+    rows = published.judged()
+    assert 0.7 <= sum(map(published.is_held, rows)) / len(rows) <= 0.9
+    pairs = published.PAIRS
+    assert 0.7 <= sum(map(published.is_pair_held, pairs)) / len(pairs) <= 0.9
+
+
+def test_a_row_that_gives_a_constant_is_fitted_and_its_source_makes_no_forecasts() -> None:
+    kinds = {
+        kind: {row.source.name for row in ROWS if published.kind_of(row) == kind} for kind in ("fitted", "forecast")
+    }
+    assert not kinds["fitted"] & kinds["forecast"]
+    assert kinds["fitted"] == {"gpt-fast", "TensorRT-LLM 0.6"}
+    assert all(row.source.page and row.source.left_out for row in ROWS)
+
+
+def test_a_pair_is_forecast_by_other_publishers_than_its_own() -> None:
+    for point in points():
+        found = nearest(point.pair, without=point.publisher)
+        siblings = {(other.pair.target, other.pair.draft) for other in points() if other.publisher == point.publisher}
+        others = {(other.pair.target, other.pair.draft) for other in points() if other.publisher != point.publisher}
+        for target, draft in siblings - others:
+            assert f"{target} with {draft} " not in found.source
+
+
+@pytest.mark.parametrize(
+    ("asked", "factors", "unmeasured"),
+    [
+        (("7B", "none", 1, "8xa100_80gb"), NEAR, ""),
+        (("13B", "none", 16, "1xh200"), NEAR, ""),
+        (("7B", "none", 17, "8xa100_80gb"), FAR, ""),
+        (("smollm2_135M", "none", 1, "8xa100_80gb"), FAR, ""),  # a step of 1 ms
+        (("7B", "int4_weight_only", 1, "8xa100_80gb"), FAR, ""),
+        (("65B", "none", 1, "8xb200"), FAR, "B200"),
+        (("65B", "none", 1, "8xmi300x"), FAR, "MI300X"),
+        (("7B", "nf4", 1, "8xa100_80gb"), FAR, "nf4"),
+        (("7B", "int4_weight_only", 256, "8xa100_80gb"), FAR, "256 rows of int4_weight_only"),
+    ],
+)
+def test_ranges_are_wide_where_little_was_measured_and_the_plan_says_what_nobody_has(
+    asked: tuple[str, str, int, str], factors: tuple[float, float], unmeasured: str
+) -> None:
+    target, quantization, batch_size, machine = asked
+    job = make_job(target, batch_size=batch_size)
+    plan = make_plan(replace(job, target=replace(job.target, quantization=quantization)), hardware.load(machine))
+    timed = plan.timing
+    assert timed.plain_s_range
+    assert timed.plain_s_range[1] == pytest.approx(factors[1] * timed.plain_s)
+    assert timed.plain_s_range[0] == pytest.approx(max(factors[0], timed.limit_share) * timed.plain_s)
+    assert timed.prefill_s_range == pytest.approx([end * timed.prefill_s for end in FAR])
+    said = [note for note in plan.notes if note.startswith("not measured on any GPU")]
+    assert [unmeasured in note for note in said] == ([True] if unmeasured else [])
+
+
+@pytest.mark.parametrize("machine", ["1xl4", "1xh100", "8xa100_80gb", "8xb200", "8xmi300x", "mi250"])
+@pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
+def test_no_range_begins_below_what_the_data_sheet_allows(machine: str, quantization: str) -> None:
+    for target, prompt_tokens in ("llama3_1B", 128), ("llama3_8B", 100000), ("llama3_70B", 4000):
+        job = make_job(target, prompt_tokens=prompt_tokens)
+        job = replace(job, target=replace(job.target, quantization=quantization))
+        timed = timing(job, hardware.load(machine))
+        assert timed.plain_s_range
+        assert timed.plain_s_range[0] >= 0.999 * timed.limit_share * timed.plain_s
+
+
+def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
+    known = timing(make_job("65B", "7B", num_ranks=8, acceptance=0.7), A100)
+    unknown = timing(make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None), A100)
+    assert known.speculative_s
+    assert known.speculative_s_range == pytest.approx([end * known.speculative_s for end in NEAR])
+    assert unknown.speculative_s
+    assert unknown.speculative_s_range
+    low, high = (end / unknown.speculative_s for end in unknown.speculative_s_range)
+    assert low < min(PAIR[0], NEAR[0])
+    assert max(PAIR[1], NEAR[1]) < high < PAIR[1] * NEAR[1]
+
+
+def test_a_completion_has_the_ranges_of_its_prompt_and_of_its_tokens() -> None:
+    for job in make_job("7B", prompt_tokens=2000), make_job("7B", "tinyllama_1B", prompt_tokens=2000):
+        timed = timing(job, A100)
+        run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
+        assert timed.run_s_range
+        low, high = (end / run_s for end in timed.run_s_range)
+        assert FAR[0] < low < NEAR[0] < NEAR[1] < high < FAR[1]
+
+
+def test_calibrated_machines_and_cpus_have_no_ranges() -> None:
+    laptop = hardware.load("laptop_cpu")
+    job = make_job("smollm2_135M", device="cpu")
+    time = document(make_plan(job, laptop))["time"]
+    assert [time[f"{name}_range"] for name in ("plain_ms_per_token", "first_token_ms")] == [None, None]
+
+
+def test_ranges_leave_out_whole_sources() -> None:
+    """Two rows of a source have one range: neither has the other among its errors."""
+    of_source: dict[tuple[str, bool], set[tuple[float, float]]] = {}
+    for row in published.judged():
+        of_source.setdefault((row.source.name, published.is_near(row)), set()).add(published.range_by_others(row))
+    assert {len(ranges) for ranges in of_source.values()} == {1}
