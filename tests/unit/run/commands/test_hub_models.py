@@ -99,7 +99,7 @@ def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: 
     ("settings", "sentence"),
     [
         (["model=tyni"], "did you mean tiny?"),
-        (["model=mistral"], "; model=owner/name takes a model of the hub"),
+        (["model=zephyr"], "; model=owner/name takes a model of the hub"),
         (["draft=a/b/c"], "neither a name of the catalogue, nor a folder that exists, nor an id of the hub"),
         (["model=./weights"], "nor a folder that exists, nor an id of the hub, owner/name"),
         (["model=acme/absent", "draft=none"], "acme/absent on the hub is not in"),
