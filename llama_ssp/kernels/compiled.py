@@ -24,6 +24,7 @@ import torch
 from llvmlite import binding, ir
 
 from llama_ssp.settings import formats
+from llama_ssp.settings.catalogue import cache_dir
 from llama_ssp.weights import int4_rows
 
 _HASH_BYTES = hashlib.sha256().digest_size
@@ -109,7 +110,7 @@ def keep(name: str, key: str, make: Callable[[], bytes]) -> bytes:
 
     `key` holds whatever decides the code.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llama_ssp" / "kernels"
+    folder = cache_dir() / "kernels"
     file = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
     with suppress(OSError):
         if _is_own(folder) and _is_own(file):

@@ -1,11 +1,14 @@
 """Finds the entry of the group `hardware` that describes the current machine."""
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
@@ -21,7 +24,7 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     """Describe the current machine, without its GPUs if `on_cpu`.
 
     In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
-    there is none), and a CPU with this machine's memory.
+    there is none), and a CPU with this machine's memory, and with its bandwidth once a run has measured that.
     """
     gpus = [] if on_cpu else _gpu_names()
     if THIS_MACHINE in hardware.names():
@@ -30,9 +33,12 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             return measured
     if not gpus:
         name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
+        laptop, bandwidth = hardware.load("laptop_cpu"), known_bandwidth()
+        sources = {"copy_bytes_per_s": "measured by the first run on this machine"} if bandwidth else {}
         return replace(
-            hardware.load("laptop_cpu"), name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory)
-        )
+            laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
+            copy_bytes_per_s=bandwidth, sources=laptop.sources | sources,
+        )  # fmt: skip
     own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):
         if _describes(entry, gpus[0]) and entry.num_gpus >= len(gpus):
@@ -40,6 +46,25 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     raise ConfigError(
         f"no entry of conf/hardware describes {len(gpus)} x {gpus[0]}: run task=calibrate once, or give hardware=NAME"
     )
+
+
+def known_bandwidth() -> float | None:
+    """Bytes/s of a long copy on this machine's CPU, if `keep_bandwidth` has kept it here."""
+    with suppress(OSError, ValueError, AttributeError):
+        kept = json.loads(_bandwidths().read_text(encoding="utf-8")).get(platform.node())
+        return float(kept) if type(kept) is float and kept > 0 else None
+    return None
+
+
+def keep_bandwidth(copy_bytes_per_s: float) -> None:
+    """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
+    with suppress(OSError):
+        _bandwidths().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _bandwidths().write_text(json.dumps({platform.node(): copy_bytes_per_s}) + "\n", encoding="utf-8")
+
+
+def _bandwidths() -> Path:
+    return catalogue.cache_dir() / "bandwidth.json"
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:

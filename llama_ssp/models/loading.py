@@ -47,7 +47,7 @@ from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLi
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
-from llama_ssp.settings.stored import settled
+from llama_ssp.settings.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, storage_of
@@ -464,7 +464,9 @@ def check_packed(
     packed = {name for name, source in sources.items() if origin.tensors[source].storage}
     if not packed:
         return frozenset()
-    assert settled(quantization, storage_of(origin), where=origin.folder) == quantization, "given as the files have it"
+    assert kept_format(quantization, storage_of(origin), where=origin.folder) == quantization, (
+        "given as the files have it"
+    )
     layers = {name: f"{name}.weight" in packed for name, _ in _linear_layers(model)}
     of_one_input: dict[tuple[str, str], set[bool]] = {}
     for name, is_packed in layers.items():

@@ -485,7 +485,7 @@ def check_readable(folder: Path, quantization: str) -> None:
     if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
         shape, _ = read_config(folder)
         if stored := read_stored_format(folder, shape):
-            stored.settled(quantization, where=folder)
+            stored.kept_format(quantization, where=folder)
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
@@ -506,7 +506,7 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
         if stored.bits is None:
             yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
         try:
-            stored.settled(model.quantization, where=model.name)
+            stored.kept_format(model.quantization, where=model.name)
         except SspError as error:
             yield f"runs refuse this model: {error}"
 

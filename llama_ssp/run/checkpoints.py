@@ -25,7 +25,7 @@ from llama_ssp.settings.model_files import (
     read_json,
 )
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
-from llama_ssp.settings.stored import settled
+from llama_ssp.settings.stored import kept_format
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
@@ -97,7 +97,7 @@ def find_sources(
             origins = [own.weights or _inspect(entry) for entry, own in zip(entries, loaded, strict=False)]
             origins = _with_head(*origins)
         entries = [
-            replace(entry, quantization=settled(entry.quantization, storage_of(origin), where=origin.folder))
+            replace(entry, quantization=kept_format(entry.quantization, storage_of(origin), where=origin.folder))
             for entry, origin in zip(entries, origins, strict=True)
         ]
         if kind is TargetKind.deepspeed:

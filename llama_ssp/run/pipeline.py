@@ -14,6 +14,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.machines.machine import detect_hardware, keep_bandwidth, known_bandwidth
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, raise_on_all_ranks
@@ -166,8 +167,21 @@ def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker:
         return maker.jobs([Prompt(**record) for record in records], config)
 
 
+def _measure_once(world: World) -> None:
+    """Measure the memory of a CPU that nobody has calibrated, on its first run: a third of a second."""
+    if not from_rank_0(world.comm, lambda: bool(known_bandwidth() or detect_hardware(on_cpu=True).profiles)):
+        from llama_ssp.run.calibration.operators import copy_bytes_per_s  # noqa: PLC0415 - once on a machine
+        from llama_ssp.run.calibration.profiles import rank_0_alone  # noqa: PLC0415
+
+        with rank_0_alone(world) as is_alone:
+            if is_alone:
+                keep_bandwidth(copy_bytes_per_s(world.device))
+
+
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:
     """Plan this run; None for an unknown machine. Raises CapacityError if it cannot fit."""
+    if world.device.type == "cpu" and not config.hardware:
+        _measure_once(world)
     with raise_on_all_ranks(world.comm):
         try:
             machine = dry_run.hardware_of(config, on_cpu=world.device.type == "cpu")

@@ -53,6 +53,11 @@ def user_dir() -> Path:
     return (base if base.is_absolute() else Path(home) / ".config") / "llama-ssp"
 
 
+def cache_dir() -> Path:
+    """Return the user's folder for what can be made again, which need not exist: `llama_ssp` in $XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama_ssp"  # noqa: PTH111 - as above
+
+
 def use(folder: str | None) -> None:
     """Search the folder of `--config-dir` first, from now on; None for a command line without one.
 

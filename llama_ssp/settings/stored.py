@@ -228,14 +228,14 @@ class StoredFormat:
     storage: str | None = None
     problem: str | None = None
 
-    def settled(self, quantization: str, *, where: object) -> str:
-        """The storage format of a run of the checkpoint at `where`; see `settled`.
+    def kept_format(self, quantization: str, *, where: object) -> str:
+        """The storage format of a run of the checkpoint at `where`; see `kept_format`.
 
         Raises CheckpointError if runs cannot read it.
         """
         if self.problem:
             raise CheckpointError(f"{where} {unreadable(self.problem)}")
-        return settled(quantization, self.storage, where=where)
+        return kept_format(quantization, self.storage, where=where)
 
     def matrix_bytes(self, module: str, num_rows: int, num_columns: int, *, unquantized: int) -> int:
         """Bytes of a matrix or of a rank's slice, as the mean over the layers, from those that it has unquantized."""
@@ -250,7 +250,7 @@ class StoredFormat:
         return round(kept * unquantized + (1 - kept) * packed)
 
 
-def settled(quantization: str, storage: str | None, *, where: object) -> str:
+def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
     """The storage format of a run: that of the files, if they have one, else the one that was asked for.
 
     ConfigError if both are given and differ.

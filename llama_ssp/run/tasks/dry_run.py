@@ -214,7 +214,7 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, leng
     )
     for planned in (job.target, job.draft):
         if planned and planned.stored_format:
-            planned.stored_format.settled(planned.quantization, where=planned.name)
+            planned.stored_format.kept_format(planned.quantization, where=planned.name)
     has_own = task_of(config).largest_cell is not None
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 

@@ -290,7 +290,8 @@ class Decoder:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
                 updates.append(Update(owner, new_ids, num_drafted))
         self.length.observe(pending.choice, observed)
-        return updates
+        # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
+        return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""

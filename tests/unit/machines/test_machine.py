@@ -1,11 +1,15 @@
 """The machine at hand is known by what its driver says, or by what was measured on it."""
 
+import platform
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware, machine
+from tests.helpers.in_process import launch
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,31 @@ def test_what_calibrate_measured_here_comes_before_the_catalogue(monkeypatch: py
         monkeypatch.setattr(machine, "_gpu_names", lambda names=names: names)
         assert machine.detect_hardware() is on_gpu
         assert machine.detect_hardware(on_cpu=True).device == "cpu"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"%s": "fast"}', '{"%s": -1.0}'])
+def test_a_damaged_file_of_bandwidths_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine.keep_bandwidth(1e10)
+    assert machine.known_bandwidth() == 1e10
+    (file,) = tmp_path.glob("*/*.json")
+    file.write_text(text.replace("%s", platform.node()))
+    assert machine.known_bandwidth() is None
+
+
+def test_a_run_keeps_the_bandwidth_that_later_plans_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = [name for name in hardware.names() if name != machine.THIS_MACHINE]
+    monkeypatch.setattr(hardware, "names", lambda: names)
+    assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s is None
+    assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
+    shutil.rmtree(tmp_path / "run")
+    found = machine.detect_hardware(on_cpu=True).copy_bytes_per_s
+    assert found
+    assert 1e9 < found < 1e12
+    machine.keep_bandwidth(2e10)
+    assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
+    assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s == 2e10, "measured once"
 
 
 def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

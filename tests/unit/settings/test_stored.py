@@ -189,18 +189,18 @@ def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(descri
     storage = short if short == "nf4" else "_".join([f"{bits}_weight_only", *group])
     assert (stored.storage, stored.problem) == (storage, None)
     for quantization in ("none", stored.storage):
-        assert stored.settled(str(quantization), where="here") == stored.storage
+        assert stored.kept_format(str(quantization), where="here") == stored.storage
 
 
 def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
     with pytest.raises(
         CheckpointError, match=r"^here describes .* cannot be read \(desc_act true\): unquantized weights"
     ):
-        found(gptq(desc_act=True)).settled("none", where="here")
+        found(gptq(desc_act=True)).kept_format("none", where="here")
     with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
-        found(gptq(lm_head=True)).settled("none", where="here")
+        found(gptq(lm_head=True)).kept_format("none", where="here")
     with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
-        found(gptq()).settled("nf4", where="here")
+        found(gptq()).kept_format("nf4", where="here")
 
 
 KEPT = {

@@ -56,12 +56,12 @@ class Toy:
         return self(x_MI) + residual_MO
 '''
 FAMILY = '''
-"""Seed-OSS: the Llama function with heads of a size of their own."""
+"""InternLM 3: the Llama function with heads of a size of their own."""
 
 from llama_ssp.architectures.family import Family, register
-from llama_ssp.architectures.matrices import gated
+from llama_ssp.architectures.matrices import decoder
 
-register(Family(model_type="seed_oss", parameters=gated, is_llama_kind=True, cuts_vocabulary=True))
+register(Family(model_type="internlm3", parameters=decoder, is_llama_kind=True, cuts_vocabulary=True))
 '''
 
 
@@ -90,13 +90,13 @@ def test_a_rule_from_outside_judges_and_a_format_from_outside_stores(folder: Pat
 @pytest.mark.seconds
 def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> None:
     model = folder / "model"
-    build_checkpoint(model, "seed_oss", num_key_value_heads=4, head_dim=16, attention_bias=False)
+    build_checkpoint(model, "internlm3", num_key_value_heads=4, head_dim=16)
     save_tokenizer(model, VOCAB_SIZE)
     words = ("model=seed", f"model.path={model}", "draft=none", "task=generate", "prompt=t5", "max_new_tokens=8")
     ended = launch(folder, *words, plugins="toy_family")
     assert ended.returncode == 0, ended.stderr
     (line,) = lines(folder / "run")
     assert line["num_new_tokens"] == 8
-    refused = launch(folder, *words, f"run_dir={folder / 'other'}", plugins="")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("seed_oss models are not supported")
+    for plugins, is_estimate in (("toy_family", False), ("", True)):
+        planned = launch(folder, *words, "dry_run=true", f"run_dir={folder / 'other'}", plugins=plugins)
+        assert ("planned as a Llama of its sizes" in " ".join(planned.stdout.split())) is is_estimate
