@@ -49,18 +49,18 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
 
 
 def known_bandwidth() -> float | None:
-    """Bytes/s of a long copy on this machine's CPU, if `keep_bandwidth` has kept it here."""
+    """Bytes/s at which this machine's CPU reads weights, if `keep_bandwidth` has kept that here."""
     with suppress(OSError, ValueError, AttributeError):
         kept = json.loads(_bandwidths().read_text(encoding="utf-8")).get(platform.node())
         return float(kept) if type(kept) is float and kept > 0 else None
     return None
 
 
-def keep_bandwidth(copy_bytes_per_s: float) -> None:
+def keep_bandwidth(bytes_per_s: float) -> None:
     """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
     with suppress(OSError):
         _bandwidths().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _bandwidths().write_text(json.dumps({platform.node(): copy_bytes_per_s}) + "\n", encoding="utf-8")
+        _bandwidths().write_text(json.dumps({platform.node(): bytes_per_s}) + "\n", encoding="utf-8")
 
 
 def _bandwidths() -> Path:
@@ -68,9 +68,17 @@ def _bandwidths() -> Path:
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
-    """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible."""
+    """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible.
+
+    The ranks of a CPU share its memory and its cores; what is measured of them together is in its profiles.
+    """
     if machine.device == "cpu":
-        return replace(machine, num_gpus=world_size, num_nodes=1)
+        share = 1.0 if machine.profiles else machine.num_gpus / world_size
+        return replace(
+            machine, num_gpus=world_size, num_nodes=1, bandwidth_bytes_per_s=share * machine.bandwidth_bytes_per_s,
+            copy_bytes_per_s=machine.copy_bytes_per_s and share * machine.copy_bytes_per_s,
+            flops_per_s={name: share * rate for name, rate in machine.flops_per_s.items()},
+        )  # fmt: skip
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
 
 

@@ -168,14 +168,14 @@ def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker:
 
 
 def _measure_once(world: World) -> None:
-    """Measure the memory of a CPU that nobody has calibrated, on its first run: a third of a second."""
+    """Measure how fast a CPU that nobody has calibrated reads weights, on its first run: half a second."""
     if not from_rank_0(world.comm, lambda: bool(known_bandwidth() or detect_hardware(on_cpu=True).profiles)):
-        from llama_ssp.run.calibration.operators import copy_bytes_per_s  # noqa: PLC0415 - once on a machine
+        from llama_ssp.run.calibration.operators import weight_bytes_per_s  # noqa: PLC0415 - once on a machine
         from llama_ssp.run.calibration.profiles import rank_0_alone  # noqa: PLC0415
 
         with rank_0_alone(world) as is_alone:
             if is_alone:
-                keep_bandwidth(copy_bytes_per_s(world.device))
+                keep_bandwidth(weight_bytes_per_s())
 
 
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.attention import find_attention
-from llama_ssp.kernels.linear import Linear, make_linear
+from llama_ssp.kernels.linear import Linear, NativeLinear, fits, make_linear
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -87,6 +87,16 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_per_call(_settled(lambda: target.copy_(source), device))
+
+
+@torch.inference_mode()
+def weight_bytes_per_s(num_bytes: int = 2**28) -> float:
+    """Bytes of weights per second that a CPU's product of one row reads, of a matrix too large for any cache."""
+    side = math.isqrt(num_bytes)
+    if not fits("bytes", torch.Size((side, side))):
+        return copy_bytes_per_s(torch.device("cpu"), num_bytes)
+    linear = NativeLinear("bytes", torch.ones(side, side, dtype=torch.int8), torch.ones(side), None)
+    return side**2 / seconds_per_call(partial(linear, torch.ones(1, side)))
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:

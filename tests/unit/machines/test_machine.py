@@ -81,6 +81,14 @@ def test_a_run_keeps_the_bandwidth_that_later_plans_have(monkeypatch: pytest.Mon
     assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s == 2e10, "measured once"
 
 
+def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
+    laptop = replace(hardware.load("laptop_cpu"), copy_bytes_per_s=4e10)
+    two = machine.machine_of_run(machine.machine_of_run(laptop, 2), 2)
+    assert (two.num_gpus, two.copy_bytes_per_s, two.bandwidth_bytes_per_s) == (2, 2e10, 3.84e10)
+    assert two.flops_per_s["fp32"] == laptop.flops_per_s["fp32"] / 2
+    assert machine.machine_of_run(two, 1) == laptop
+
+
 def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "names", lambda: ["laptop_cpu"])
     monkeypatch.setattr(machine, "_gpu_names", list)
