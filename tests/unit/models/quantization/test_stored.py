@@ -73,12 +73,7 @@ def load(folder: Path, comm: Comm, precision: Precision | None = None) -> Runner
     return load_model(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
 
 
-@pytest.mark.parametrize("num_ranks", [heavy(1), 2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
-    made: Made, layout: str, num_ranks: int
-) -> None:
-    packed, plain = made("llama", layout)
+def assert_same_text(packed: Path, plain: Path, *, num_ranks: int) -> None:
     ids, logits = greedy(load(plain, Comm.single()))
     check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
     comms = thread_comms(num_ranks)
@@ -86,6 +81,14 @@ def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
     for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
         assert found_ids == ids
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+
+
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
+    made: Made, layout: str, num_ranks: int
+) -> None:
+    assert_same_text(*made("llama", layout), num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -116,14 +119,7 @@ def test_other_families_read_them_too(made: Made, family: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "int8", "fp8"])
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
-    packed, plain = made("qwen3_moe", layout, moe_intermediate_size=256)
-    ids, logits = greedy(load(plain, Comm.single()))
-    check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
-    comms = thread_comms(num_ranks)
-    runners = [load(packed, comm) for comm in comms]
-    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
-        assert found_ids == ids
-        assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks)
 
 
 def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
