@@ -29,7 +29,7 @@ OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=QWEN3.parameters)
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=decoder)
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 _SHARED = ("n_shared_experts", "moe_num_shared_experts")
 
@@ -40,7 +40,7 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
     def first(*names: str) -> int:
         return next((value for name in names if type(value := field(name)) is int and value > 0), 0)
 
-    num_experts, num_chosen = first(*_EXPERTS), first(*_CHOSEN)
+    num_experts, num_chosen = first(*EXPERTS), first(*_CHOSEN)
     if num_experts < 2 or not num_chosen or field("is_moe") is False:  # noqa: PLR2004 - one expert is an MLP
         return {}
     units = first("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")

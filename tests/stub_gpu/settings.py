@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from llama_ssp.architectures.experts import EXPERTS
+from llama_ssp.architectures.family import record_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers.models import FAMILIES
@@ -84,6 +86,11 @@ def _rules_and_drafters() -> Iterator[Setting]:
     yield Setting(name="K chosen by the run", num_draft_tokens="auto")
 
 
+def _is_dense(family: str) -> bool:
+    """Whether a family has a record and no experts: nobody has captured the library's rounds of others."""
+    return record_of(family.partition(",")[0]).is_written and not FAMILIES[family].keys() & set(EXPERTS)
+
+
 _FEW = tuple(
     setting
     for batch_size in (1, 4)
@@ -102,7 +109,7 @@ GROUPS = (
     Group(name="fp16", settings=(*_samplings(), *_rules_and_drafters(), BROKEN)),
     *(Group(name=dtype, dtype=dtype, settings=_FEW) for dtype in ("bf16", "fp32")),
     *(Group(name=form, quantization=form, settings=_FEW) for form in ("int8_weight_only", "int4_weight_only")),
-    *(Group(name=family, family=family, settings=_FEW[2:]) for family in FAMILIES),
+    *(Group(name=family, family=family, settings=_FEW[2:]) for family in FAMILIES if _is_dense(family)),
     Group(name=HEAD, family=HEAD, settings=(*_FEW[::2], *_TREES)),
     Group(name="trees", settings=_TREES),
     Group(name="trees by masks", dtype="fp32", settings=_TREES[1:]),
