@@ -93,6 +93,7 @@ CELLS = {
         Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="3x2x1"),
         Cell((0, 1), (), REPLICATED, batch_size=5, tree="3x2x1"),
         Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="dynamic-8x3x3"),
+        Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="iid-3x2x1", heavy=True),
         Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="dynamic-8x3x3", heavy=True),
         Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
         Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, rule="coupled", adapts=True, heavy=True),

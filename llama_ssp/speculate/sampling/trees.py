@@ -9,9 +9,9 @@ always as many nodes, so that a round is the same operators every time.
                  `-> 2 ->  5 ->  9         the path, N = 10        2     5           9
                        `-> 6 -> 10
 
-The children of a node are drawn without replacement, or certain: a function of the text alone, such as the most
-probable tokens. The rules are pure functions on tensors, vectorised over rows, with loops over depth and width only;
-the host reads no value.
+The children of a node are drawn without replacement or, if the shape says so, with it; or they are certain: a function
+of the text alone, such as the most probable tokens. The rules are pure functions on tensors, vectorised over rows, with
+loops over depth and width only; the host reads no value.
 
 Shapes: B sequences, N drafted tokens of a tree (K in `Draft` and `Draws`), T = N + 1 nodes with the root, D depth, W
 children of a node, M nodes of a level, X children of a level, I nodes that have children, A slots behind the text, C
@@ -137,7 +137,7 @@ class Tree:
         return Topology(*(each.expand(num_rows, *static_shape(each)[1:]) for each in self.topology))
 
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
-        """Draft a static tree, level by level: children drawn without replacement, or the most probable ones.
+        """Draft a static tree, level by level: drawn children, or the most probable ones.
 
         What they are drawn from stands in the order of their parents.
 
@@ -158,7 +158,8 @@ class Tree:
             if takes_best:
                 ids_BX = best_children(scores_BMV, width=width)
             else:
-                ids_BX = draw_children(scores_BMV, uniforms_BKP[:, nodes.start - 1 : nodes.stop - 1])
+                uniforms_BXP = uniforms_BKP[:, nodes.start - 1 : nodes.stop - 1]
+                ids_BX = draw_children(scores_BMV, uniforms_BXP, replaces=self.shape.is_iid)
                 probs.append(scores_BMV)
             drafted.append(ids_BX)
             parents_1X = self.topology.parents_BN[:, nodes.start - 1 : nodes.stop - 1] - above.start
@@ -222,8 +223,8 @@ class TreeVerdict(NamedTuple):
     weights_B1: Tensor
 
 
-def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
-    """Draw different children of each node of a level, without replacement, by the uniforms of these children.
+def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor, *, replaces: bool = False) -> Tensor:
+    """Draw the children of each node of a level by the uniforms of these children.
 
     The first child has the probabilities of its node, the second those without the first's token, and so on. A node
     with fewer possible tokens than children has some token again; `verify_tree` never accepts it. A node's only child
@@ -232,6 +233,7 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     Args:
         probs_BMV: the draft's probabilities after each node of a level, after the processors.
         uniforms_BXP: those of the children, at their places in `Draws.draft_BKP`.
+        replaces: draw with replacement: all children of a node have its probabilities.
 
     Returns:
         The ids (B, X), the children of a node side by side, as nodes are numbered.
@@ -242,7 +244,7 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     rest_XV = probs_BMV.reshape(num_rows * num_nodes, vocab_size)
     children: list[Tensor] = []
     for uniforms_XP in uniforms_BXP.reshape(num_rows * num_nodes, width, -1).unbind(1):
-        if children:
+        if children and not replaces:
             rest_XV = _others(rest_XV, children[-1])
         children.append(draw(rest_XV, uniforms_XP))
     return torch.cat(children, dim=1).reshape(num_rows, num_children)
@@ -256,12 +258,12 @@ def best_children(scores_BMV: Tensor, *, width: int) -> Tensor:
 
 
 def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
-    """Accept a path of the tree that keeps the target's distribution: recursive rejection without replacement.
+    """Accept a path of the tree that keeps the target's distribution: recursive rejection.
 
     At a node with the target's probabilities p and the draft's q its children are examined in order. A child c is
     accepted with probability min(1, p(c) / q(c)), and its own children are next. Otherwise p becomes the positive part
-    of p - q, and q loses c; both are normalised. If no child is accepted, the next token is drawn from p. In a chain
-    everything is as by `verify_speculative`, to the bit.
+    of p - q, and q loses c unless children are drawn with replacement; both are normalised. If no child is accepted,
+    the next token is drawn from p. In a chain everything is as by `verify_speculative`, to the bit.
 
     Args:
         tree: the shape of the draft.
@@ -288,7 +290,8 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         passes = [passes_first_BT.gather(1, children_BW[:, :1])]
         if width > 1:
             rows = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
-            passes += _later_passes(rows, ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW))
+            later = ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW)
+            passes += _later_passes(rows, *later, replaces=tree.shape.is_iid)
         for passes_B1, child_B1 in zip(reversed(passes), reversed(children_BW.split(1, dim=1)), strict=True):
             node_B1 = torch.where(passes_B1, child_B1, node_B1)
 
@@ -296,8 +299,9 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     children_BW = tree.children_TW.index_select(0, node_B1.flatten())
     ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
     for rejected in range(max(tree.shape.widths) - 1):
-        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_BW[:, rejected : rejected + 1])
-        draft_BV.mul_(is_there_BW[:, rejected + 1 : rejected + 2])
+        ids_B1 = ids_BW[:, rejected : rejected + 1]
+        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_B1, replaces=tree.shape.is_iid)
+        draft_BV = draft_BV * is_there_BW[:, rejected + 1 : rejected + 2]
     rest_BV = (target_BV - draft_BV).clamp_min_(0)
     _, next_ids_B1, weights_B1 = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
     return _verdict(shape, node_B1, next_ids_B1, weights_B1)
@@ -358,21 +362,21 @@ def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor)
     return row(target_probs_BTV), row(draft_probs_BTV)
 
 
-def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
+def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor, *, replaces: bool) -> list[Tensor]:
     """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
     passes = []
     ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
     for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
-        rows = _rejected(*rows, rejected_B1)
+        rows = _rejected(*rows, rejected_B1, replaces=replaces)
         target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
         # Where the draft had too few tokens, its probabilities are 0 by now.
         passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))
     return passes
 
 
-def _rejected(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> tuple[Tensor, Tensor]:
+def _rejected(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor, *, replaces: bool) -> tuple[Tensor, Tensor]:
     """Both distributions of a node after a child with these ids was rejected."""
-    return _normalised((target_BV - draft_BV).clamp_min_(0)), _others(draft_BV, ids_B1)
+    return _normalised((target_BV - draft_BV).clamp_min_(0)), draft_BV if replaces else _others(draft_BV, ids_B1)
 
 
 def _others(probs_XV: Tensor, ids_X1: Tensor) -> Tensor:
