@@ -56,6 +56,7 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "num_draft_tokens": (
         lambda value: value if value == ADAPTIVE else _whole(value), f"a whole number, for example 4, or {ADAPTIVE!r}"
     ),
+    "tree": (_of(str, str, or_none=True), "the shape of a tree, for example '2x2x1', or None for a chain"),
     "temperature": (_number, f"{_ENOUGH} 0.8; 0 is greedy"),
     "top_k": (_whole_or_none, "a whole number, for example 50, or None for the whole vocabulary"),
     "top_p": (_number_or_none, f"{_ENOUGH} 0.9, or None to switch it off"),

@@ -192,6 +192,7 @@ class Pair:
         *,
         max_new_tokens: int = RunConfig.max_new_tokens,
         num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
+        tree: str | None = None,
         temperature: float = SamplingConfig.temperature,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -214,6 +215,7 @@ class Pair:
             prompts: one or several; each is a text, a chat, or token ids.
             max_new_tokens: per completion.
             num_draft_tokens: K, tokens drafted per round; "auto" chooses K for each round.
+            tree: shape of the tree of tokens that is drafted instead, such as "2x2x1" (`settings.trees`).
             temperature: 0 is greedy.
             top_k: keep so many of the most probable tokens.
             top_p: keep the most probable tokens that together have this probability.
@@ -243,7 +245,8 @@ class Pair:
             same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
             config = replace(
                 self.config, sampling=sampling, verification=VerificationConfig(rule=read["rule"]),
-                speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"]), stop_strings=read["stop"],
+                speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
+                stop_strings=read["stop"],
                 **{name: read[name] for name in same},
             )  # fmt: skip
             check_values(config)
@@ -276,7 +279,7 @@ class Pair:
         """
         models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
-            speculative, config.batch_size, config.speculation.num_draft_tokens, config.verification.rule,
+            speculative, config.batch_size, astuple(config.speculation), config.verification.rule,
             torch.get_num_threads(), astuple(config.sampling),
         )  # fmt: skip
         decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)

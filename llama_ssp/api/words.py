@@ -11,7 +11,7 @@ from llama_ssp.errors import SspError
 
 _GROUPS = {
     "sampling": "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty",
-    "speculation": "num_draft_tokens acceptance text", "verification": "rule", "hardware": "num_gpus num_nodes",
+    "speculation": "num_draft_tokens tree acceptance text", "verification": "rule", "hardware": "num_gpus num_nodes",
     "draft": "tokenizer matching", "model": "dtype quantization revision shape",
     "draft.model": "dtype quantization revision shape",
 }  # fmt: skip

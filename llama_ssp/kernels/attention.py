@@ -24,14 +24,17 @@ Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, D); then H, what scores are
-multiplied by, and how many positions a token sees, 0 for all. Returns (M, H * D).
+(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, D). Then the slots (B, T) in their
+row, and `sees` (B, T, A), which of the A slots up to a row's last one each token sees, or `ALL`. Then H, what scores
+are multiplied by, and how many positions a token sees, 0 for all. Returns (M, H * D).
 """
+ALL = torch.empty(0, 0, 0, dtype=torch.bool)
+"""A token sees all slots up to its own: no trees."""
 
 
-def by_torch(  # noqa: PLR0917 - the arguments of an operator
-    qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSD: Tensor,
-    num_heads: int, scale: float, window: int,
+def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
+    qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSD: Tensor, own_slots_BT: Tensor,
+    sees_BTA: Tensor, num_heads: int, scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     """The reference of `Attention`, in any number format: token by token, the cache written first."""
     num_kv, head_dim = cache_2NSD.shape[0] // 2, cache_2NSD.shape[2]
@@ -40,11 +43,19 @@ def by_torch(  # noqa: PLR0917 - the arguments of an operator
     turned_MXD = torch.view_as_real(pairs * turns_S1P[positions_BT.flatten()]).flatten(-2)
     cache_2NSD[:, slots_M] = torch.cat([turned_MXD[:, num_heads:], qkv_MXD[:, num_heads + num_kv :]], 1).transpose(0, 1)
     found = []
-    for query_HD, slot, position in zip(turned_MXD, slots_M.tolist(), positions_BT.flatten().tolist(), strict=True):
-        num_seen = min(position + 1, window or position + 1)
+    last_B1, num_behind = own_slots_BT[:, -1:], sees_BTA.shape[2]
+    behind_M = (own_slots_BT - last_B1 + num_behind).flatten()  # a token and how many of the A slots come before
+    for token, (slot, own) in enumerate(zip(slots_M.tolist(), own_slots_BT.flatten().tolist(), strict=True)):
+        num_seen = min(own + 1, window or own + 1)
         keys_NSD, values_NSD = cache_2NSD[:, slot + 1 - num_seen : slot + 1].split(num_kv)
-        query_NGD = query_HD[:num_heads].unflatten(0, (num_kv, -1))
-        attended = functional.scaled_dot_product_attention(query_NGD, keys_NSD, values_NSD, scale=scale)
+        seen_S = torch.ones(num_seen, dtype=torch.bool)
+        if num_behind:
+            behind = int(behind_M[token])
+            seen_S[num_seen - behind :] = sees_BTA.flatten(0, 1)[token, :behind]
+        query_NGD = turned_MXD[token, :num_heads].unflatten(0, (num_kv, -1))
+        attended = functional.scaled_dot_product_attention(
+            query_NGD, keys_NSD, values_NSD, attn_mask=seen_S[None, None], scale=scale
+        )
         found.append(attended.flatten())
     return torch.stack(found)
 
@@ -56,7 +67,7 @@ def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> A
         return None
     return find_operator(
         f"attention_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
-        "int num_heads, float scale, int window) -> Tensor",
+        "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
         "attention_cpu", head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
         check=partial(_check, head_dim), instead="without compiled attention",
     )  # fmt: skip
@@ -69,7 +80,8 @@ def _check(head_dim: int, attention: Attention) -> None:
     qkv_ME = torch.arange(2.0 * 4 * head_dim).cos_().view(2, -1)
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
     wanted_2SD = cache_2SD.clone()
-    wanted_ME = by_torch(qkv_ME, turns_S1P, positions_BT, positions_BT[0], wanted_2SD, 2, 1.0, 0)
-    found_ME = attention(qkv_ME, turns_S1P, positions_BT, positions_BT[0], cache_2SD, 2, 1.0, 0)
+    given = positions_BT, ALL, 2, 1.0, 0
+    wanted_ME = by_torch(qkv_ME, turns_S1P, positions_BT, positions_BT[0], wanted_2SD, *given)
+    found_ME = attention(qkv_ME, turns_S1P, positions_BT, positions_BT[0], cache_2SD, *given)
     if not (torch.allclose(found_ME, wanted_ME, atol=1e-3) and torch.allclose(cache_2SD, wanted_2SD, atol=1e-3)):
         raise RuntimeError("compiled attention is wrong on this CPU")

@@ -8,7 +8,8 @@ Threads take parts of the tokens, then of the units, where there is enough to do
 Of a unit keys are taken in chunks of 128 slots, from slot 0 on. Of a chunk 16 keys at a time are transposed, so that a
 vector is one dimension of 16 keys and no sum crosses lanes. Then come their exponentials under the largest score so
 far, and the values, one slot after the other. So the sums of a query take the same steps whatever else is computed:
-other queries, the batch, the length of the cache. A slot that a query does not see counts as zero.
+other queries, the batch, the length of the cache. A slot that a query does not see counts as zero; of the slots from
+the root of a tree on, `sees` says which a query does.
 
 Shapes: M tokens, B rows, T tokens of a row, H query heads, N key-value heads, G = H / N, D head dim, S slots of all
 rows.
@@ -21,6 +22,7 @@ from llvmlite import ir
 from llama_ssp.kernels.emit import (
     F32,
     F32S,
+    I8,
     I32,
     I64,
     LANES,
@@ -37,8 +39,8 @@ from llama_ssp.kernels.emit import (
 _SERIAL = 2**17
 """Multiplications that a thread of its own does not pay for."""
 
-CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "out"), POINTER)
-CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "window", "scale"), I64)
+CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "own_slots", "sees", "out"), POINTER)
+CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "num_behind", "window", "scale"), I64)
 """Words that the threads share."""
 QUERIES, CHUNK = 32, 128
 """Queries that are taken at a time, and slots."""
@@ -64,23 +66,24 @@ def emit(head_dim: int) -> ir.Module:
 
 
 def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None:
-    """(qkv, turns, positions, slots, parts, num_heads, scale, window) -> attended."""
-    operator = Operator(module, "attend", num_tensors=5)
+    """(qkv, turns, positions, slots, parts, own_slots, sees, num_heads, scale, window) -> attended."""
+    operator = Operator(module, "attend", num_tensors=7)
     code = operator.code
-    qkv, _, positions, _, cache = operator.tensors
-    num_heads = operator.argument(5)
+    qkv, _, positions, _, cache, _, sees = operator.tensors
+    num_heads = operator.argument(7)
     num_tokens = operator.size(qkv, 0)
     num_kv = code.sdiv(operator.size(cache, 0), i64(2))
     out = operator.empty(num_tokens, code.mul(num_heads, i64(head_dim)))
     given = dict(zip(CONTEXT, map(operator.pointer, (*operator.tensors, out)), strict=False)) | {
         "num_heads": num_heads, "num_kv": num_kv, "row_tokens": operator.size(positions, 1),
-        "num_slots": operator.size(cache, 1), "scale": operator.argument(6), "window": operator.argument(7),
+        "num_slots": operator.size(cache, 1), "num_behind": operator.size(sees, 2), "scale": operator.argument(8),
+        "window": operator.argument(9),
     }  # fmt: skip
     words = code.stored(CONTEXT, given)
     heads = code.add(num_heads, code.mul(num_kv, i64(2)))
     operator.share(num_tokens, _grain(code, heads, i64(head_dim)), place, words)
     with code.loop(i64(0), num_tokens, 1, [i64(0)]) as values:
-        values[1] = code.larger(values[1], code.read(given["positions"], I64, values[0]))
+        values[1] = code.larger(values[1], code.read(given["own_slots"], I64, values[0]))
     in_pass = code.smaller(_queries_of_row(code, given), i64(QUERIES))
     cost = code.mul(i64(head_dim), code.add(code.mul(in_pass, i64(2)), i64(8)))
     grain = _grain(code, cost, code.add(values[1], i64(1)))
@@ -151,7 +154,8 @@ def _units(module: ir.Module, head_dim: int) -> Value:
     num_heads, num_kv, row_tokens = given["num_heads"], given["num_kv"], given["row_tokens"]
     group, queries = code.sdiv(num_heads, num_kv), _queries_of_row(code, given)
     passes = _passes(code, queries)
-    pointers, positions = code.slot(POINTER, QUERIES), code.slot(I64, QUERIES)
+    pointers, places, seen = code.slot(POINTER, QUERIES), code.slot(I64, QUERIES), code.slot(POINTER, QUERIES)
+    num_behind = given["num_behind"]
     with code.loop(begin, end, 1) as (number,):
         head_of_row, first = code.sdiv(number, passes), code.mul(code.srem(number, passes), i64(QUERIES))
         row, head = code.sdiv(head_of_row, num_kv), code.srem(head_of_row, num_kv)
@@ -163,14 +167,17 @@ def _units(module: ir.Module, head_dim: int) -> Value:
             own_head = code.add(code.mul(head, group), code.srem(place, group))
             at = code.mul(code.add(code.mul(token, num_heads), own_head), dim)
             code.write(code.at(given["out"], at, F32), pointers, query)
-            code.write(code.read(given["positions"], I64, token), positions, query)
+            code.write(code.read(given["own_slots"], I64, token), places, query)
+            code.write(code.at(given["sees"], code.mul(token, num_behind)), seen, query)
         first_slot = code.sub(code.read(given["slots"], I64, first_token),
-                              code.read(given["positions"], I64, first_token))  # fmt: skip
+                              code.read(given["own_slots"], I64, first_token))  # fmt: skip
+        last_token = code.sub(code.add(first_token, row_tokens), i64(1))
+        root = code.sub(code.add(code.read(given["own_slots"], I64, last_token), i64(1)), num_behind)
         keys, values = (
             code.at(given["parts"], code.mul(code.add(code.mul(part, given["num_slots"]), first_slot), dim), F32)
             for part in (head, code.add(head, num_kv))
         )
-        code.call(unit, [keys, values, pointers, positions, count, given["window"]])
+        code.call(unit, [keys, values, pointers, places, count, given["window"], seen, num_behind, root])
     return code.end()
 
 
@@ -183,14 +190,17 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
 
 
 def unit_of(module: ir.Module, head_dim: int) -> Value:
-    """Attend from some queries of a row to a head: (keys, values, queries, their positions, count, window)."""
+    """Attend from some queries of a row to a head.
+
+    (keys, values, queries, their slots, count, window, what each sees from the root on, of how many slots, the root)
+    """
     lay = _lay(module, head_dim)
     scores_of = {number: _scores(module, head_dim, number) for number in (1, 2, 4)}
     widest = max(_REGISTERS * LANES // head_dim, 1)
     values_of = {number: _values(module, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
     soften, finish = _soften(module), _finish(module, head_dim)
-    code, (keys, values, queries, positions, count, window) = function(
-        module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64]
+    code, (keys, values, queries, places, count, window, seen, num_behind, root) = function(
+        module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
     )
     laid, scores = code.slot(F32, head_dim * LANES), code.slot(F32, QUERIES * CHUNK)
     sums, states = code.slot(F32, QUERIES * head_dim), code.slot(F32, QUERIES * _STATE)
@@ -202,7 +212,8 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
         code.write(f32(_LOWEST), state, i64(_MOST))
         with code.loop(i64(0), i64(head_dim), LANES) as (index,):
             code.write(floats(0.0), sums, code.add(code.mul(query, i64(head_dim)), index))
-    start, stop = _range(code, positions, count, window)
+    start, stop = _range(code, places, count, window)
+    behind = code.add(root, num_behind)
     with code.loop(start, stop, CHUNK) as (chunk,):
         length = code.smaller(code.sub(stop, chunk), i64(CHUNK))
         with code.loop(i64(0), length, LANES) as (block,):
@@ -216,7 +227,12 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
         with code.loop(i64(0), count, 1) as (query,):
             line = code.at(scores, code.mul(query, i64(CHUNK)), F32)
             state = code.at(states, code.mul(query, i64(_STATE)), F32)
-            last = code.sub(code.read(positions, I64, query), chunk)
+            last = code.sub(code.read(places, I64, query), chunk)
+            hidden = code.larger(root, chunk)
+            with code.loop(hidden, code.smaller(behind, code.add(chunk, length)), 1) as (slot,):
+                is_seen = code.read(code.read(seen, POINTER, query), I8, code.sub(slot, root))
+                with code.if_then(code.icmp_unsigned("==", is_seen, ir.Constant(I8, 0))):
+                    code.write(f32(_LOWEST), line, code.sub(slot, chunk))
             code.call(soften, [line, length, last, window, state])
         first = code.at(values, code.mul(chunk, i64(head_dim)), F32)
         for query, call in _tiles(code, count, values_of):
@@ -306,7 +322,9 @@ def _soften(module: ir.Module) -> Value:
 
     def is_seen(index: Value) -> Value:
         lanes = code.add(code.splat(code.trunc(index, I32)), ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)]))
-        return code.and_(code.icmp_signed("<=", lanes, last), code.icmp_signed(">", lanes, first))
+        is_near = code.and_(code.icmp_signed("<=", lanes, last), code.icmp_signed(">", lanes, first))
+        is_shown = code.fcmp_unordered("!=", code.read(scores, F32S, index), floats(_LOWEST))
+        return code.and_(is_near, is_shown)
 
     with code.loop(i64(0), length, LANES, [floats(_LOWEST)]) as values:
         seen = code.select(is_seen(values[0]), code.read(scores, F32S, values[0]), floats(_LOWEST))

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.attention import Attention, find_attention
+from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
-TENSORS = ("x", "turns", "positions", "slots", "cache", *(f"{name}_{part}" for name in PRODUCTS for part in PARTS))
+PLACES = ("turns", "positions", "slots", "cache", "own_slots", "sees")
+TENSORS = ("x", *PLACES, *(f"{name}_{part}" for name in PRODUCTS for part in PARTS))
 """The operator's arguments, before its numbers."""
 
 
@@ -30,6 +31,9 @@ class TokenPlaces(NamedTuple):
     turns_S1P: Tensor
     positions_BT: Tensor
     slots_M: Tensor
+    cache_2NSD: Tensor
+    own_slots_BT: Tensor
+    sees_BTA: Tensor
 
 
 class WholeLayer:
@@ -45,11 +49,9 @@ class WholeLayer:
         self._weights = [tensor for part in parts for tensor in part.operands]
         self._least_squares = parts[0].least_square, parts[2].least_square
 
-    def __call__(
-        self, x_ME: Tensor, place: TokenPlaces, cache_2NSD: Tensor, *, num_heads: int, scale: float, window: int
-    ) -> Tensor:
+    def __call__(self, x_ME: Tensor, place: TokenPlaces, *, num_heads: int, scale: float, window: int) -> Tensor:
         """The residual stream behind the layer; writes keys and values of the tokens."""
-        return self._operator(x_ME, *place, cache_2NSD, *self._weights, *self._least_squares, num_heads, scale, window)
+        return self._operator(x_ME, *place, *self._weights, *self._least_squares, num_heads, scale, window)
 
 
 def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLayer | None:
@@ -90,10 +92,12 @@ def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -
     cache_2NSD = torch.arange(2.0 * num_slots * attended).cos_().view(2 * num_heads, num_slots, head_dim)
     positions_BT = torch.tensor([[3, 4]])
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
-    place, wanted_2NSD = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten()), cache_2NSD.clone()
-    middle_ME = output.add(attention(qkv.fused(x_ME), *place, wanted_2NSD, num_heads, 1.0, 0), x_ME)
+    place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSD, positions_BT, ALL)
+    wanted_2NSD = cache_2NSD.clone()
+    attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSD=wanted_2NSD), num_heads, 1.0, 0)
+    middle_ME = output.add(attended_ME, x_ME)
     wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
-    found_ME = WholeLayer(parts, operator)(x_ME, place, cache_2NSD, num_heads=num_heads, scale=1.0, window=0)
+    found_ME = WholeLayer(parts, operator)(x_ME, place, num_heads=num_heads, scale=1.0, window=0)
     if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSD, wanted_2NSD)):
         raise RuntimeError("a compiled layer is wrong on this CPU")
 

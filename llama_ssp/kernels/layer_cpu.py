@@ -101,7 +101,7 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     attention = given | {
         "parts": given["cache"], "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
         "row_tokens": operator.size(tensors["positions"], 1), "num_slots": operator.size(tensors["cache"], 1),
-        "window": window, "scale": scale,
+        "num_behind": operator.size(tensors["sees"], 2), "window": window, "scale": scale,
     }  # fmt: skip
     num_words = len(STEPS) * COUNTERS + COUNTERS
     counters = code.slot(I64, num_words)

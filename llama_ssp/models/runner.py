@@ -41,17 +41,30 @@ class TreePlaces(NamedTuple):
     """Where the tokens of a forward stand that are nodes of trees, one tree in each row.
 
     Attributes:
-        slots_BT: the slots of the cache that they are written to; several can have one position.
-        sees_BTU: which of the U slots that are read each of them sees, its own included.
+        slots_BT: the slots of the cache that they are written to, side by side; several can have one position.
+        sees_BTA: which of the A slots from the root's to the last token's each of them sees, its own included. All see
+            the slots before the root.
+        slots_U: the numbers of the slots that are read.
     """
 
     slots_BT: Tensor
-    sees_BTU: Tensor
+    sees_BTA: Tensor
+    slots_U: Tensor
+
+    @property
+    def seen_slots(self) -> Tensor:
+        """Which of the slots that are read each of them sees, (B, T, U)."""
+        _, num_nodes, num_behind = static_shape(self.sees_BTA)
+        behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
+        at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
+        seen_BTU = self.sees_BTA.gather(2, at_BTU) & (behind_BU < num_behind)[:, None]
+        return seen_BTU | (behind_BU < 0)[:, None]
 
 
 def mask_of(tree: TreePlaces, *, dtype: torch.dtype) -> Tensor:
     """What attention adds to the scores (B, T, U): 0 for a slot that a token sees, minus infinity for others."""
-    return torch.zeros_like(tree.sees_BTU, dtype=dtype).masked_fill_(~tree.sees_BTU, float("-inf"))
+    seen_BTU = tree.seen_slots
+    return torch.zeros_like(seen_BTU, dtype=dtype).masked_fill_(~seen_BTU, float("-inf"))
 
 
 class Runner(Protocol):

@@ -80,7 +80,8 @@ def is_synthetic(config: RunConfig) -> bool:
 
 def check_values(config: RunConfig) -> None:
     """Raise ConfigError for values that are invalid whatever the models are."""
-    if problems := [*_ranges(config), *_rule(config.verification.rule, config.sampling.temperature)]:
+    rule = _rule(config.verification.rule, config.sampling.temperature)
+    if problems := [*_ranges(config), *rule, *_tree(config)]:
         raise ConfigError(one_message(problems))
 
 

@@ -84,7 +84,7 @@ class PrefixRunner:
         if cache_rows_B is not None:
             self.slots.cache[cache_rows_B] = cache
             shown_BSD = cache[:, :bucket]
-        seen_BTS1 = (slots_S <= positions_BT[..., None] if tree is None else tree.sees_BTU)[..., None]
+        seen_BTS1 = (slots_S <= positions_BT[..., None] if tree is None else tree.seen_slots)[..., None]
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
         if score_positions_BR is not None:
             hidden_BTD = hidden_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, 8))

@@ -8,7 +8,8 @@
     grouped heads   in the kernel          queries folded into rows     in the kernel
     CUDA graphs     none                   one for each bucket          one for all lengths
     chosen for      CPUs in fp32, where    other CPUs; fp32 on GPUs;    fp16 and bf16 on GPUs that have
-                    llvmlite works         older GPUs and torch         the kernel
+                    llvmlite works         older GPUs and torch;        the kernel
+                                           trees on GPUs
 
 Rounded inputs need the bits of single steps: the compiled way gives them anyhow, masks position by position.
 `LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
@@ -79,6 +80,8 @@ class CompiledAttention:
         attention: the operator.
         freqs_cis_S1P: the rotary factors of all positions.
         positions_BT: of the tokens, contiguous.
+        own_slots_BT: their slots in their rows, contiguous.
+        sees_BTA: what nodes of trees see, contiguous, or `attention.ALL`.
         view: of the cache.
         window: how many positions a token sees, including its own.
     """
@@ -86,6 +89,8 @@ class CompiledAttention:
     attention: Attention
     freqs_cis_S1P: Tensor
     positions_BT: Tensor
+    own_slots_BT: Tensor
+    sees_BTA: Tensor
     view: CacheView
     window: int | None
 
@@ -97,15 +102,19 @@ class CompiledAttention:
 
         if norms:
             norm_heads(split(), norms, heads)
-        parts = self.view.buffer(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv)).parts
-        place = self.freqs_cis_S1P, self.positions_BT, self.view.slots_M
-        return self.attention(qkv_MO, *place, parts, heads.num, heads.scale, self.window or 0)
+        place = self._place(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv))
+        return self.attention(qkv_MO, *place, heads.num, heads.scale, self.window or 0)
 
     def with_products(self, layer: WholeLayer, x_ME: Tensor, number: int, heads: Heads) -> Tensor:
         """Layer `number` in one operator, products included."""
-        parts = self.view.buffer(number, lambda: x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)).parts
-        place = TokenPlaces(self.freqs_cis_S1P, self.positions_BT, self.view.slots_M)
-        return layer(x_ME, place, parts, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
+        place = self._place(number, lambda: x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim))
+        return layer(x_ME, place, num_heads=heads.num, scale=heads.scale, window=self.window or 0)
+
+    def _place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
+        parts = self.view.buffer(number, like).parts
+        return TokenPlaces(
+            self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, self.own_slots_BT, self.sees_BTA
+        )
 
 
 def attend_by_mask(

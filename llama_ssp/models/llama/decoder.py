@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.kernels.attention import Attention, find_attention
+from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
@@ -104,6 +104,7 @@ class LeanRunner(CachedRunner):
             self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows
         )
         self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim)
+        self._sees_all = ALL  # traces find the tensors that runners hold
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
         linears = [linear, *(part for layer in layers for part in layer.linears)]
@@ -204,11 +205,11 @@ class LeanRunner(CachedRunner):
         tree: TreePlaces | None = None,
     ) -> dict[int | None, LayerAttention]:
         """How one forward attends, by window."""
-        if tree:
-            return self._in_tree(positions_BT, tree, bucket=bucket)
         if self._compiled:
             assert pieces is None
-            return self._by_operator(self._compiled, positions_BT, bucket, cache_rows_B)
+            return self._by_operator(self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B)
+        if tree:
+            return self._in_tree(positions_BT, tree, bucket=bucket)
         return self._in_parts(
             positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
         )
@@ -248,7 +249,7 @@ class LeanRunner(CachedRunner):
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
 
     def _in_tree(self, positions_BT: Tensor, tree: TreePlaces, *, bucket: int) -> dict[int | None, LayerAttention]:
-        """How nodes of trees attend: by masks, whatever other forwards do."""
+        """How nodes of trees attend on GPUs: by masks, whatever other forwards do."""
         assert self._cache is not None, "allocate comes first"
         buffer, slots_M, _ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
@@ -267,12 +268,17 @@ class LeanRunner(CachedRunner):
         return dict.fromkeys(self._windows, way)
 
     def _by_operator(
-        self, operator: Attention, positions_BT: Tensor, bucket: int, cache_rows_B: Tensor | None
-    ) -> dict[int | None, LayerAttention]:
+        self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int,
+        cache_rows_B: Tensor | None,
+    ) -> dict[int | None, LayerAttention]:  # fmt: skip
         """How one forward attends by the compiled operator, by window."""
         assert self._cache is not None, "allocate comes first"
-        view = self._cache.view(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        where = self._rotations.freqs_cis_S1P, positions_BT.contiguous(), view
+        positions_BT = positions_BT.contiguous()
+        slots_BT, sees_BTA = (
+            (tree.slots_BT.contiguous(), tree.sees_BTA.contiguous()) if tree else (positions_BT, self._sees_all)
+        )
+        view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
+        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT, sees_BTA, view
         return {window: CompiledAttention(operator, *where, window) for window in self._windows}
 
     def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.attention import find_attention
+from llama_ssp.kernels.attention import ALL, find_attention
 from llama_ssp.kernels.linear import Linear, NativeLinear, fits, make_linear
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
@@ -254,7 +254,12 @@ def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
     turns = torch.ones(num_slots, 1, HEAD_DIM // 2, dtype=torch.complex64)
     # The layers of a model in turn: a run finds their keys and values in no cache of the processor.
     caches = cycle(torch.randn(NUM_CACHES, 2 * num_heads, num_slots, HEAD_DIM).unbind())
-    return seconds_per_call(lambda: attention(qkv, turns, positions[None], positions, next(caches), num_heads, 1.0, 0))
+    place = turns, positions[None], positions
+
+    def attend() -> object:
+        return attention(qkv, *place, next(caches), positions[None], ALL, num_heads, 1.0, 0)
+
+    return seconds_per_call(attend)
 
 
 def some_draw() -> Call:

@@ -205,16 +205,12 @@ class TreeTables(Workspace):
     ) -> tuple[Tensor, TreePlaces]:
         """Positions (B, M) and places of nodes side by side, in rows whose root stands in slot `root_B1`.
 
-        The first of them stands `first` slots behind it. They see all slots before the root, and of the A slots from
-        the root on those that `sees_BMA` says.
+        The first of them stands `first` slots behind it. For `sees_BMA` see `TreePlaces`.
         """
-        num_rows, num_nodes, num_behind = static_shape(sees_BMA)
+        num_rows, num_nodes, _ = static_shape(sees_BMA)
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
-        behind_BU = self._slots[bucket] - root_B1
-        at_BMU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
-        seen_BMU = sees_BMA.gather(2, at_BMU) & (behind_BU < num_behind)[:, None]
         positions_BM = (root_B1 + depths_BM).expand(num_rows, num_nodes)
-        return positions_BM, TreePlaces(slots_BM, seen_BMU | (behind_BU < 0)[:, None])
+        return positions_BM, TreePlaces(slots_BM, sees_BMA, self._slots[bucket])
 
 
 def catch_up(

@@ -81,7 +81,7 @@ class Level(NamedTuple):
         first: the slot of the first of them, where the root has slot 0.
         ids_BM: their tokens.
         parents_BM: their parents, as places among the nodes of the level before.
-        sees_BMA: which slots from the root on each of them sees, its own included.
+        sees_BMA: which of the slots from the root to the last of them each of them sees, its own included.
     """
 
     depth: int
@@ -163,7 +163,7 @@ class Tree:
                 probs.append(scores_BMV)
             drafted.append(ids_BX)
             parents_1X = self.topology.parents_BN[:, nodes.start - 1 : nodes.stop - 1] - above.start
-            sees_1XA = self.topology.ancestors_BTT[:, nodes.start : nodes.stop]
+            sees_1XA = self.topology.ancestors_BTT[:, nodes.start : nodes.stop, : nodes.stop]
             level = Level(
                 depth, nodes.start, ids_BX, parents_1X.expand(num_rows, -1), sees_1XA.expand(num_rows, -1, -1)
             )

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from llama_ssp import Completion, Pair, load
+from llama_ssp.errors import ConfigError
 from llama_ssp.run import decoders
 from llama_ssp.settings import catalogue
 from llama_ssp.speculate.engine.executors import GraphExecutor
@@ -189,6 +190,15 @@ def test_a_streamer_shows_prompt_and_completion(pair: Pair, capsys: pytest.Captu
     streamer = TextStreamer(pair.tokenizer, skip_special_tokens=True)
     (found,) = pair.generate("import os\n", max_new_tokens=12, streamer=streamer)
     assert capsys.readouterr().out.rstrip("\n") == ("import os\n" + found.text).rstrip("\n")
+
+
+def test_trees_are_drafted_on_request(pair: Pair) -> None:
+    (found,) = pair.generate("def area(", max_new_tokens=24, tree="3x2x1", temperature=0)
+    (chain,) = pair.generate("def area(", max_new_tokens=24, num_draft_tokens=3, temperature=0)
+    assert found.token_ids == chain.token_ids
+    assert len(found.accepted_ids) > len(chain.accepted_ids)
+    with pytest.raises(ConfigError, match="tree=wide: 'wide' is not the shape of a tree"):
+        pair.generate("import os\n", tree="wide")
 
 
 @pytest.mark.heavy

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.attention import NEEDS, Attention, by_torch, find_attention
+from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.compiled import has_features
+from llama_ssp.speculate.sampling.trees import find_topology
 from tests.helpers.lanes import grid
 
 HEADS = [(8, 4), (2, 2), (36, 1)]
@@ -34,6 +35,8 @@ class Case(NamedTuple):
     num_heads: int
     scale: float
     window: int
+    tree: tuple[Tensor, Tensor] | None = None
+    """The slots of nodes in their rows, and what they see."""
 
     def part(self, rows: slice, tokens: slice) -> "Case":
         """The same for some tokens."""
@@ -41,10 +44,10 @@ class Case(NamedTuple):
         return self._replace(qkv=qkv, positions=self.positions[rows, tokens].contiguous())
 
     def call(self, cache: Tensor, first_slots: Tensor, attend: Attention | None = None) -> Tensor:
-        slots = (first_slots[:, None] + self.positions).flatten()
-        return (attend or made(cache.shape[-1]))(
-            self.qkv, self.turns, self.positions, slots, cache, self.num_heads, self.scale, self.window
-        )
+        own_slots, sees = self.tree or (self.positions, ALL)
+        slots = (first_slots[:, None] + own_slots).flatten()
+        where = self.turns, self.positions, slots, cache, own_slots, sees
+        return (attend or made(cache.shape[-1]))(self.qkv, *where, self.num_heads, self.scale, self.window)
 
 
 def case(
@@ -88,6 +91,39 @@ def test_a_token_has_the_same_bits_alone(heads: tuple[int, int], head_dim: int, 
         alone = [given.part(slice(row, row + 1), slice(t, t + 1)).call(own, torch.tensor([0])) for t in range(5)]
         assert torch.equal(together[row], torch.cat(alone))
         assert torch.equal(cache[:, first_slots[row] : first_slots[row] + start + 5], own)
+
+
+def in_trees(given: Case, starts: list[int]) -> Case:
+    """The tokens as nodes of trees whose first node is the root."""
+    num_nodes = given.positions.shape[1]
+    generator = torch.Generator().manual_seed(num_nodes)
+    parents = [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes)]
+    shape = find_topology(torch.tensor([parents] * len(starts)).view(len(starts), -1).long(), depth=num_nodes)
+    positions, slots = torch.tensor(starts)[:, None] + shape.depths_BT, given.positions
+    return given._replace(positions=positions, tree=(slots, shape.ancestors_BTT))
+
+
+@grid(heads=HEADS, head_dim=[32, 128], starts=[[0], [120, 4, FAR]], num_tokens=[1, 5, 40])
+def test_nodes_of_trees_see_the_text_and_their_ancestors(
+    heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int
+) -> None:
+    chain, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim)
+    given, wanted_cache = in_trees(chain, starts), cache.double()
+    wanted = defined(given, wanted_cache, first_slots)
+    torch.testing.assert_close(given.call(cache, first_slots).double(), wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
+
+
+def test_a_node_that_is_no_number_spoils_those_behind_it_alone() -> None:
+    """A key that is no number hides nothing else: what a node does not see counts as zero."""
+    chain, cache, first_slots = case([120], 40)
+    given = in_trees(chain, [120])
+    assert given.tree
+    wanted = given.call(cache.clone(), first_slots)
+    given.qkv[7, 8 * 32 : 12 * 32] = float("nan")  # its keys
+    found, sees_7 = given.call(cache, first_slots), given.tree[1][0, :, 7]
+    assert found.isnan().any(1).tolist() == sees_7.tolist()
+    assert torch.equal(found[~sees_7], wanted[~sees_7])
 
 
 def test_scores_far_apart_leave_the_largest() -> None:

@@ -52,11 +52,12 @@ FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of("bytes")),
     "attention": (attention, lambda: attention.find_attention(torch.device("cpu"), torch.float32, 32)),
     "draw": (draw, processors._compiled_draw),
-    "layer": (layer, lambda: layer._operator_of("halves", 32, _attention())),
+    "layer": (layer, lambda: layer._operator_of("halves", 32, _parts_of_layer())),
 }
 
 
-def _attention() -> attention.Attention:
+def _parts_of_layer() -> attention.Attention:
+    linear.product_of("halves")
     found = attention.find_attention(torch.device("cpu"), torch.float32, 32)
     return found or pytest.skip("this processor has no such layer")
 
@@ -70,9 +71,6 @@ def test_an_operator_that_is_wrong_on_this_machine_is_not_used(
     if find() is None:
         pytest.skip("this processor has no such operator")
     forget()
-    if name == "layer":
-        _attention()
-        linear.product_of("halves")
 
     def found_wrong(*given: object, check: Callable[[choice.Operator], None], **named: object) -> object:
         def wrong(operator: choice.Operator) -> choice.Operator:

@@ -62,11 +62,12 @@ def test_attention_is_timed_by_the_operator_that_forwards_use(
     monkeypatch.setattr(operators, "BUDGET_S", 0.0)
     assert operators._attend_s(rows, num_slots, num_heads) > 0
     assert bool(calls) == is_compiled
-    for qkv, turns, positions, slots, cache, *others in calls:
+    for qkv, turns, positions, slots, cache, own_slots, sees, *others in calls:
         assert qkv.shape == (rows, 3 * num_heads * HEAD_DIM)
         assert turns.shape == (num_slots, 1, HEAD_DIM // 2)
         assert cache.shape == (2 * num_heads, num_slots, HEAD_DIM)
-        assert positions[0].tolist() == slots.tolist() == [123, 124, 125, 126, 127]
+        assert positions[0].tolist() == own_slots[0].tolist() == slots.tolist() == [123, 124, 125, 126, 127]
+        assert not len(sees), "no tree"
         assert others == [num_heads, 1.0, 0]
     assert len({call[4].data_ptr() for call in calls}) == min(len(calls), operators.NUM_CACHES), "layers take turns"
 
