@@ -106,7 +106,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     draft: str | Path | None = None,
     *,
     hardware: Sequence[str | HardwareConfig] | None = None,
-    objective: Objective | str = Objective.latency,
+    objective: Objective | str | None = None,
     concurrency: int | None = None,
     max_ms_per_token: float | None = None,
     max_first_token_ms: float | None = None,
@@ -127,13 +127,14 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
 ) -> list[MachineChoice]:
     """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
 
-    The best by the objective (latency, throughput, price of a million tokens, or hourly price) comes first. Machines
-    where the job does not fit, or exceeds `max_ms_per_token`, `max_first_token_ms` or `max_price` (US dollars per
-    hour), come last with their `reason`. `concurrency` rows are served at once by all replicas of a machine, in place
-    of `batch_size` by each. `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are
-    US dollars per hour by machine, of all its GPUs, in place of those of the hardware files. `search` also tries every
-    storage format of the target, further drafts and their fastest format, K, and smaller batches than `concurrency`
-    asks for. The other arguments are those of `plan`, and errors are raised as there.
+    The best by the objective (latency, throughput, price of a million tokens, or hourly price) comes first; None
+    stands for the hourly price with a limit of time, and for latency without. Machines where the job does not fit,
+    or exceeds `max_ms_per_token`, `max_first_token_ms` or `max_price` (US dollars per hour), come last with their
+    `reason`. `concurrency` rows are served at once by all replicas of a machine, in place of `batch_size` by each.
+    `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per hour by
+    machine, of all its GPUs, in place of those of the hardware files. `search` also tries every storage format of
+    the target, further drafts and their fastest format, K, and smaller batches than `concurrency` asks for. The
+    other arguments are those of `plan`, and errors are raised as there.
     """
     given = {**locals(), "prices": prices or {}}
     with in_library_words():
@@ -144,7 +145,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
         if not compared:
             raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
         config = _config(read, compared[0])
-        config.objective = member(Objective, "objective", objective)
+        config.objective = None if objective is None else member(Objective, "objective", objective)
         for name in ("prices", "search", "concurrency", "max_price", "max_ms_per_token", "max_first_token_ms"):
             setattr(config, name, read[name])
         resolve(config)

@@ -501,7 +501,7 @@ def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[Mach
         for machine, sizes in _rented([_with_prices(machine, config.prices) for machine in machines])
         for choice in _of_machine(ways[machine.device], machine, config, sizes=sizes)
     ]
-    return sorted(found, key=lambda choice: _rank(choice, config.objective or Objective.latency))
+    return sorted(found, key=lambda choice: _rank(choice, config.order))
 
 
 def _with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> HardwareConfig:
@@ -571,7 +571,7 @@ def comparison_document(
     priced = [_with_prices(machine, config.prices) for machine in machines]
     models = [config.model, *([config.draft.model] if config.draft.model else [])]
     return {
-        "objective": (config.objective or Objective.latency).name,
+        "objective": config.order.name,
         "model": config.model.name,
         **{name: getattr(config, name) for name in ("batch_size", "concurrency", "prompt_tokens", "max_new_tokens")},
         "prices": {

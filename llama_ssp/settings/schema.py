@@ -420,7 +420,8 @@ class PlanConfig(RunConfig):
     format: PlanFormat = PlanFormat.table  # json prints the document that docs/reference/plan-document.md describes.
     figure: str | None = None  # a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
     search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
-    # order of a comparison of machines: latency (null), throughput, price per million tokens, or hourly price.
+    # order of a comparison of machines: latency, throughput, price per million tokens, or hourly price; null stands for
+    # hourly with a limit of time, and for latency without.
     objective: Objective | None = None
     # rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries
     # smaller batches too.
@@ -430,6 +431,12 @@ class PlanConfig(RunConfig):
     max_price: float | None = None  # machines that cost more US dollars per hour are left out.
     # US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.
     prices: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def order(self) -> Objective:
+        """The objective, also where none is given: what is fast enough is asked for its price."""
+        is_limited = self.max_ms_per_token is not None or self.max_first_token_ms is not None
+        return self.objective or (Objective.hourly if is_limited else Objective.latency)
 
     @property
     def compares(self) -> bool:

@@ -135,6 +135,16 @@ def test_limits_rule_out_what_is_slower_dearer_or_without_a_price() -> None:
     assert said["mine", 8] == "no price is known: prices={mine:USD_PER_HOUR} gives one"
 
 
+@pytest.mark.parametrize("limit", ["max_ms_per_token", "max_first_token_ms"])
+def test_with_a_limit_of_time_alone_the_cheapest_hour_comes_first(limit: str) -> None:
+    """One stream of 20 tokens/s needs no machine of eight GPUs."""
+    machine = replace(H100, price=Price(usd_per_hour={1: 3.0, 8: 19.0}))
+    config, limited = _config("7B"), _config("7B")
+    setattr(limited, limit, 50.0)
+    found = [_fitting(each, machine)[0] for each in (config, limited, replace(limited, objective=Objective.latency))]
+    assert [(choice.num_gpus, choice.usd_per_hour) for choice in found] == [(8, 19.0), (1, 3.0), (8, 19.0)]
+
+
 def test_where_nothing_is_left_the_closest_choice_is_named() -> None:
     assert nothing_left(compare(_config(), [H100])) is None
     too_slow = nothing_left(compare(_config(max_ms_per_token=0.1), [H100, A10G]))
