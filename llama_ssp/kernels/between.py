@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import attempt, missing_packages
+from llama_ssp.kernels.rows import Rows
 
 _TOLERANCE = 0.02
 """Of the largest value: sums in another order, and one rounding more or less, differ by less."""
@@ -72,8 +73,9 @@ def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], heads: Heads) -> None:
 
 
 def rotate_write(
-    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor, *, heads: Heads, norms: Sequence[RmsNorm]
-) -> None:
+    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor,
+    *, heads: Heads, norms: Sequence[RmsNorm], kept: Rows | None = None,
+) -> None:  # fmt: skip
     """Norm and turn queries and keys in place, in fp32, and write keys and values to the cache.
 
     Args:
@@ -83,6 +85,7 @@ def rotate_write(
         parts: the layer's part of the cache; see `LayerBuffer`.
         heads: of the layer.
         norms: of query heads and of key heads, in models that have them.
+        kept: how keys and values are kept; None for their own dtype.
     """
     if norms:
         norm_heads(qkv_MXD, norms, heads)
@@ -91,7 +94,9 @@ def rotate_write(
     torch.view_as_complex(in_fp32.unflatten(-1, (-1, 2))).mul_(freqs_cis_M1P)
     if in_fp32 is not turned_MXD:
         turned_MXD.copy_(in_fp32)
-    parts.index_copy_(1, slots_M, qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv).transpose(0, 1))
+    written_M2ND = qkv_MXD.narrow(1, heads.num, 2 * heads.num_kv)
+    kept_M2NW = kept.pack(written_M2ND) if kept else written_M2ND
+    parts.index_copy_(1, slots_M, kept_M2NW.transpose(0, 1))
 
 
 def gated(gate_up_M2U: Tensor) -> Tensor:

@@ -364,7 +364,7 @@ def _parts(
         weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
         part = _Part(
             weights=weights,
-            cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
+            cache_bytes=held.num_layers * 2 * num_kv_heads * model.row_bytes * num_rows * num_slots,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),

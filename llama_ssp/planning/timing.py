@@ -407,8 +407,8 @@ def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
 
 def _slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
-    shape, (_, num_heads) = placement.model.shape, _most_heads(placement)
-    return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
+    _, num_heads = _most_heads(placement)
+    return 2 * num_heads * placement.model.row_bytes * placement.model.shape.num_hidden_layers
 
 
 def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:
