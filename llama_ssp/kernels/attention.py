@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from llama_ssp.kernels.choice import find_operator
 from llama_ssp.kernels.rows import SINGLES, Rows
+from llama_ssp.settings.layout import LANES
 
-_LANES, _WIDEST = 16, 256
+_WIDEST = 256
 _KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
 """Kinds of rows that the operator reads."""
 NEEDS = ("fma",)
@@ -56,7 +57,7 @@ def by_torch(  # noqa: PLR0917 - the arguments of an operator
 @cache
 def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int, rows: Rows = SINGLES) -> Attention | None:
     """The operator for such heads and rows of the cache, compiled at the first call; None where there is none."""
-    if device.type != "cpu" or dtype is not torch.float32 or head_dim % _LANES or head_dim > _WIDEST:
+    if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
         return None
     if rows.kind not in _KINDS:
         return None

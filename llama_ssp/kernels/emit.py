@@ -10,7 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 
-LANES = 16
+from llama_ssp.settings import layout
+
+LANES = layout.LANES
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 POINTER = ir.PointerType()

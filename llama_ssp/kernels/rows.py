@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         if self.largest is None:
             return rows.to(dtype)
         codes, scales = rows[..., :-SCALE_BYTES].view(self.dtype), rows[..., -SCALE_BYTES:].view(torch.float32)
-        return (codes.float() * scales).to(dtype)
+        return codes.float().mul_(scales).to(dtype)
 
 
 SINGLES = Rows(torch.float32)

@@ -22,6 +22,7 @@ from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_gre
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
+    LANES,
     MOST_PIECES,
     Kernels,
     Layout,
@@ -91,6 +92,16 @@ class PlannedModel:
     def row_bytes(self) -> int:
         """Bytes of a head's key, or value, in the cache."""
         return CACHES.of(self.cache_dtype).row_bytes(self.shape.head_dim, value_bytes=DTYPE_BYTES[self.dtype])
+
+    @property
+    def has_own_cache(self) -> bool:
+        """Whether the cache has another format than the model."""
+        return self.cache_dtype not in (OWN_DTYPE, self.dtype.name)
+
+    def unpacks_cache(self, hardware: HardwareConfig) -> bool:
+        """Whether attention, of prompts at least, reads a copy of a layer's keys and values in the model's format."""
+        is_compiled = hardware.device == "cpu" and self.is_lean and self.dtype is Dtype.fp32
+        return self.has_own_cache and not (is_compiled and self.shape.head_dim % LANES == 0)
 
     def reads_by_length(self, hardware: HardwareConfig) -> bool:
         """Whether a GPU reads its cache in pages, and prompts of several lengths without padding; else with masks."""
