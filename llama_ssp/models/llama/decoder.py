@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.kernels.attention import Attention, find_attention
-from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks
+from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks, unpacking
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
@@ -103,6 +103,8 @@ class LeanRunner(CachedRunner):
         self._varlen = varlen = varlen or find_varlen(
             self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows
         )
+        if varlen and self._kept.dtype is not self.dtype:
+            self._varlen = unpacking(varlen, self._kept)
         self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
         for layer in layers if self._compiled else ():
             layer.join(self._kept)
@@ -128,7 +130,7 @@ class LeanRunner(CachedRunner):
     def _use_own_kernels(self, *, fuses: bool) -> None:
         """Take those of our kernels that work on this GPU."""
         layer = self._layers[0]
-        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms)
+        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms, self._kept)
         found = attempt(find, instead="continuing with more kernels in every layer")
         if found is None or not any(vars(found).values()):
             return  # without Triton one sentence is enough
@@ -139,7 +141,7 @@ class LeanRunner(CachedRunner):
         if self._varlen:
             split = partial(
                 over_more_blocks, self._varlen, self._heads, device=self.device, dtype=self.dtype,
-                has_windows=any(self._windows),
+                has_windows=any(self._windows), kept=self._kept,
             )  # fmt: skip
             self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
 
@@ -231,7 +233,7 @@ class LeanRunner(CachedRunner):
             placed_BT, rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
         if kernel := self._own.rotate_write:
             turns_SP2 = torch.view_as_real(freqs_cis_S1P)
-            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous())
+            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous(), kept=self._kept)
         else:
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, placed_BT.flatten())
             place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, kept=self._kept)
@@ -257,7 +259,9 @@ class LeanRunner(CachedRunner):
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
         if kernel := self._own.rotate_write:
             turns_SP2 = torch.view_as_real(freqs_cis_S1P)
-            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M)
+            place = partial(
+                kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M, kept=self._kept
+            )
         else:
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, positions_BT.flatten())
             place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M, kept=self._kept)
