@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice import find_operator
-from llama_ssp.kernels.rows import SINGLES, Rows
+from llama_ssp.kernels.rows import SINGLES, KeptRows
 from llama_ssp.settings.layout import LANES
 
 _WIDEST = 256
@@ -35,10 +35,10 @@ multiplied by, and how many positions a token sees, 0 for all. Returns (M, H * D
 
 def by_torch(  # noqa: PLR0917 - the arguments of an operator
     qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSW: Tensor,
-    num_heads: int, scale: float, window: int, rows: Rows | None = None,
+    num_heads: int, scale: float, window: int, rows: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
     """The reference of `Attention`, in any number format: token by token, the cache written first."""
-    num_kv, rows = cache_2NSW.shape[0] // 2, rows or Rows(qkv.dtype)
+    num_kv, rows = cache_2NSW.shape[0] // 2, rows or KeptRows(qkv.dtype)
     qkv_MXD = qkv.view(len(slots_M), num_heads + 2 * num_kv, -1)
     pairs = torch.view_as_complex(qkv_MXD[:, : num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
     turned_MXD = torch.view_as_real(pairs * turns_S1P[positions_BT.flatten()]).flatten(-2)
@@ -55,7 +55,9 @@ def by_torch(  # noqa: PLR0917 - the arguments of an operator
 
 
 @cache
-def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int, rows: Rows = SINGLES) -> Attention | None:
+def find_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES
+) -> Attention | None:
     """The operator for such heads and rows of the cache, compiled at the first call; None where there is none."""
     if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
         return None
@@ -69,7 +71,7 @@ def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int, rows
     )  # fmt: skip
 
 
-def _check(rows: Rows, head_dim: int, attention: Attention) -> None:
+def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
     """RuntimeError if two tokens behind twenty others get something else than from the reference."""
     num_slots, positions_BT = 40, torch.tensor([[20, 21]])
     cache_2SW = rows.pack(torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.between import Heads
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.ranks.gpu import ends_run
 from llama_ssp.settings.layout import PAGE_SLOTS, reads_by_length
 
@@ -110,7 +110,7 @@ def torch_attention() -> VarlenAttention | None:
     return attend
 
 
-def unpacking(torch_s: VarlenAttention, kept: Rows) -> VarlenAttention:
+def unpacking(torch_s: VarlenAttention, kept: KeptRows) -> VarlenAttention:
     """Attention over pages that are kept so: all of them are unpacked."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, *arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401 - torch's
@@ -121,7 +121,13 @@ def unpacking(torch_s: VarlenAttention, kept: Rows) -> VarlenAttention:
 
 
 def over_more_blocks(
-    torch_s: VarlenAttention, heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: Rows
+    torch_s: VarlenAttention,
+    heads: Heads,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_windows: bool,
+    kept: KeptRows,
 ) -> VarlenAttention:
     """Torch's kernel, and ours for the shapes that `serves` names; RuntimeError if ours is wrong for these heads.
 
@@ -154,7 +160,7 @@ def serves(num_rows: int, num_heads: int, num_slots: int) -> bool:
 def fault_of(
     attend: VarlenAttention, *,
     device: torch.device, dtype: torch.dtype, heads: Heads, has_windows: bool = False,
-    checked: Sequence[tuple[int, ...]] = CHECKED, kept: Rows | None = None,
+    checked: Sequence[tuple[int, ...]] = CHECKED, kept: KeptRows | None = None,
 ) -> str | None:  # fmt: skip
     """The first case in which it does not compute what masks give, in words; None if it is right.
 
@@ -171,7 +177,7 @@ def fault_of(
 
     num_pages = -(-max(_CHECKED_LENGTHS) // PAGE_SLOTS)
     most, num_rows = num_pages * PAGE_SLOTS, len(_CHECKED_LENGTHS)
-    kept = kept or Rows(dtype)
+    kept = kept or KeptRows(dtype)
     kept_pools = [kept.pack(some(num_rows * num_pages, PAGE_SLOTS, heads.num_kv, heads.dim)) for _ in range(2)]
     pools = [kept.unpack(pool, dtype) for pool in kept_pools]
     pages_RX = numbers(range(num_rows * num_pages)).flip(0).view(num_rows, -1)

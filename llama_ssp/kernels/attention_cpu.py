@@ -221,7 +221,7 @@ def _scale(code: Code, kind: str, head_dim: int, row: Value) -> Value:
 
 
 def _write(module: ir.Module, kind: str, head_dim: int) -> Value:
-    """Write a row as `rows.Rows.pack` does: (numbers, row)."""
+    """Write a row as `rows.KeptRows.pack` does: (numbers, row)."""
     code, (x, row) = function(module, "write", [POINTER, POINTER])
     factor = None
     if limit := _largest(kind):

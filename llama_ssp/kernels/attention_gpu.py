@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 
 SLOTS = 16
 """Of a step: what one instruction multiplies."""
@@ -157,7 +157,7 @@ def most_parts(num_kv_heads: int) -> int:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
     *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
-    kept: Rows | None = None,
+    kept: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
     """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a row; keys and values have the same strides.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import attempt, missing_packages
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 
 _TOLERANCE = 0.02
 """Of the largest value: sums in another order, and one rounding more or less, differ by less."""
@@ -76,7 +76,7 @@ def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], heads: Heads) -> None:
 
 def rotate_write(
     qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor,
-    *, heads: Heads, norms: Sequence[RmsNorm], kept: Rows | None = None,
+    *, heads: Heads, norms: Sequence[RmsNorm], kept: KeptRows | None = None,
 ) -> None:  # fmt: skip
     """Norm and turn queries and keys in place, in fp32, and write keys and values to the cache.
 
@@ -117,7 +117,7 @@ class OwnKernels:
 
 
 @torch.inference_mode()
-def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: Rows) -> OwnKernels:
+def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: KeptRows) -> OwnKernels:
     """Those of our kernels that run here and are right; a warning says of each other one why it is not used.
 
     Raises:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.between import Heads, RmsNorm
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024
@@ -157,7 +157,7 @@ def rotate_write(
     heads: Heads,
     slots_M: Tensor | None = None,
     norms: Sequence[RmsNorm] = (),
-    kept: Rows | None = None,
+    kept: KeptRows | None = None,
 ) -> None:
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from llama_ssp.kernels.attention import Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
-from llama_ssp.kernels.rows import SINGLES, Rows
+from llama_ssp.kernels.rows import SINGLES, KeptRows
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
@@ -53,7 +53,7 @@ class WholeLayer:
         return self._operator(x_ME, *place, cache_2NSW, *self._weights, *self._least_squares, num_heads, scale, window)
 
 
-def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: Rows = SINGLES) -> WholeLayer | None:
+def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: KeptRows = SINGLES) -> WholeLayer | None:
     """The layer of these parts; None if they are not all of one kind, or if this machine has no operator for it."""
     found = [part for part in parts if part]
     if len(found) < len(parts) or len({part.kind for part in found}) > 1:
@@ -67,7 +67,7 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: Rows 
 
 
 @cache
-def _operator_of(kind: str, rows: Rows, head_dim: int, attention: Attention) -> Operator | None:
+def _operator_of(kind: str, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
     tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in TENSORS)
     return find_operator(
@@ -78,7 +78,7 @@ def _operator_of(kind: str, rows: Rows, head_dim: int, attention: Attention) -> 
     )  # fmt: skip
 
 
-def _check(kind: str, rows: Rows, head_dim: int, attention: Attention, operator: Operator) -> None:
+def _check(kind: str, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
     """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
     width, num_slots = max(GROUPS.values()), 5
     num_heads = width // math.gcd(width, head_dim)

@@ -18,7 +18,7 @@ from llama_ssp.settings.caches import CACHES
 from llama_ssp.settings.formats import SCALE_BYTES
 
 
-class Rows(NamedTuple):
+class KeptRows(NamedTuple):
     """How rows are kept.
 
     Attributes:
@@ -61,10 +61,10 @@ class Rows(NamedTuple):
         return codes.float().mul_(scales).to(dtype)
 
 
-SINGLES = Rows(torch.float32)
+SINGLES = KeptRows(torch.float32)
 
 
-def rows_of(cache_dtype: str, dtype: torch.dtype) -> Rows:
+def rows_of(cache_dtype: str, dtype: torch.dtype) -> KeptRows:
     """The rows of a format, by its name, for a model that computes in `dtype`."""
     record = CACHES.of(cache_dtype)
-    return Rows(getattr(torch, record.dtype) if record.dtype else dtype, record.largest)
+    return KeptRows(getattr(torch, record.dtype) if record.dtype else dtype, record.largest)

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.family import num_positions, record_of
-from llama_ssp.kernels.rows import Rows, rows_of
+from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
@@ -102,7 +102,7 @@ class StaticCache(Workspace):
     """
 
     def __init__(
-        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: Rows,
+        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: KeptRows,
         is_paged: bool = False,
     ) -> None:  # fmt: skip
         self.num_rows, self._kept = batch_size, kept
@@ -213,7 +213,7 @@ class CacheView(NamedTuple):
     buffer: BufferOf
     slots_M: Tensor
     cache_rows_B: Tensor | None
-    kept: Rows
+    kept: KeptRows
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values of all heads to layer `number`; return what may be read (see `LayerBuffer`)."""

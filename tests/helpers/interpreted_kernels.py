@@ -26,7 +26,7 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
 from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
-from llama_ssp.kernels.rows import Rows, rows_of
+from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -66,7 +66,7 @@ def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> No
 
 def by_lengths(
     attend: VarlenAttention, heads: Heads,
-    *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: Rows | None = None,
+    *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of rows of so many queries and slots, whose pages lie as in a cache; the same values for each call."""
     generator = torch.Generator().manual_seed(1)
@@ -210,7 +210,7 @@ def choice_of_attention() -> None:
 
     def tried() -> VarlenAttention:
         return varlen.over_more_blocks(
-            varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True, kept=Rows(DTYPE)
+            varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True, kept=KeptRows(DTYPE)
         )
 
     ours.attend, varlen.LONG_SLOTS = counted, 64

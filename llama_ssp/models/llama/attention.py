@@ -31,7 +31,7 @@ from llama_ssp.kernels.attention import Attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import BufferOf, CacheView, Workspace
 from llama_ssp.models.runner import Pieces
@@ -112,7 +112,7 @@ class CompiledAttention:
 def attend_by_mask(
     queries_MHD: Tensor, keys_BNSW: Tensor, values_BNSW: Tensor, heads: Heads,
     *,
-    mask_B1QS: Tensor, batch_size: int, by_position: bool, kept: Rows,
+    mask_B1QS: Tensor, batch_size: int, by_position: bool, kept: KeptRows,
 ) -> Tensor:  # fmt: skip
     """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
     group = heads.num // heads.num_kv

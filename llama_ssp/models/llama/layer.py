@@ -23,7 +23,7 @@ from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, check, gated
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear, native_of
-from llama_ssp.kernels.rows import Rows
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.ranks.comms import Comm
@@ -142,7 +142,7 @@ class Layer:
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
         self._whole: WholeLayer | None = None
 
-    def join(self, kept: Rows) -> None:
+    def join(self, kept: KeptRows) -> None:
         """Compute a few tokens in one operator, if there is one, where a cache keeps keys and values so."""
         if isinstance(self.qkv, NormedProduct) and not (
             self.head_norms or self.output.is_shared or self.down.is_shared

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.attention import NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.compiled import has_features
-from llama_ssp.kernels.rows import SINGLES, Rows, rows_of
+from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
 from llama_ssp.settings.caches import CACHES
 from tests.helpers.lanes import grid
 
@@ -22,7 +22,7 @@ FAR = 700
 FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
 
 
-def made(head_dim: int, rows: Rows = SINGLES) -> Attention:
+def made(head_dim: int, rows: KeptRows = SINGLES) -> Attention:
     if not has_features(NEEDS):
         pytest.skip("this processor has no such attention")
     attention = find_attention(torch.device("cpu"), torch.float32, head_dim, rows)
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     num_heads: int
     scale: float
     window: int
-    rows: Rows
+    rows: KeptRows
 
     def part(self, rows: slice, tokens: slice) -> "Case":
         """The same for some tokens."""
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 def case(
     starts: list[int], num_tokens: int,
-    *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0, rows: Rows = SINGLES,
+    *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0, rows: KeptRows = SINGLES,
 ) -> tuple[Case, Tensor, Tensor]:  # fmt: skip
     """Random tokens behind texts of some lengths, a filled cache, and where its rows begin."""
     generator = torch.Generator().manual_seed(len(starts) + num_tokens)
