@@ -4,7 +4,7 @@
 Elsewhere the decoder has its own ways (`models.llama.attention`).
 
 Shapes: B rows, T positions of a row, M = B * T tokens, H query heads, N key-value heads, X = H + 2 N, S slots of all
-rows, D head dim, P = D / 2.
+rows, D head dim, P = D / 2, W width of a cache's row.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.choice import find_operator
+from llama_ssp.kernels.rows import SINGLES, KeptRows
+from llama_ssp.settings.layout import LANES
 
-_LANES, _WIDEST = 16, 256
+_WIDEST = 256
+_KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
+"""Kinds of rows that the operator reads."""
 NEEDS = ("fma",)
 """Instructions of a CPU that the operator needs."""
 
@@ -24,7 +28,7 @@ Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, D). Then the slots (B, T) in their
+(S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the slots (B, T) in their
 row, and `sees` (B, T, A), which of the A slots up to a row's last one each token sees, or `ALL`. Then H, what scores
 are multiplied by, and how many positions a token sees, 0 for all. Returns (M, H * D).
 """
@@ -33,21 +37,22 @@ ALL = torch.empty(0, 0, 0, dtype=torch.bool)
 
 
 def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
-    qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSD: Tensor, own_slots_BT: Tensor,
-    sees_BTA: Tensor, num_heads: int, scale: float, window: int,
+    qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSW: Tensor, own_slots_BT: Tensor,
+    sees_BTA: Tensor, num_heads: int, scale: float, window: int, rows: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
     """The reference of `Attention`, in any number format: token by token, the cache written first."""
-    num_kv, head_dim = cache_2NSD.shape[0] // 2, cache_2NSD.shape[2]
-    qkv_MXD = qkv.view(len(slots_M), -1, head_dim)
+    num_kv, rows = cache_2NSW.shape[0] // 2, rows or KeptRows(qkv.dtype)
+    qkv_MXD = qkv.view(len(slots_M), num_heads + 2 * num_kv, -1)
     pairs = torch.view_as_complex(qkv_MXD[:, : num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
     turned_MXD = torch.view_as_real(pairs * turns_S1P[positions_BT.flatten()]).flatten(-2)
-    cache_2NSD[:, slots_M] = torch.cat([turned_MXD[:, num_heads:], qkv_MXD[:, num_heads + num_kv :]], 1).transpose(0, 1)
+    written_MXD = torch.cat([turned_MXD[:, num_heads:], qkv_MXD[:, num_heads + num_kv :]], 1)
+    cache_2NSW[:, slots_M] = rows.pack(written_MXD).transpose(0, 1)
     found = []
     last_B1, num_behind = own_slots_BT[:, -1:], sees_BTA.shape[2]
     behind_M = (own_slots_BT - last_B1 + num_behind).flatten()  # a token and how many of the A slots come before
     for token, (slot, own) in enumerate(zip(slots_M.tolist(), own_slots_BT.flatten().tolist(), strict=True)):
         num_seen = min(own + 1, window or own + 1)
-        keys_NSD, values_NSD = cache_2NSD[:, slot + 1 - num_seen : slot + 1].split(num_kv)
+        keys_NSD, values_NSD = rows.unpack(cache_2NSW[:, slot + 1 - num_seen : slot + 1], qkv.dtype).split(num_kv)
         seen_S = torch.ones(num_seen, dtype=torch.bool)
         if num_behind:
             behind = int(behind_M[token])
@@ -61,27 +66,34 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 
 
 @cache
-def find_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention | None:
-    """The operator for such heads, compiled at the first call; None where there is none."""
-    if device.type != "cpu" or dtype is not torch.float32 or head_dim % _LANES or head_dim > _WIDEST:
+def find_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES
+) -> Attention | None:
+    """The operator for such heads and rows of the cache, compiled at the first call; None where there is none."""
+    if device.type != "cpu" or dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST:
+        return None
+    if rows.kind not in _KINDS:
         return None
     return find_operator(
-        f"attention_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
+        f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
         "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
-        "attention_cpu", head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
-        check=partial(_check, head_dim), instead="without compiled attention",
+        "attention_cpu", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
+        check=partial(_check, rows, head_dim), instead="without compiled attention",
     )  # fmt: skip
 
 
-def _check(head_dim: int, attention: Attention) -> None:
+def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
     """RuntimeError if two tokens behind twenty others get something else than from the reference."""
     num_slots, positions_BT = 40, torch.tensor([[20, 21]])
-    cache_2SD = torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim)
+    cache_2SW = rows.pack(torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim))
     qkv_ME = torch.arange(2.0 * 4 * head_dim).cos_().view(2, -1)
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
-    wanted_2SD = cache_2SD.clone()
+    wanted_2SW = cache_2SW.clone()
     given = positions_BT, ALL, 2, 1.0, 0
-    wanted_ME = by_torch(qkv_ME, turns_S1P, positions_BT, positions_BT[0], wanted_2SD, *given)
-    found_ME = attention(qkv_ME, turns_S1P, positions_BT, positions_BT[0], cache_2SD, *given)
-    if not (torch.allclose(found_ME, wanted_ME, atol=1e-3) and torch.allclose(cache_2SD, wanted_2SD, atol=1e-3)):
+    wanted_ME = by_torch(qkv_ME, turns_S1P, positions_BT, positions_BT[0], wanted_2SW, *given, rows)
+    found_ME = attention(qkv_ME, turns_S1P, positions_BT, positions_BT[0], cache_2SW, *given)
+    found_2SD, wanted_2SD = (rows.unpack(each, torch.float32) for each in (cache_2SW, wanted_2SW))
+    # A number beside a step's middle may be a step apart.
+    atol = 1e-3 if rows == SINGLES else 0.1
+    if not (torch.allclose(found_ME, wanted_ME, atol=atol) and torch.allclose(found_2SD, wanted_2SD, atol=atol)):
         raise RuntimeError("compiled attention is wrong on this CPU")

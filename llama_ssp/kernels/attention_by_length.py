@@ -11,6 +11,9 @@ a forward alone decide, so it is the same kernel in every run:
     several, long, fewer blocks than a GPU needs  ours (`attention_gpu`)
     others, and prompts                           torch's, unsplit
 
+Keys and values that are kept in another format than queries are ours to read too, up to a round's queries; torch's
+kernel gets a copy of all pages in the queries' format (`unpacking`).
+
 It runs where `settings.layout.reads_by_length` says so, which plans ask too, if torch has it; elsewhere masks are
 used (see `models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device,
 with the model's own heads.
@@ -21,7 +24,7 @@ Shapes: Q queries of all rows, H query heads, N key-value heads, D head dim, X p
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise, starmap
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.between import Heads
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.ranks.gpu import ends_run
 from llama_ssp.settings.layout import PAGE_SLOTS, reads_by_length
 
@@ -106,21 +110,42 @@ def torch_attention() -> VarlenAttention | None:
     return attend
 
 
+def unpacking(torch_s: VarlenAttention, kept: KeptRows) -> VarlenAttention:
+    """Attention over pages that are kept so: all of them are unpacked."""
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, *arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401 - torch's
+        numbers = (kept.unpack(pages, query.dtype) for pages in (keys, values))
+        return torch_s(query, *numbers, *arguments, **options)
+
+    return attend
+
+
 def over_more_blocks(
-    torch_s: VarlenAttention, heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool
+    torch_s: VarlenAttention,
+    heads: Heads,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_windows: bool,
+    kept: KeptRows,
 ) -> VarlenAttention:
-    """Torch's kernel, and ours for the shapes that `serves` names; RuntimeError if ours is wrong for these heads."""
+    """Torch's kernel, and ours for the shapes that `serves` names; RuntimeError if ours is wrong for these heads.
+
+    Ours serves all shapes that it can where keys and values are kept in another format.
+    """
     from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
     most_queries = attention_gpu.MOST_ROWS * heads.num_kv // heads.num
     checked = [queries for queries in CHECKED if max(queries) <= most_queries]
-    ours = attention_gpu.attend
-    if fault := fault_of(ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked):
+    ours, reads_codes = partial(attention_gpu.attend, kept=kept), kept.dtype is not dtype
+    if fault := fault_of(
+        ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked, kept=kept
+    ):
         raise RuntimeError(f"the kernel of split attention gives {fault}")
 
     def attend(query: Tensor, *arguments: Any, seqused_k: Tensor, **options: Any) -> Tensor:  # noqa: ANN401 - torch's
         *_, num_queries, num_slots = arguments
-        is_ours = num_queries <= most_queries and serves(len(seqused_k), heads.num, num_slots)
+        is_ours = num_queries <= most_queries and (reads_codes or serves(len(seqused_k), heads.num, num_slots))
         return (ours if is_ours else torch_s)(query, *arguments, seqused_k=seqused_k, **options)
 
     return attend
@@ -135,11 +160,12 @@ def serves(num_rows: int, num_heads: int, num_slots: int) -> bool:
 def fault_of(
     attend: VarlenAttention, *,
     device: torch.device, dtype: torch.dtype, heads: Heads, has_windows: bool = False,
-    checked: Sequence[tuple[int, ...]] = CHECKED,
+    checked: Sequence[tuple[int, ...]] = CHECKED, kept: KeptRows | None = None,
 ) -> str | None:  # fmt: skip
     """The first case in which it does not compute what masks give, in words; None if it is right.
 
     `checked` are the queries of each row, case after case; each case is also tried with a window if there are any.
+    Keys and values are kept as `kept` says; None for `dtype`.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -151,7 +177,9 @@ def fault_of(
 
     num_pages = -(-max(_CHECKED_LENGTHS) // PAGE_SLOTS)
     most, num_rows = num_pages * PAGE_SLOTS, len(_CHECKED_LENGTHS)
-    keys_XPND, values_XPND = pools = [some(num_rows * num_pages, PAGE_SLOTS, heads.num_kv, heads.dim) for _ in range(2)]
+    kept = kept or KeptRows(dtype)
+    kept_pools = [kept.pack(some(num_rows * num_pages, PAGE_SLOTS, heads.num_kv, heads.dim)) for _ in range(2)]
+    pools = [kept.unpack(pool, dtype) for pool in kept_pools]
     pages_RX = numbers(range(num_rows * num_pages)).flip(0).view(num_rows, -1)
     for queries in checked:
         rows, firsts = len(queries), [*accumulate(queries, initial=0)]
@@ -161,7 +189,7 @@ def fault_of(
         for window in (None, 4) if has_windows else (None,):
             torch.full_like(queries_QHD, float("nan"))  # what a kernel does not write is then not right by chance
             found_QHD = attend(
-                queries_QHD, keys_XPND, values_XPND, numbers(firsts), numbers(range(0, (rows + 1) * most, most)),
+                queries_QHD, *kept_pools, numbers(firsts), numbers(range(0, (rows + 1) * most, most)),
                 max(queries), most, scale=heads.scale, window_size=window_size(window),
                 enable_gqa=heads.num != heads.num_kv, seqused_k=numbers(lengths), block_table=pages,
             )  # fmt: skip

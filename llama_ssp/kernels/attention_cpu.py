@@ -11,6 +11,9 @@ far, and the values, one slot after the other. So the sums of a query take the s
 other queries, the batch, the length of the cache. A slot that a query does not see counts as zero; of the slots from
 the root of a tree on, `sees` says which a query does.
 
+Keys and values are in the cache as its format has them (`rows`), and are widened in registers: a key once for all
+queries of a unit, a value once for a tile of them. Scales, if there are some, are multiplied into scores and values.
+
 Shapes: M tokens, B rows, T tokens of a row, H query heads, N key-value heads, G = H / N, D head dim, S slots of all
 rows.
 """
@@ -20,10 +23,15 @@ from collections.abc import Callable, Iterator
 from llvmlite import ir
 
 from llama_ssp.kernels.emit import (
+    E4M3_SHRINK,
     F32,
     F32S,
+    HALVES,
     I8,
+    I8S,
+    I16S,
     I32,
+    I32S,
     I64,
     LANES,
     POINTER,
@@ -34,7 +42,9 @@ from llama_ssp.kernels.emit import (
     floats,
     function,
     i64,
+    wholes,
 )
+from llama_ssp.settings.caches import CACHES
 
 _SERIAL = 2**17
 """Multiplications that a thread of its own does not pay for."""
@@ -52,14 +62,16 @@ _LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
 """Vectors of a tile's sums, which leave registers for what they are made of."""
+_FORMATS = {each.dtype or "float32": each for each in CACHES.all().values()}
+"""By the kind of rows."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 """State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
 
 
-def emit(head_dim: int) -> ir.Module:
-    """The operator for heads of D dimensions, a multiple of 16; its entry is `attend`."""
-    module = ir.Module(name=f"attention of {head_dim}")
-    place, units = _place(module, head_dim), _units(module, head_dim)
+def emit(kind: str, head_dim: int) -> ir.Module:
+    """The operator for a kind of rows, and heads of D dimensions, a multiple of 16; its entry is `attend`."""
+    module = ir.Module(name=f"attention of {kind} and {head_dim}")
+    place, units = _place(module, kind, head_dim), _units(module, kind, head_dim)
     place.linkage = units.linkage = "external"  # `layer_cpu` calls them too
     _entry(module, head_dim, place, units)
     return module
@@ -117,12 +129,15 @@ def _given(code: Code, words: Value) -> dict[str, Value]:
     return given | {"scale": code.fptrunc(code.bitcast(given["scale"], ir.DoubleType()), F32)}
 
 
-def _place(module: ir.Module, head_dim: int) -> Value:
+def _place(module: ir.Module, kind: str, head_dim: int) -> Value:
     """Turn and write the tokens from `begin` to `end`; turned queries wait where their results go."""
     code, (begin, end, words) = function(module, "place", [I64, I64, POINTER])
     given, dim = _given(code, words), i64(head_dim)
     num_heads, num_kv = given["num_heads"], given["num_kv"]
     scale, turned = code.splat(given["scale"]), code.add(num_heads, num_kv)
+    write = _write(module, kind, head_dim)
+    room = code.slot(F32, head_dim)
+    room.align = 64
     with code.loop(begin, end, 1) as (token,):
         turns = code.at(given["turns"], code.mul(code.read(given["positions"], I64, token), dim), F32)
         slot = code.read(given["slots"], I64, token)
@@ -132,23 +147,23 @@ def _place(module: ir.Module, head_dim: int) -> Value:
             first = code.mul(code.mul(token, num_heads), dim)
             vector = _turned(code, code.read(x, F32S, place), code.read(turns, F32S, index))
             code.write(code.fmul(vector, scale), given["out"], code.add(first, place))
-        with code.loop(i64(0), num_kv, 1) as (head,), code.loop(i64(0), dim, LANES) as (index,):
-            key, value = (
-                code.read(x, F32S, code.add(code.mul(code.add(head, before), dim), index))
-                for before in (num_heads, turned)
-            )
-            keys, values = (
-                code.add(code.mul(code.add(code.mul(code.add(head, before), given["num_slots"]), slot), dim), index)
+        with code.loop(i64(0), num_kv, 1) as (head,):
+            key, value = (code.at(x, code.mul(code.add(head, before), dim), F32) for before in (num_heads, turned))
+            key_row, value_row = (
+                _row(code, kind, head_dim, given["parts"],
+                     code.add(code.mul(code.add(head, before), given["num_slots"]), slot))
                 for before in (i64(0), num_kv)
-            )
-            code.write(_turned(code, key, code.read(turns, F32S, index)), given["parts"], keys)
-            code.write(value, given["parts"], values)
+            )  # fmt: skip
+            with code.loop(i64(0), dim, LANES) as (index,):
+                code.write(_turned(code, code.read(key, F32S, index), code.read(turns, F32S, index)), room, index)
+            code.call(write, [room, key_row])
+            code.call(write, [value, value_row])
     return code.end()
 
 
-def _units(module: ir.Module, head_dim: int) -> Value:
+def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
     """The part of one thread: the units from `begin` to `end`."""
-    unit = unit_of(module, head_dim)
+    unit = unit_of(module, kind, head_dim)
     code, (begin, end, words) = function(module, "units", [I64, I64, POINTER])
     given, dim = _given(code, words), i64(head_dim)
     num_heads, num_kv, row_tokens = given["num_heads"], given["num_kv"], given["row_tokens"]
@@ -174,11 +189,79 @@ def _units(module: ir.Module, head_dim: int) -> Value:
         last_token = code.sub(code.add(first_token, row_tokens), i64(1))
         root = code.sub(code.add(code.read(given["own_slots"], I64, last_token), i64(1)), num_behind)
         keys, values = (
-            code.at(given["parts"], code.mul(code.add(code.mul(part, given["num_slots"]), first_slot), dim), F32)
+            _row(code, kind, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
             for part in (head, code.add(head, num_kv))
         )
         code.call(unit, [keys, values, pointers, places, count, given["window"], seen, num_behind, root])
     return code.end()
+
+
+def _row_bytes(kind: str, head_dim: int) -> int:
+    return _FORMATS[kind].row_bytes(head_dim, value_bytes=4)
+
+
+def _largest(kind: str) -> float | None:
+    return _FORMATS[kind].largest
+
+
+def _row(code: Code, kind: str, head_dim: int, rows: Value, number: Value) -> Value:
+    """The address of a row."""
+    return code.at(rows, code.mul(number, i64(_row_bytes(kind, head_dim))))
+
+
+def _widened(code: Code, kind: str, row: Value, index: Value) -> Value:
+    """16 numbers of a row, from `index` on, as they are kept, without the scale."""
+    if kind == "float32":
+        return code.read(row, F32S, index)
+    if kind == "float16":
+        return code.fpext(code.read(row, HALVES, index), F32S)
+    if kind == "bfloat16":
+        return code.bitcast(code.shl(code.zext(code.read(row, I16S, index), I32S), wholes(16)), F32S)
+    codes = code.read(row, I8S, index)
+    return code.from_e4m3(codes) if kind == "float8_e4m3fn" else code.sitofp(code.sext(codes, I32S), F32S)
+
+
+def _scale(code: Code, kind: str, head_dim: int, row: Value) -> Value:
+    """What the widened numbers of a row are multiplied by."""
+    scale = code.read(code.at(row, i64(head_dim)), F32)
+    return code.fmul(scale, f32(E4M3_SHRINK)) if kind == "float8_e4m3fn" else scale
+
+
+def _write(module: ir.Module, kind: str, head_dim: int) -> Value:
+    """Write a row as `rows.KeptRows.pack` does: (numbers, row)."""
+    code, (x, row) = function(module, "write", [POINTER, POINTER])
+    factor = None
+    if limit := _largest(kind):
+        with code.loop(i64(0), i64(head_dim), LANES, [floats(0.0)]) as values:
+            size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
+            values[1] = code.maximum(values[1], size)
+        most = code.halves(values[1], code.maximum)
+        code.write(code.fdiv(most, f32(limit)), code.at(row, i64(head_dim)))
+        is_zero = code.fcmp_ordered("==", most, f32(0.0))
+        factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(limit), most)))
+    with code.loop(i64(0), i64(head_dim), LANES) as (index,):
+        numbers = code.read(x, F32S, index)
+        numbers = numbers if factor is None else code.fmul(numbers, factor)
+        code.write(_narrowed(code, kind, numbers), row, index)
+    return code.end()
+
+
+def _narrowed(code: Code, kind: str, numbers: Value) -> Value:
+    """16 numbers as they are kept, rounded to the nearest, ties to even."""
+    if kind == "float32":
+        return numbers
+    if kind == "float16":
+        return code.fptrunc(numbers, HALVES)
+    if kind == "bfloat16":
+        return code.trunc(code.without_bits(code.bitcast(numbers, I32S), 16), I16S)
+    if kind == "int8":
+        steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, numbers)
+        return code.trunc(code.fptosi(steps, I32S), I8S)
+    # 2^-120 times as large, the number has the exponent's bits of E4M3, also where they are 0.
+    bits = code.bitcast(code.fmul(numbers, floats(2.0**-120)), I32S)
+    sign = code.and_(code.lshr(bits, wholes(24)), wholes(0x80))
+    size = code.without_bits(code.and_(bits, wholes(0x7FFFFFFF)), 20)
+    return code.trunc(code.or_(size, sign), I8S)
 
 
 def _turned(code: Code, x: Value, turns: Value) -> Value:
@@ -189,20 +272,20 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
     return code.fused(x, cosines, code.fmul(others, code.fmul(sines, signs)))
 
 
-def unit_of(module: ir.Module, head_dim: int) -> Value:
+def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
     """Attend from some queries of a row to a head.
 
     (keys, values, queries, their slots, count, window, what each sees from the root on, of how many slots, the root)
     """
-    lay = _lay(module, head_dim)
-    scores_of = {number: _scores(module, head_dim, number) for number in (1, 2, 4)}
+    lay = _lay(module, kind, head_dim)
+    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4)}
     widest = max(_REGISTERS * LANES // head_dim, 1)
-    values_of = {number: _values(module, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+    values_of = {number: _values(module, kind, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
     soften, finish = _soften(module), _finish(module, head_dim)
     code, (keys, values, queries, places, count, window, seen, num_behind, root) = function(
         module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
     )
-    laid, scores = code.slot(F32, head_dim * LANES), code.slot(F32, QUERIES * CHUNK)
+    laid, scores = code.slot(F32, (head_dim + 1) * LANES), code.slot(F32, QUERIES * CHUNK)
     sums, states = code.slot(F32, QUERIES * head_dim), code.slot(F32, QUERIES * _STATE)
     for room in (laid, scores, sums, states):
         room.align = 64
@@ -217,10 +300,11 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
     with code.loop(start, stop, CHUNK) as (chunk,):
         length = code.smaller(code.sub(stop, chunk), i64(CHUNK))
         with code.loop(i64(0), length, LANES) as (block,):
-            place = code.mul(code.add(chunk, block), i64(head_dim))
+            place = code.add(chunk, block)
             for line, slots in ((keys, _AHEAD), (values, 0)):
-                _fetch(code, code.at(line, code.add(place, i64(slots * head_dim)), F32), LANES * head_dim)
-            code.call(lay, [code.at(keys, place, F32), code.sub(length, block), laid])
+                ahead = _row(code, kind, head_dim, line, code.add(place, i64(slots)))
+                _fetch(code, ahead, LANES * _row_bytes(kind, head_dim))
+            code.call(lay, [_row(code, kind, head_dim, keys, place), code.sub(length, block), laid])
             for query, call in _tiles(code, count, scores_of):
                 into = code.add(code.mul(query, i64(CHUNK)), block)
                 call(laid, code.at(queries, query, I64), code.at(scores, into, F32))
@@ -234,7 +318,7 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
                 with code.if_then(code.icmp_unsigned("==", is_seen, ir.Constant(I8, 0))):
                     code.write(f32(_LOWEST), line, code.sub(slot, chunk))
             code.call(soften, [line, length, last, window, state])
-        first = code.at(values, code.mul(chunk, i64(head_dim)), F32)
+        first = _row(code, kind, head_dim, values, chunk)
         for query, call in _tiles(code, count, values_of):
             call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
                                   for room, size in ((scores, CHUNK), (states, _STATE), (sums, head_dim))))  # fmt: skip
@@ -242,9 +326,9 @@ def unit_of(module: ir.Module, head_dim: int) -> Value:
     return code.end()
 
 
-def _fetch(code: Code, place: Value, count: int) -> None:
-    """Ask for numbers that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
-    with code.loop(i64(0), i64(count * 4), _LINE) as (index,):
+def _fetch(code: Code, place: Value, num_bytes: int) -> None:
+    """Ask for rows that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
+    with code.loop(i64(0), i64(num_bytes), _LINE) as (index,):
         hints = (ir.Constant(I32, hint) for hint in (0, 2, 1))  # to read, near, data
         code.intrinsic("llvm.prefetch.p0", ir.VoidType(), code.at(place, index), *hints)
 
@@ -271,15 +355,21 @@ def _range(code: Code, positions: Value, count: Value, window: Value) -> tuple[V
     return code.select(code.icmp_signed(">", window, i64(0)), start, i64(0)), code.add(last, i64(1))
 
 
-def _lay(module: ir.Module, head_dim: int) -> Value:
-    """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room)."""
+def _lay(module: ir.Module, kind: str, head_dim: int) -> Value:
+    """Transpose 16 keys, of which the last one stands for those that are not there: (keys, their number, room).
+
+    The scales of the keys, if they have some, come behind them.
+    """
     code, (keys, number, room) = function(module, "lay", [POINTER, I64, POINTER])
     last = code.sub(number, i64(1))
-    places = [code.mul(code.smaller(i64(lane), last), i64(head_dim)) for lane in range(LANES)]
+    rows = [_row(code, kind, head_dim, keys, code.smaller(i64(lane), last)) for lane in range(LANES)]
     with code.loop(i64(0), i64(head_dim), LANES) as (index,):
-        rows = [code.read(keys, F32S, code.add(place, index)) for place in places]
-        for number, column in enumerate(_transposed(code, rows)):
+        read = [_widened(code, kind, row, index) for row in rows]
+        for number, column in enumerate(_transposed(code, read)):
             code.write(column, room, code.mul(code.add(index, i64(number)), i64(LANES)))
+    if _largest(kind):
+        for lane, row in enumerate(rows):
+            code.write(_scale(code, kind, head_dim, row), room, i64(head_dim * LANES + lane))
     return code.end()
 
 
@@ -297,7 +387,7 @@ def _transposed(code: Code, rows: list[Value]) -> list[Value]:
     return [rows[four + place] for four in fours for place in (0, 2, 1, 3)]
 
 
-def _scores(module: ir.Module, head_dim: int, num_queries: int) -> Value:
+def _scores(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Value:
     """The scores of some queries with 16 keys: (transposed keys, queries, scores)."""
     code, (laid, queries, scores) = function(module, f"scores_{num_queries}", [POINTER, POINTER, POINTER])
     starts = [code.read(queries, POINTER, i64(number)) for number in range(num_queries)]
@@ -310,7 +400,10 @@ def _scores(module: ir.Module, head_dim: int, num_queries: int) -> Value:
                 values[at] = code.fused(code.splat(code.read(start, F32, index)), keys, values[at])
     for number in range(num_queries):
         even, odd = values[1 + 2 * number : 3 + 2 * number]
-        code.write(code.fadd(even, odd), scores, i64(number * CHUNK))
+        total = code.fadd(even, odd)
+        if _largest(kind):
+            total = code.fmul(total, code.read(laid, F32S, i64(head_dim * LANES)))
+        code.write(total, scores, i64(number * CHUNK))
     return code.end()
 
 
@@ -344,7 +437,7 @@ def _soften(module: ir.Module) -> Value:
     return code.end()
 
 
-def _values(module: ir.Module, head_dim: int, num_queries: int) -> Value:
+def _values(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Value:
     """Add the weighted values of a chunk to some queries' sums: (values, their number, weights, states, sums)."""
     code, (values, length, weights, states, sums) = function(
         module, f"values_{num_queries}", [POINTER, I64, POINTER, POINTER, POINTER]
@@ -356,8 +449,11 @@ def _values(module: ir.Module, head_dim: int, num_queries: int) -> Value:
         code.fmul(code.read(sums, F32S, i64(query * head_dim + part * LANES)), factors[query]) for query, part in places
     ]
     with code.loop(i64(0), length, 1, begun) as carried:
-        first = code.mul(carried[0], i64(head_dim))
-        read = [code.read(values, F32S, code.add(first, i64(part * LANES))) for part in parts]
+        row = _row(code, kind, head_dim, values, carried[0])
+        read = [_widened(code, kind, row, i64(part * LANES)) for part in parts]
+        if _largest(kind):
+            scale = code.splat(_scale(code, kind, head_dim, row))
+            read = [code.fmul(part, scale) for part in read]
         for query in range(num_queries):
             weight = code.splat(code.read(weights, F32, code.add(carried[0], i64(query * CHUNK))))
             for part in parts:

@@ -8,19 +8,24 @@ and a GPU more than a hundred multiprocessors. These kernels take 16 slots at on
 
     row    | part 0: slots 0..15 | part 1: 16..31 | ... | part 7: 112..114 |
 
+Keys and values may be kept in another format than queries (`rows`): each is unpacked where it is used.
+
 A longer row has more parts, and beyond a limit longer ones. The limit depends on the number of heads, and a row's parts
 on its own length, which is on the device: never on other rows, or on the size of the cache. Parts are added up in their
 order, so that a row gets the same bits every time.
 
 This module imports Triton; CPU builds of torch come without.
 
-Shapes: Q queries of all rows, H query heads, N key-value heads, G = H / N, D head dim, X pages of P slots, R rows.
+Shapes: Q queries of all rows, H query heads, N key-value heads, G = H / N, D head dim, W width of a kept key or value,
+X pages of P slots, R rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from llama_ssp.kernels.rows import KeptRows
 
 SLOTS = 16
 """Of a step: what one instruction multiplies."""
@@ -48,12 +53,34 @@ def _measures(  # type: ignore[no-untyped-def]
     return first, num_queries, length, begin, size
 
 
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Of rows with a scale; others are 0."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The keys or values that begin at some places."""
+    numbers = tl.load(
+        rows + starts[:, None] + dims[None, :], mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :], other=0
+    )
+    if KIND != 0:
+        codes = numbers.to(tl.int8, bitcast=True)
+        if KIND == 1:
+            numbers = codes.to(tl.float32)
+        else:  # the bits of a code, moved, are those of an fp16 number that is 2^-8 times as large
+            bits = (codes.to(tl.int16) << 7) & -16385
+            numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        scales = (rows + starts + HEAD_DIM).to(tl.pointer_type(tl.float32))
+        numbers *= tl.load(scales, mask=is_slot, other=0.0)[:, None]
+    return numbers.to(dtype)
+
+
 @triton.jit(do_not_specialize=["left", "num_parts", "pages_stride"])  # type: ignore[untyped-decorator]
 def attend_part(  # type: ignore[no-untyped-def]
     queries, keys, values, first_queries, used, pages, parts, sums,
     scale, left, num_parts, query_stride, query_head_stride, page_stride, slot_stride, head_stride, pages_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Attend from one row's queries of a group to a part of its slots; `scale` is for powers of 2."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -76,11 +103,9 @@ def attend_part(  # type: ignore[no-untyped-def]
     for at in range(start, stop, SLOTS):  # a step never crosses a page
         page = tl.load(pages + row * pages_stride + at // PAGE).to(tl.int64)
         slots = at + tl.arange(0, SLOTS)
-        here = page * page_stride + head.to(tl.int64) * head_stride
-        here += (slots % PAGE)[:, None] * slot_stride + dims[None, :]
-        is_here = (slots < length)[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(keys + here, mask=is_here, other=0.0)
-        value = tl.load(values + here, mask=is_here, other=0.0)
+        here = page * page_stride + head.to(tl.int64) * head_stride + (slots % PAGE) * slot_stride
+        key = _unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        value = _unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
         scores = tl.dot(query, tl.trans(key)) * scale
         is_seen = slots[None, :] <= positions[:, None]
         if HAS_WINDOW:
@@ -132,8 +157,12 @@ def most_parts(num_kv_heads: int) -> int:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
     *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
+    kept: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
-    """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a row; keys and values have the same strides."""
+    """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a row; keys and values have the same strides.
+
+    They are kept as `kept` says, (X, P, N, W); None for the queries' dtype.
+    """
     num_queries, num_heads, head_dim = query.shape
     num_rows, num_kv_heads, page_slots = len(seqused_k), key.shape[2], key.shape[1]
     group, (left, right) = num_heads // num_kv_heads, window_size
@@ -154,6 +183,7 @@ def attend(
         scale * _LOG2_E, left, num_parts, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         key.stride(2), block_table.stride(0),
         GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), SLOTS), PAGE=page_slots, ROWS=rows, **shared,
+        KIND=KINDS.get(kept.dtype, 0) if kept else 0,
         num_warps=rows // _LEAST_ROWS, num_stages=3,
     )  # fmt: skip
     attend_whole[max_q * triton.cdiv(head_dim, _WIDTH), num_heads, num_rows](

@@ -1,6 +1,6 @@
 """The parts between the products of a layer in Triton; `between` has the references, and chooses.
 
-    rotate_write   the norms of heads, the rotary embedding, and the write to the cache
+    rotate_write   the norms of heads, the rotary embedding, and the write to the cache, in its format
     add_norm       the residual and the norm
     gated          silu(gate) * up
 
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama_ssp.kernels.between import Heads, RmsNorm
+from llama_ssp.kernels.rows import KeptRows
 
 _HEADS_OF_A_PROGRAM = 8
 _UNITS_OF_A_PROGRAM = 1024
@@ -75,14 +76,31 @@ def _weights_of_heads(query_norm, key_norm, is_query, dims, is_dim):  # type: ig
     return tl.where(is_query, query_weights, key_weights)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _codes(numbers, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers in int8, or in E4M3, as bytes; rounded to the nearest, ties to even."""
+    if IS_FLOAT:
+        size = tl.abs(numbers)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # the bias of the exponent is 7, not 127
+        small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9 below 2^-6
+        codes = tl.where(size * 64.0 < 1.0, small, normal) | ((numbers < 0.0).to(tl.int32) << 7)
+    else:
+        codes = (numbers + 12582912.0).to(tl.int32, bitcast=True)  # 1.5 * 2^23: the lowest bits are the whole number
+    return (codes & 255).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     qkv, turns, positions, slots, query_norm, key_norm, parts,
     num_slots, all_slots, num_positions, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, IS_FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Turn some heads of one token: queries in place, keys into the cache; values go there as they are."""
+    """Turn some heads of one token: queries in place, keys into the cache, where values go unturned.
+
+    A kept row has WIDTH numbers. With LARGEST they are codes and a scale; see `rows`.
+    """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, PAIRS)
@@ -116,8 +134,16 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + token)
     else:
         slot = (token // num_positions) * num_slots + position
-    target = parts + ((heads - NUM_HEADS)[:, None] * all_slots + slot) * HEAD_DIM + 2 * pairs[None, :]
-    is_cached = is_here & (heads >= NUM_HEADS)[:, None]
+    row = parts + ((heads - NUM_HEADS) * all_slots + slot) * WIDTH
+    target = row[:, None] + 2 * pairs[None, :]
+    is_kept = (heads >= NUM_HEADS) & (heads < num_all)
+    is_cached = is_here & is_kept[:, None]
+    if LARGEST is not None:
+        turned, other_turned = turned.to(tl.float32), other_turned.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(turned), 1), tl.max(tl.abs(other_turned), 1))
+        tl.store((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), most / LARGEST, mask=is_kept)
+        scale = tl.where(most > 0.0, LARGEST / most, 0.0)[:, None]
+        turned, other_turned = _codes(turned * scale, IS_FLOAT), _codes(other_turned * scale, IS_FLOAT)
     tl.store(target, turned, mask=is_cached)
     tl.store(target + 1, other_turned, mask=is_cached)
 
@@ -131,6 +157,7 @@ def rotate_write(
     heads: Heads,
     slots_M: Tensor | None = None,
     norms: Sequence[RmsNorm] = (),
+    kept: KeptRows | None = None,
 ) -> None:
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
@@ -142,6 +169,7 @@ def rotate_write(
         heads: of the layer.
         slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
         norms: of query heads and of key heads, in models that have them.
+        kept: how keys and values are kept; None for their own dtype.
     """
     num_tokens, num_all, head_dim = qkv_MXD.shape
     batch_size, num_positions = positions_BT.shape
@@ -150,5 +178,6 @@ def rotate_write(
         qkv_MXD, turns_SP2, positions_BT, slots_M, query_norm, key_norm, parts,
         parts.shape[1] // batch_size, parts.shape[1], num_positions, norms[0].eps if norms else 0.0,
         NUM_HEADS=heads.num, NUM_KV_HEADS=heads.num_kv, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
-        PAIRS=triton.next_power_of_2(head_dim // 2), num_warps=4,
+        PAIRS=triton.next_power_of_2(head_dim // 2), WIDTH=parts.shape[2], LARGEST=kept.largest if kept else None,
+        IS_FLOAT=kept is not None and kept.dtype.is_floating_point, num_warps=4,
     )  # fmt: skip

@@ -23,7 +23,7 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.settings import formats
+from llama_ssp.settings import caches, formats, layout
 from llama_ssp.settings.catalogue import cache_dir
 from llama_ssp.weights import int4_rows
 
@@ -65,9 +65,9 @@ def has_features(names: tuple[str, ...]) -> bool:
 
 @cache
 def _decides_code() -> str:
-    """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of weight formats."""
+    """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [inspect.getsource(module) for module in (formats, int4_rows)]
+    sources += [inspect.getsource(module) for module in (caches, formats, layout, int4_rows)]
     features = binding.get_host_cpu_features().flatten()
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), features, *sources])
 

@@ -10,12 +10,17 @@ from typing import Any
 
 from llvmlite import ir
 
-LANES = 16
+from llama_ssp.settings import layout
+
+LANES = layout.LANES
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 POINTER = ir.PointerType()
 VOID = ir.VoidType()
 F32S, I32S = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+HALVES, I8S, I16S = (ir.VectorType(kind, LANES) for kind in (ir.HalfType(), I8, I16))
+E4M3_SHRINK = 2.0**8
+"""How much smaller than its number `Code.from_e4m3` makes a code."""
 
 NO_POINTER = ir.Constant(POINTER, None)
 FLOAT32, INT64 = ir.Constant(I32, 6), ir.Constant(I32, 4)
@@ -142,6 +147,20 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
             name: self.load(self.at(words, i64(place), I64), typ=kind)
             for place, (name, kind) in enumerate(names.items())
         }
+
+    def from_e4m3(self, codes: Value) -> Value:
+        """A vector of codes of E4M3 as numbers, divided by `E4M3_SHRINK`; those of no number do not stay so.
+
+        The bits of a code, moved, are those of an fp16 number.
+        """
+        bits = self.shl(self.sext(codes, I16S), ir.Constant(I16S, [7] * LANES))
+        bits = self.and_(bits, ir.Constant(I16S, [~(1 << 14)] * LANES))
+        return self.fpext(self.bitcast(bits, HALVES), F32S)
+
+    def without_bits(self, bits: Value, number: int) -> Value:
+        """Take the lowest bits off a vector of whole numbers, rounded to the nearest, ties to even."""
+        odd = self.and_(self.lshr(bits, wholes(number)), wholes(1))
+        return self.lshr(self.add(bits, self.add(odd, wholes(2 ** (number - 1) - 1))), wholes(number))
 
     def exponential(self, x: Value) -> Value:
         """e^x of a vector to the last bit or two; the ends of its range stand for what is beyond.

@@ -3,7 +3,7 @@
 The reference is an operator for each part; the bits are the same.
 
 Shapes: M tokens, E width, S slots of all rows, N key-value heads, D head dim, P = D / 2, B rows, T positions of a row,
-I inputs, O outputs.
+I inputs, O outputs, W width of a cache's row.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
+from llama_ssp.kernels.rows import SINGLES, KeptRows
 
 PRODUCTS = ("qkv", "output", "gated", "down")
 PARTS = ("weights", "scales", "bias", "norm")
@@ -31,7 +32,7 @@ class TokenPlaces(NamedTuple):
     turns_S1P: Tensor
     positions_BT: Tensor
     slots_M: Tensor
-    cache_2NSD: Tensor
+    cache_2NSW: Tensor
     own_slots_BT: Tensor
     sees_BTA: Tensor
 
@@ -54,7 +55,7 @@ class WholeLayer:
         return self._operator(x_ME, *place, *self._weights, *self._least_squares, num_heads, scale, window)
 
 
-def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLayer | None:
+def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int, rows: KeptRows = SINGLES) -> WholeLayer | None:
     """The layer of these parts; None if they are not all of one kind, or if this machine has no operator for it."""
     found = [part for part in parts if part]
     if len(found) < len(parts) or len({part.kind for part in found}) > 1:
@@ -62,24 +63,24 @@ def whole_layer(parts: Sequence[NativeLinear | None], head_dim: int) -> WholeLay
     _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
     if not (len(norms[0]) and len(norms[2]) and all(each.dtype is torch.float32 for each in scales)):
         return None
-    attention = find_attention(scales[0].device, torch.float32, head_dim)
-    operator = _operator_of(found[0].kind, head_dim, attention) if attention else None
+    attention = find_attention(scales[0].device, torch.float32, head_dim, rows)
+    operator = _operator_of(found[0].kind, rows, head_dim, attention) if attention else None
     return WholeLayer(found, operator) if operator else None
 
 
 @cache
-def _operator_of(kind: str, head_dim: int, attention: Attention) -> Operator | None:
+def _operator_of(kind: str, rows: KeptRows, head_dim: int, attention: Attention) -> Operator | None:
     """The operator, which runs the functions of the product and of attention, compiled at the first call."""
     tensors = ", ".join(f"Tensor{'(a!)' if each == 'cache' else ''} {each}" for each in TENSORS)
     return find_operator(
-        f"layer_{kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, float scale, "
-        "int window) -> Tensor",
-        "layer_cpu", kind, head_dim, entry="layer",
-        check=partial(_check, kind, head_dim, attention), instead="with an operator for each part of a layer",
+        f"layer_{kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
+        "float scale, int window) -> Tensor",
+        "layer_cpu", kind, rows.kind, head_dim, entry="layer",
+        check=partial(_check, kind, rows, head_dim, attention), instead="with an operator for each part of a layer",
     )  # fmt: skip
 
 
-def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -> None:
+def _check(kind: str, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:
     """RuntimeError if two tokens behind three others get other bits than by an operator for each part."""
     width, num_slots = max(GROUPS.values()), 5
     num_heads = width // math.gcd(width, head_dim)
@@ -89,16 +90,16 @@ def _check(kind: str, head_dim: int, attention: Attention, operator: Operator) -
     qkv.take_in(torch.ones(width), 1.0, gates=False)
     gated.take_in(torch.ones(width), 1.0, gates=True)
     x_ME = torch.arange(2.0 * width).sin_().view(2, width)
-    cache_2NSD = torch.arange(2.0 * num_slots * attended).cos_().view(2 * num_heads, num_slots, head_dim)
+    cache_2NSW = rows.pack(torch.arange(2.0 * num_slots * attended).cos_().view(2 * num_heads, num_slots, head_dim))
     positions_BT = torch.tensor([[3, 4]])
     turns_S1P = torch.polar(torch.ones(num_slots, 1, head_dim // 2), torch.arange(num_slots).float()[:, None, None])
-    place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSD, positions_BT, ALL)
-    wanted_2NSD = cache_2NSD.clone()
-    attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSD=wanted_2NSD), num_heads, 1.0, 0)
+    place = TokenPlaces(turns_S1P, positions_BT, positions_BT.flatten(), cache_2NSW, positions_BT, ALL)
+    wanted_2NSW = cache_2NSW.clone()
+    attended_ME = attention(qkv.fused(x_ME), *place._replace(cache_2NSW=wanted_2NSW), num_heads, 1.0, 0)
     middle_ME = output.add(attended_ME, x_ME)
     wanted_ME = down.add(gated.fused(middle_ME), middle_ME)
     found_ME = WholeLayer(parts, operator)(x_ME, place, num_heads=num_heads, scale=1.0, window=0)
-    if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSD, wanted_2NSD)):
+    if not (torch.equal(found_ME, wanted_ME) and torch.equal(cache_2NSW, wanted_2NSW)):
         raise RuntimeError("a compiled layer is wrong on this CPU")
 
 

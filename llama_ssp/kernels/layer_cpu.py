@@ -52,16 +52,16 @@ _FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
 """The system call of Linux on x86-64, its operations within one process, and how many to wake."""
 
 
-def emit(kind: str, head_dim: int) -> ir.Module:
-    """The operator for products of a kind and heads of D dimensions; its entry is `layer`."""
-    module = ir.Module(name=f"layer of {kind} and {head_dim}")
+def emit(kind: str, rows: str, head_dim: int) -> ir.Module:
+    """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layer`."""
+    module = ir.Module(name=f"layer of {kind}, {rows} and {head_dim}")
     shared = [POINTER if argument == "words" else I64 for argument in ("begin", "end", "words")]
     kernels = {
         name: ir.Function(module, ir.FunctionType(VOID, shared), symbol)
         for name, symbol in (
             ("part", f"llama_ssp_product_{kind}_part"),
-            ("place", f"llama_ssp_attention_{head_dim}_place"),
-            ("units", f"llama_ssp_attention_{head_dim}_units"),
+            ("place", f"llama_ssp_attention_{rows}_{head_dim}_place"),
+            ("units", f"llama_ssp_attention_{rows}_{head_dim}_units"),
         )
     }
     _entry(module, head_dim, _steps(module, kind, kernels))

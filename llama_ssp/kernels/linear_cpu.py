@@ -25,8 +25,8 @@ so little is lost:
     block | group | group | ...
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
 
-Of `fp8` the words are scales, and the 16 outputs of each input follow. A number's bits, moved, are those of an fp16
-number that is 2^-8 times as large, and the scales make up for it. Codes that are no numbers do not stay so.
+Of `fp8` the words are scales, and the 16 outputs of each input follow. `from_e4m3` makes numbers 2^-8 times as large,
+and the scales make up for it.
 
 The thread that calls norms and quantizes the rows of a product, since they are few. Memory comes from torch.
 
@@ -38,8 +38,8 @@ from llvmlite import ir
 from llama_ssp.kernels.emit import (
     F32,
     F32S,
-    I8,
-    I16,
+    HALVES,
+    I8S,
     I32,
     I32S,
     I64,
@@ -60,7 +60,6 @@ from llama_ssp.settings.formats import WORD_BYTES
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
-I16S, HALVES = ir.VectorType(I16, LANES), ir.VectorType(ir.HalfType(), LANES)
 _ONE_SCALE = {"singles", "halves", *GROUPS}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
@@ -177,7 +176,7 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     with code.loop(i64(0), num_inputs, LANES, [wholes(0)]) as values:
         steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(code.read(x, F32S, values[0]), factor))
         whole = code.fptosi(steps, I32S)
-        code.write(code.trunc(whole, ir.VectorType(I8, LANES)), into, values[0])
+        code.write(code.trunc(whole, I8S), into, values[0])
         values[1] = code.add(values[1], whole)
     return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
 
@@ -257,16 +256,8 @@ def _weights(code: Code, kind: str, place: Value) -> Value:
         return code.read(place, F32S)
     if kind == "halves":
         return code.fpext(code.read(place, HALVES), F32S)
-    codes = code.read(place, ir.VectorType(I8, LANES))
-    if kind == FP8:
-        bits = code.shl(code.sext(codes, I16S), _shorts(7))
-        return code.fpext(code.bitcast(code.and_(bits, _shorts(~(1 << 14))), HALVES), F32S)
-    return code.sitofp(code.sext(codes, I32S), F32S)
-
-
-def _shorts(number: int) -> Value:
-    """A vector of equal constants."""
-    return ir.Constant(I16S, [number] * LANES)
+    codes = code.read(place, I8S)
+    return code.from_e4m3(codes) if kind == FP8 else code.sitofp(code.sext(codes, I32S), F32S)
 
 
 def _finish(module: ir.Module, kind: str) -> Value:

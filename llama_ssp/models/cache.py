@@ -10,8 +10,11 @@ buckets. Where attention reads rows by their lengths (module `llama.attention`),
 
     page 0: slots 0..255 of row 0, page 1: slots 256..511 of row 0, ... of row B - 1; nothing is copied
 
-Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, X
-pages of P slots.
+A key or value of a head is kept as a format of `settings.caches` says, and is written and read through
+`kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.
+
+Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, W
+width of a kept key or value, X pages of P slots.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +29,9 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.family import num_positions, record_of
+from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
@@ -64,9 +69,9 @@ class LayerBuffer(NamedTuple):
     """One layer's part of the cache: views of one memory for writing and for reading.
 
     Attributes:
-        parts: (2 N, B * S, D) for writing: the keys of all heads, then their values. Heads come first, so that the
+        parts: (2 N, B * S, W) for writing: the keys of all heads, then their values. Heads come first, so that the
             slots of a head are contiguous.
-        keys, values: (B, N, U, D) of the slots that are read; of a paged cache all slots, (X, P, N, D).
+        keys, values: (B, N, U, W) of the slots that are read; of a paged cache all slots, (X, P, N, W).
     """
 
     parts: Tensor
@@ -74,7 +79,7 @@ class LayerBuffer(NamedTuple):
     values: Tensor
 
     def rows(self, cache_rows_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The keys and values of some rows; None for all, and for pages."""
+        """The kept keys and values of some rows; None for all, and for pages."""
         if cache_rows_B is None:
             return self.keys, self.values
         rows_B = cache_rows_B.to(self.keys.device)
@@ -88,6 +93,7 @@ class StaticCache(Workspace):
     starts as zeros, because a masked value is still multiplied by 0.
 
     Args:
+        kept: how keys and values are kept.
         is_paged: forwards read all rows as pages; `capacity` is rounded up to whole ones.
 
     Attributes:
@@ -96,9 +102,10 @@ class StaticCache(Workspace):
     """
 
     def __init__(
-        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, is_paged: bool = False
-    ) -> None:
-        self.num_rows = batch_size
+        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: KeptRows,
+        is_paged: bool = False,
+    ) -> None:  # fmt: skip
+        self.num_rows, self._kept = batch_size, kept
         self._is_paged = is_paged
         self.num_slots = whole_pages(capacity) if is_paged else capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
@@ -115,7 +122,8 @@ class StaticCache(Workspace):
         """
         first_slot_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1[cache_rows_B]
         slots_M = (first_slot_B1 + positions_BT).flatten()
-        return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, None if self._is_paged else cache_rows_B)
+        rows_B = None if self._is_paged else cache_rows_B
+        return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, rows_B, self._kept)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy keys and values of some slots of each row to others."""
@@ -143,7 +151,7 @@ class StaticCache(Workspace):
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
             if whole is not None:
-                own = self._zeros(number, whole, num_heads=whole.shape[1])
+                own = self._zeros(number, whole.device, num_heads=whole.shape[1], width=whole.shape[-1])
                 own[:, :, :, : other.num_slots].copy_(whole)
                 other._wholes[number] = None
 
@@ -174,13 +182,16 @@ class StaticCache(Workspace):
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
 
     def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
-        return self._zeros(number, written_M2ND, num_heads=written_M2ND.shape[1] // 2)
+        _, num_parts, head_dim = written_M2ND.shape
+        width = self._kept.width(head_dim)
+        return self._zeros(number, written_M2ND.device, num_heads=num_parts // 2, width=width)
 
-    def _zeros(self, number: int, like: Tensor, *, num_heads: int) -> Tensor:
-        """Make a layer's buffer, of the dtype, the device and the head dim of a tensor."""
+    def _zeros(self, number: int, device: torch.device, *, num_heads: int, width: int) -> Tensor:
+        """Make a layer's buffer."""
+        sizes = 2, num_heads, self.num_rows, self.num_slots, width
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
-            whole = like.new_zeros(2, num_heads, self.num_rows, self.num_slots, like.shape[-1])
+            whole = torch.zeros(sizes, dtype=self._kept.stored_dtype, device=device)
         self._wholes[number] = whole
         return whole
 
@@ -196,17 +207,21 @@ class CacheView(NamedTuple):
         buffer: gives a layer's buffer.
         slots_M: of the new tokens, among the slots of all rows.
         cache_rows_B: each sequence's row in the cache; None for all rows, in order, and for pages.
+        kept: how keys and values are kept.
     """
 
     buffer: BufferOf
     slots_M: Tensor
     cache_rows_B: Tensor | None
+    kept: KeptRows
 
     def update(self, written_M2ND: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write new keys and values of all heads to layer `number`; return what may be read (see `LayerBuffer`)."""
         buffer = self.buffer(number, lambda: written_M2ND)
-        buffer.parts.index_copy_(1, self.slots_M.to(written_M2ND.device), written_M2ND.transpose(0, 1))
-        return buffer.rows(self.cache_rows_B)
+        kept_M2NW = self.kept.pack(written_M2ND)
+        buffer.parts.index_copy_(1, self.slots_M.to(written_M2ND.device), kept_M2NW.transpose(0, 1))
+        keys, values = buffer.rows(self.cache_rows_B)
+        return self.kept.unpack(keys, written_M2ND.dtype), self.kept.unpack(values, written_M2ND.dtype)
 
 
 class LibraryCache(Cache):
@@ -357,6 +372,8 @@ class Taps:
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
+    `cache_dtype` is the format of the cache, a name of `settings.caches`.
+
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
     """
@@ -366,9 +383,10 @@ class CachedRunner:
     packs_prompts = False
     uses_masks = True
 
-    def __init__(self, config: PretrainedConfig, parameter: Tensor) -> None:
+    def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
         self.device = parameter.device
         self.dtype = parameter.dtype
+        self._kept = rows_of(cache_dtype, parameter.dtype)
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int = num_positions(lambda name: getattr(config, name, None))
         self.num_allocations = self.num_uses = 0
@@ -385,7 +403,7 @@ class CachedRunner:
         self.num_allocations += 1
         self._cache = StaticCache(
             num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
-            is_paged=self.reads_by_length,
+            kept=self._kept, is_paged=self.reads_by_length,
         )  # fmt: skip
         if before and before.num_rows == batch_size:
             self._cache.take(before)

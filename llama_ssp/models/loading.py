@@ -249,7 +249,7 @@ def load_model(
                 fuses=loading.get("fuses", False),
             )  # fmt: skip
     fill_modules(model, weights, loading)
-    return ModuleRunner(model, comm=comm)
+    return ModuleRunner(model, comm=comm, cache_dtype=loading.get("precision", UNQUANTIZED).cache_dtype)
 
 
 def load_modules(

@@ -364,7 +364,7 @@ def _parts(
         weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
         part = _Part(
             weights=weights,
-            cache_bytes=held.num_layers * 2 * num_kv_heads * shape.head_dim * size * num_rows * num_slots,
+            cache_bytes=held.num_layers * 2 * num_kv_heads * model.row_bytes * num_rows * num_slots,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
@@ -581,7 +581,8 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
     With masks the lean decoder copies queries and attended values, and has a row of the mask for each query of a group.
-    Modules of the library repeat keys and values for each head of a group.
+    Modules of the library repeat keys and values for each head of a group. Keys and values of a layer that attention
+    cannot read as they are kept are unpacked, one after the other through fp32.
     """
     if model is None or part is _NOTHING:
         return 0
@@ -596,6 +597,9 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:
             repeated = 2 * bucket * heads_width * size
+    if model.unpacks_cache(hardware) or (job.tree and model.has_own_cache):
+        read = _slots(model, hardware, job.num_slots) if model.reads_by_length(hardware) else bucket
+        repeated += read * (part.width - heads_width) * (size + 2)
     wide = max(rows * attended * size + repeated, rows * 3 * part.units * size)
     return job.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
@@ -622,8 +626,7 @@ def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
 
 def kv_bytes_per_token(model: PlannedModel) -> int:
     """Keys and values of one token in all layers, over all ranks."""
-    shape = model.shape
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * DTYPE_BYTES[model.dtype]
+    return 2 * model.shape.num_hidden_layers * model.shape.num_key_value_heads * model.row_bytes
 
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:

@@ -16,11 +16,13 @@ from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.caches import CACHES, OWN_DTYPE
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
+    LANES,
     MOST_PIECES,
     Kernels,
     Layout,
@@ -71,6 +73,7 @@ class PlannedModel:
     quantized_dtype: Dtype = Dtype.auto
     by_library: bool = False
     stored_format: StoredFormat | None = None
+    cache_dtype: str = OWN_DTYPE
 
     def __hash__(self) -> int:
         """Shapes have no hash; a search asks for this one thousands of times."""
@@ -78,12 +81,27 @@ class PlannedModel:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library))
+        return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library, self.cache_dtype))
 
     @property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a head's key, or value, in the cache."""
+        return CACHES.of(self.cache_dtype).row_bytes(self.shape.head_dim, value_bytes=DTYPE_BYTES[self.dtype])
+
+    @property
+    def has_own_cache(self) -> bool:
+        """Whether the cache has another format than the model."""
+        return self.cache_dtype not in (OWN_DTYPE, self.dtype.name)
+
+    def unpacks_cache(self, hardware: HardwareConfig) -> bool:
+        """Whether attention, of prompts at least, reads a copy of a layer's keys and values in the model's format."""
+        is_compiled = hardware.device == "cpu" and self.is_lean and self.dtype is Dtype.fp32
+        return self.has_own_cache and not (is_compiled and self.shape.head_dim % LANES == 0)
 
     def reads_by_length(self, hardware: HardwareConfig) -> bool:
         """Whether a GPU reads its cache in pages, and prompts of several lengths without padding; else with masks."""
@@ -398,7 +416,7 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
         quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=_quantized_number_format(model),
-        stored_format=packed,
+        stored_format=packed, cache_dtype=model.cache_dtype,
     )  # fmt: skip
 
 

@@ -172,6 +172,8 @@ LIBRARY_SHARE = 2.0
 MEASURED_SLOTS = 64
 """Cache slots that were read while the layers of a profile were timed."""
 
+LEAST_CACHE_SHARE = 0.5
+"""Of the time to read keys and values in fp32; fewer bytes save no more (docs/findings/cpus.md)."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
 
@@ -389,7 +391,9 @@ def _attention_s(
     if profile := hardware.profile_of(placement.num_active):
         rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
         byte_s = by_size(profile.attention, rows)
-        return max(num_slots - MEASURED_SLOTS, 0) * read_bytes * byte_s
+        own_bytes = shape.head_dim * DTYPE_BYTES[placement.model.dtype]
+        share = max(LEAST_CACHE_SHARE * own_bytes / placement.model.row_bytes, 1.0)
+        return max(num_slots - MEASURED_SLOTS, 0) * share * read_bytes * byte_s
     num_heads, num_pairs = _most_heads(placement)[0], num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
@@ -407,8 +411,8 @@ def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
 
 def _slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
-    shape, (_, num_heads) = placement.model.shape, _most_heads(placement)
-    return 2 * num_heads * shape.head_dim * DTYPE_BYTES[placement.model.dtype] * shape.num_hidden_layers
+    _, num_heads = _most_heads(placement)
+    return 2 * num_heads * placement.model.row_bytes * placement.model.shape.num_hidden_layers
 
 
 def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:

@@ -198,7 +198,7 @@ def _check(
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
             quantization=entry.quantization, int8_threshold=entry.int8_threshold,
-            is_stored=storage_of(origin) is not None,
+            is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
         ),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.settings.caches import CACHES
 from llama_ssp.settings.formats import format_of, problem_of
 from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
@@ -223,7 +224,7 @@ def _entry(name: str, file: Path) -> ModelConfig:
         for key in ("dtype", "stored_dtype", "gpu_dtype"):
             fields[key] = Dtype[fields.get(key, "auto")]
         model = ModelConfig(shape=ModelShape(**shape) if shape else None, **fields)
-        problem = problem_of(model.quantization)
+        problem = problem_of(model.quantization) or CACHES.problem_of(model.cache_dtype)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{shown(file)} does not describe a model: {error}") from error
     if problem:

@@ -14,6 +14,7 @@ from typing import Any
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, drafters, layout, schema
+from llama_ssp.settings.caches import CACHES
 from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
 from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
@@ -354,6 +355,8 @@ def _models(config: RunConfig) -> Iterator[str]:
 def _formats(config: RunConfig) -> Iterator[str]:
     for _, key, model in _chosen_models(config):
         if problem := FORMATS.problem_of(model.quantization, key=f"{key}.quantization"):
+            yield problem
+        if problem := CACHES.problem_of(model.cache_dtype, key=f"{key}.cache_dtype"):
             yield problem
 
 

@@ -14,6 +14,8 @@ PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so th
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
+LANES = 16
+"""Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 16
 """The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
 PAGE_SLOTS = 256  # Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`.

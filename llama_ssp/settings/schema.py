@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.stored import StoredFormat
@@ -150,6 +151,9 @@ class ModelConfig:
     # int4_weight_only, also with smaller groups, and fp8_weight_only. Each rank quantizes its own slice while it reads
     # it. none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, NF4).
     quantization: str = NO_QUANTIZATION
+    # format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale for
+    # each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.
+    cache_dtype: str = OWN_DTYPE
     # with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, rows of
     # a batch depend on each other.
     int8_threshold: float = 0.0

@@ -26,6 +26,7 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
 from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
+from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
@@ -50,6 +51,10 @@ INTERPRETER = Lock()
 GENERATOR = torch.Generator().manual_seed(0)
 
 
+KEPT = [rows_of(name, DTYPE) for name in ("auto", "int8", "fp8")]
+"""Not bf16, which the interpreter cuts off rather than rounds."""
+
+
 def some(*shape: int) -> Tensor:
     return torch.randn(shape, generator=GENERATOR).to(DTYPE)
 
@@ -60,8 +65,9 @@ def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> No
 
 
 def by_lengths(
-    attend: VarlenAttention, heads: Heads, *, queries: Sequence[int], lengths: Sequence[int], window: int | None
-) -> Tensor:
+    attend: VarlenAttention, heads: Heads,
+    *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of rows of so many queries and slots, whose pages lie as in a cache; the same values for each call."""
     generator = torch.Generator().manual_seed(1)
     num_pages = -(-max(lengths) // PAGE)
@@ -73,7 +79,7 @@ def by_lengths(
     tokens = torch.randn(len(lengths), 8, heads.num, heads.dim, generator=generator).to(DTYPE)
     # The last queries of a row are the same, however many it has.
     own = torch.cat([row[8 - number :] for row, number in zip(tokens, queries, strict=True)])
-    keys, values = cache.permute(0, 2, 3, 1, 4).unbind()
+    keys, values = (kept.pack(cache) if kept else cache).permute(0, 2, 3, 1, 4).unbind()
     pages = numbers(range(len(lengths) * num_pages)).flip(0).view(len(lengths), -1)
     slots = num_pages * PAGE
     firsts, ends = accumulate(queries, initial=0), range(0, (len(lengths) + 1) * slots, slots)
@@ -110,6 +116,13 @@ def split_rows() -> None:
             )
             assert torch.equal(one[-1], five[-1])
     attention_gpu._NUM_PROGRAMS = whole
+    heads = Heads(6, 2, 24, 24**-0.5)
+    for kept in KEPT:
+        found, wanted = (
+            by_lengths(attend, heads, queries=(5, 2), lengths=(65, 17), window=None, kept=kept)
+            for attend in (partial(attention_gpu.attend, kept=kept), varlen.unpacking(varlen_attention, kept))
+        )
+        assert_near(found, wanted, tolerance=2e-3)
 
 
 def products() -> None:
@@ -136,7 +149,7 @@ def products() -> None:
 
 def rotary_and_cache() -> None:
     """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
-    for head_dim, has_norms, in_order in product((8, 12), (False, True), (False, True)):
+    for head_dim, has_norms, in_order, kept in product((8, 12), (False, True), (False, True), KEPT):
         num_heads, num_kv, num_slots = 6, 2, 10
         positions = torch.tensor([[3, 4], [0, 1], [8, 9]])
         rows = torch.tensor([[0], [1], [2]] if in_order else [[2], [0], [1]])
@@ -151,11 +164,15 @@ def rotary_and_cache() -> None:
             partial(by_kernel, slots_M=None if in_order else slots),
             partial(rotate_write, freqs_cis_M1P=freqs[positions.flatten()][:, None], slots_M=slots),
         ):
-            own, parts = qkv.clone(), torch.zeros(2 * num_kv, len(rows) * num_slots, head_dim, dtype=DTYPE)
-            place(own, parts=parts, heads=Heads(num_heads, num_kv, head_dim, 1.0), norms=norms)
-            found.append((own[:, :num_heads], parts))
-        for ours, theirs in zip(*found, strict=True):
-            assert_near(ours, theirs, tolerance=2e-3)
+            own, sizes = qkv.clone(), (2 * num_kv, len(rows) * num_slots, kept.width(head_dim))
+            parts = torch.zeros(sizes, dtype=kept.stored_dtype)
+            place(own, parts=parts, heads=Heads(num_heads, num_kv, head_dim, 1.0), norms=norms, kept=kept)
+            found.append((own[:, :num_heads], kept.unpack(parts, torch.float32)))
+        (ours, our_parts), (theirs, their_parts) = found
+        assert_near(ours, theirs, tolerance=2e-3)
+        assert_near(our_parts, their_parts, tolerance=0.08 if kept.largest else 2e-3)
+        # Values are not turned, so that both round the same numbers; a turned key may be a step apart.
+        assert torch.equal(our_parts[num_kv:], their_parts[num_kv:])
 
 
 def wrong_kernels_are_not_used() -> None:
@@ -192,7 +209,9 @@ def choice_of_attention() -> None:
         return right(*arguments, **options)
 
     def tried() -> VarlenAttention:
-        return varlen.over_more_blocks(varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True)
+        return varlen.over_more_blocks(
+            varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True, kept=KeptRows(DTYPE)
+        )
 
     ours.attend, varlen.LONG_SLOTS = counted, 64
     chosen, found = tried(), {}
@@ -275,6 +294,12 @@ def whole_models() -> None:
     runner = on_gpu(quantized[1], fuses=False)
     for ours, theirs in zip(rounds(runner), rounds(quantized[0]), strict=True):
         assert_near(ours, theirs, tolerance=0.02)
+    for name, tolerance in (("bf16", 0.03), ("int8", 0.05), ("fp8", 0.2)):
+        model, precision = modules("llama", DTYPE), Precision(cache_dtype=name)
+        by_mask = LeanRunner(deepcopy(model), comm=Comm.single(), precision=precision)
+        runner = LeanRunner(model, comm=Comm.single(), precision=precision, varlen=varlen_attention)
+        for ours, theirs in zip(rounds(on_gpu(runner, fuses=False)), rounds(by_mask), strict=True):
+            assert_near(ours, theirs, tolerance=tolerance)
 
 
 def several_ranks() -> None:

@@ -52,7 +52,8 @@ def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **lo
 
     `comm` has all ranks of the world, and `precision` is unquantized. For other arguments and errors see `load_model`.
     """
-    assert loading.get("precision", UNQUANTIZED) == UNQUANTIZED, "check_auto_tp comes first"
+    precision = loading.get("precision", UNQUANTIZED)
+    assert precision.kernel is None, "check_auto_tp comes first"
     model = load_modules(origin, device=torch.device("cpu"), comm=Comm.single(), **loading)
     buffers = {name: (model.get_submodule(name.rpartition(".")[0]), buffer) for name, buffer in model.named_buffers()}
     with redirect_stdout(io.StringIO()):  # it prints, but standard output is reserved for texts
@@ -60,7 +61,7 @@ def load_auto_tp(origin: WeightSource, *, device: torch.device, comm: Comm, **lo
     for name, (module, buffer) in buffers.items():  # it rounds rotary frequencies to the dtype of the weights
         setattr(module, name.rpartition(".")[2], buffer.to(device))
     atexit.register(_let_go, ref(model))
-    return ModuleRunner(model, comm=comm)
+    return ModuleRunner(model, comm=comm, cache_dtype=precision.cache_dtype)
 
 
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources
+from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.planning.memory import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
@@ -87,7 +88,7 @@ def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loadin
     index = _write_to_disk(model, weights, on_disk, place.folder)
     fill_modules(model, weights, loading)
     _dispatch(model, placed, place, index)
-    return ModuleRunner(model, comm=Comm.single())
+    return ModuleRunner(model, comm=Comm.single(), cache_dtype=loading.get("precision", UNQUANTIZED).cache_dtype)
 
 
 def _lay_out(

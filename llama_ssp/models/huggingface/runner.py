@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import ConfigError
+from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.caches import OWN_DTYPE
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _MOST_APART = {True: 1e-3, False: 0.1}
@@ -35,12 +37,13 @@ class ModuleRunner(CachedRunner):
     Args:
         model: in evaluation mode, its parameters without gradients.
         comm: the ranks that share it.
+        cache_dtype: the format of the cache.
     """
 
     # transformers may choose operators by the values of its inputs.
     repeats_operators = False
 
-    def __init__(self, model: PreTrainedModel, *, comm: Comm) -> None:
+    def __init__(self, model: PreTrainedModel, *, comm: Comm, cache_dtype: str = OWN_DTYPE) -> None:
         parameter = next(model.parameters())  # of the embeddings, whose device takes the ids and returns the logits
         super().__init__(model.config, parameter)
         self.comm = comm
@@ -50,6 +53,7 @@ class ModuleRunner(CachedRunner):
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
         if not record_of(model.config.model_type).is_written:
             self._compare()
+        self._cache, self._kept = None, rows_of(cache_dtype, self.dtype)
 
     @torch.inference_mode()
     def _compare(self) -> None:

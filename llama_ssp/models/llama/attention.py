@@ -15,8 +15,8 @@ Rounded inputs need the bits of single steps: the compiled way gives them anyhow
 `LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
 
 Shapes: B sequences, T positions, M = B * T tokens, Q = T * G queries of a group, S slots, H query heads, N key-value
-heads, G = H / N, D head dim, P = D / 2, X = H + 2 N heads or pages of slots, O = X * D, C sequences of the kernel,
-E = H * D.
+heads, G = H / N, D head dim, W width of a kept key or value, P = D / 2, X = H + 2 N heads or pages of slots, O = X * D,
+C sequences of the kernel, E = H * D.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +32,7 @@ from llama_ssp.kernels.attention import Attention
 from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import BufferOf, CacheView, Workspace
 from llama_ssp.models.runner import Pieces
@@ -118,12 +119,13 @@ class CompiledAttention:
 
 
 def attend_by_mask(
-    queries_MHD: Tensor, keys_BNSD: Tensor, values_BNSD: Tensor, heads: Heads,
+    queries_MHD: Tensor, keys_BNSW: Tensor, values_BNSW: Tensor, heads: Heads,
     *,
-    mask_B1QS: Tensor, batch_size: int, by_position: bool,
+    mask_B1QS: Tensor, batch_size: int, by_position: bool, kept: KeptRows,
 ) -> Tensor:  # fmt: skip
     """`Attend` by a mask, whose rows are those of the queries of a group; `by_position`, one position after another."""
     group = heads.num // heads.num_kv
+    keys_BNSD, values_BNSD = (kept.unpack(each, queries_MHD.dtype) for each in (keys_BNSW, values_BNSW))
     grouped_BTNGD = queries_MHD.view(batch_size, -1, heads.num_kv, group, heads.dim)
     queries_BNQD = grouped_BTNGD.transpose(1, 2).flatten(2, 3)
 

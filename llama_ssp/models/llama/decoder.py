@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
-from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks
+from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks, unpacking
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
@@ -56,7 +56,7 @@ class LeanRunner(CachedRunner):
         comm: the ranks that share it.
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
-        precision: of the linear layers; the head keeps its dtype.
+        precision: of the linear layers and the cache; the head keeps its dtype.
         fuses: on a GPU, products of few rows take in the norm and the gate; see `layer`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
@@ -85,7 +85,7 @@ class LeanRunner(CachedRunner):
             fill(f"model.layers.{number}.")
             layers.append(self.layer_class(layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own))
         fill("")
-        super().__init__(config, head.weight)
+        super().__init__(config, head.weight, cache_dtype=precision.cache_dtype)
         self._width: int = config.hidden_size
         self._comm = comm
         self._rotary = body.rotary_emb
@@ -103,8 +103,12 @@ class LeanRunner(CachedRunner):
         self._varlen = varlen = varlen or find_varlen(
             self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=has_windows
         )
-        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim)
+        if varlen and self._kept.dtype is not self.dtype:
+            self._varlen = unpacking(varlen, self._kept)
+        self._compiled = None if varlen else find_attention(self.device, self.dtype, self._heads.dim, self._kept)
         self._sees_all = ALL  # traces find the tensors that runners hold
+        for layer in layers if self._compiled else ():
+            layer.join(self._kept)
         self.reads_by_length = self.packs_prompts = varlen is not None
         self.uses_masks = varlen is None and self._compiled is None
         linears = [linear, *(part for layer in layers for part in layer.linears)]
@@ -127,7 +131,7 @@ class LeanRunner(CachedRunner):
     def _use_own_kernels(self, *, fuses: bool) -> None:
         """Take those of our kernels that work on this GPU."""
         layer = self._layers[0]
-        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms)
+        find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms, self._kept)
         found = attempt(find, instead="continuing with more kernels in every layer")
         if found is None or not any(vars(found).values()):
             return  # without Triton one sentence is enough
@@ -138,7 +142,7 @@ class LeanRunner(CachedRunner):
         if self._varlen:
             split = partial(
                 over_more_blocks, self._varlen, self._heads, device=self.device, dtype=self.dtype,
-                has_windows=any(self._windows),
+                has_windows=any(self._windows), kept=self._kept,
             )  # fmt: skip
             self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
 
@@ -230,13 +234,14 @@ class LeanRunner(CachedRunner):
             placed_BT, rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
         if kernel := self._own.rotate_write:
             turns_SP2 = torch.view_as_real(freqs_cis_S1P)
-            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous())
+            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous(), kept=self._kept)
         else:
-            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_S1P.index_select(0, placed_BT.flatten()))
+            freqs_cis_M1P = freqs_cis_S1P.index_select(0, placed_BT.flatten())
+            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, kept=self._kept)
         if kernel and rows_B is None:
             buffer = self._cache.buffers(bucket)
         else:
-            buffer, slots_M, rows_B = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
+            buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
             place = partial(place, slots_M=slots_M)
         if self._varlen:
             attends = self._lengths.attends(
@@ -251,19 +256,22 @@ class LeanRunner(CachedRunner):
     def _in_tree(self, positions_BT: Tensor, tree: TreePlaces, *, bucket: int) -> dict[int | None, LayerAttention]:
         """How nodes of trees attend on GPUs: by masks, whatever other forwards do."""
         assert self._cache is not None, "allocate comes first"
-        buffer, slots_M, _ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
+        buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
         freqs_cis_S1P = self._rotations.freqs_cis_S1P
         if kernel := self._own.rotate_write:
             turns_SP2 = torch.view_as_real(freqs_cis_S1P)
-            place = partial(kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M)
+            place = partial(
+                kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M, kept=self._kept
+            )
         else:
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, positions_BT.flatten())
-            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M)
+            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M, kept=self._kept)
         mask_BTU = mask_of(tree, dtype=self.dtype)
         mask_B1QU = mask_BTU.repeat_interleave(self._heads.num // self._heads.num_kv, dim=1)[:, None]
         attend = partial(
-            attend_by_mask, mask_B1QS=mask_B1QU, batch_size=static_shape(positions_BT)[0], by_position=self._by_position
-        )
+            attend_by_mask, mask_B1QS=mask_B1QU, batch_size=static_shape(positions_BT)[0],
+            by_position=self._by_position, kept=self._kept,
+        )  # fmt: skip
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=None, attend=attend)
         return dict.fromkeys(self._windows, way)
 
@@ -285,5 +293,5 @@ class LeanRunner(CachedRunner):
         batch_size, _ = static_shape(positions_BT)
         positions_BQ = positions_BT[..., None].repeat(1, 1, self._heads.num // self._heads.num_kv).flatten(1)
         masks = self._masks.rows(positions_BQ, bucket=bucket)
-        way = partial(attend_by_mask, batch_size=batch_size, by_position=self._by_position)
+        way = partial(attend_by_mask, batch_size=batch_size, by_position=self._by_position, kept=self._kept)
         return {window: partial(way, mask_B1QS=mask) for window, mask in masks.items()}

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, check, gated
 from llama_ssp.kernels.choice_gpu import attempt
-from llama_ssp.kernels.layer import whole_layer
+from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear, native_of
+from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.ranks.comms import Comm
@@ -139,10 +140,14 @@ class Layer:
         gate_up = make_linear(*take(*([fused] if fused else [mlp.gate_proj, mlp.up_proj])), kernel=kernel)
         self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
-        can_be_one = isinstance(self.qkv, NormedProduct) and not (
+        self._whole: WholeLayer | None = None
+
+    def join(self, kept: KeptRows) -> None:
+        """Compute a few tokens in one operator, if there is one, where a cache keeps keys and values so."""
+        if isinstance(self.qkv, NormedProduct) and not (
             self.head_norms or self.output.is_shared or self.down.is_shared
-        )
-        self._whole = whole_layer([native_of(linear) for linear in self.linears], head_dim) if can_be_one else None
+        ):
+            self._whole = whole_layer([native_of(linear) for linear in self.linears], self.heads.dim, kept)
 
     def _first_product(self, layer: Any, linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         """Queries, keys and values behind the first norm."""

@@ -1,8 +1,10 @@
 """Holds compiled attention to its definition in fp64, and tokens to the same tokens alone.
 
-Shapes: B rows, T positions, M = B * T tokens, H query heads, N key-value heads, S slots of a row, D head dim.
+Shapes: B rows, T positions, M = B * T tokens, H query heads, N key-value heads, S slots of a row, D head dim, W width
+of a cache's row.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,17 +13,20 @@ from torch import Tensor
 
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.compiled import has_features
+from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
+from llama_ssp.settings.caches import CACHES
 from llama_ssp.speculate.sampling.trees import find_topology
 from tests.helpers.lanes import grid
 
 HEADS = [(8, 4), (2, 2), (36, 1)]
 FAR = 700
+FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
 
 
-def made(head_dim: int) -> Attention:
+def made(head_dim: int, rows: KeptRows = SINGLES) -> Attention:
     if not has_features(NEEDS):
         pytest.skip("this processor has no such attention")
-    attention = find_attention(torch.device("cpu"), torch.float32, head_dim)
+    attention = find_attention(torch.device("cpu"), torch.float32, head_dim, rows)
     assert attention
     return attention
 
@@ -35,6 +40,7 @@ class Case(NamedTuple):
     num_heads: int
     scale: float
     window: int
+    rows: KeptRows
     tree: tuple[Tensor, Tensor] | None = None
     """The slots of nodes in their rows, and what they see."""
 
@@ -47,12 +53,14 @@ class Case(NamedTuple):
         own_slots, sees = self.tree or (self.positions, ALL)
         slots = (first_slots[:, None] + own_slots).flatten()
         where = self.turns, self.positions, slots, cache, own_slots, sees
-        return (attend or made(cache.shape[-1]))(self.qkv, *where, self.num_heads, self.scale, self.window)
+        attend = attend or made(2 * self.turns.shape[-1], self.rows)
+        return attend(self.qkv, *where, self.num_heads, self.scale, self.window)
 
 
 def case(
-    starts: list[int], num_tokens: int, *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0
-) -> tuple[Case, Tensor, Tensor]:
+    starts: list[int], num_tokens: int,
+    *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0, rows: KeptRows = SINGLES,
+) -> tuple[Case, Tensor, Tensor]:  # fmt: skip
     """Random tokens behind texts of some lengths, a filled cache, and where its rows begin."""
     generator = torch.Generator().manual_seed(len(starts) + num_tokens)
     (num_heads, num_kv), num_slots = heads, max(starts) + num_tokens + 3
@@ -60,8 +68,27 @@ def case(
     angles = torch.randn(num_slots, 1, head_dim // 2, generator=generator)
     qkv = torch.randn(positions.numel(), (num_heads + 2 * num_kv) * head_dim, generator=generator)
     cache = torch.randn(2 * num_kv, len(starts) * num_slots, head_dim, generator=generator)
-    given = Case(qkv, torch.polar(torch.ones_like(angles), angles), positions, num_heads, head_dim**-0.5, window)
-    return given, cache, torch.arange(len(starts)) * num_slots
+    given = Case(qkv, torch.polar(torch.ones_like(angles), angles), positions, num_heads, head_dim**-0.5, window, rows)
+    return given, rows.pack(cache), torch.arange(len(starts)) * num_slots
+
+
+@grid(name=[*FORMATS][1:], heads=HEADS, head_dim=[16, 80, 128], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5])
+def test_a_cache_of_fewer_bits_is_read_and_written_as_its_format_says(
+    name: str, heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int
+) -> None:
+    rows = FORMATS[name]
+    given, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim, rows=rows)
+    wanted_cache = cache.clone()
+    wanted = given.call(wanted_cache, first_slots, partial(by_torch, rows=rows))
+    found = given.call(cache, first_slots)
+    old, new = (rows.unpack(each, torch.float64) for each in (wanted_cache, cache))
+    largest = old.abs().amax(-1, keepdim=True)
+    # The turned key differs in its last bit, so that a number between two steps may become either.
+    one_step = {"bf16": 2**-7, "fp16": 2**-10, "int8": 1 / 126, "fp8": 2**-3}[name]
+    apart = (new - old).abs() / largest
+    assert float(apart.max()) <= one_step
+    assert float((apart > 1e-5).double().mean()) < 0.001
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5 + one_step * float((apart > 1e-5).any()))
 
 
 def defined(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
@@ -81,10 +108,12 @@ def test_it_is_attention(
     torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
 
 
-@grid(heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
-def test_a_token_has_the_same_bits_alone(heads: tuple[int, int], head_dim: int, starts: list[int], window: int) -> None:
+@grid(name=[*FORMATS], heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
+def test_a_token_has_the_same_bits_alone(
+    name: str, heads: tuple[int, int], head_dim: int, starts: list[int], window: int
+) -> None:
     """One query after the other, one row after the other, in a cache of one row that ends with the text."""
-    given, cache, first_slots = case(starts, 5, heads=heads, head_dim=head_dim, window=window)
+    given, cache, first_slots = case(starts, 5, heads=heads, head_dim=head_dim, window=window, rows=FORMATS[name])
     before, together = cache.clone(), given.call(cache, first_slots).view(len(starts), 5, -1)
     for row, start in enumerate(starts):
         own = before[:, first_slots[row] : first_slots[row] + start + 5].contiguous()

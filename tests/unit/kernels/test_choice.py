@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels import attention, choice, draw, layer, linear
+from llama_ssp.kernels.rows import SINGLES
 from llama_ssp.speculate.sampling import processors
 from tests.unit.kernels.test_layer import logits, runner
 
@@ -52,7 +53,7 @@ FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of("bytes")),
     "attention": (attention, lambda: attention.find_attention(torch.device("cpu"), torch.float32, 32)),
     "draw": (draw, processors._compiled_draw),
-    "layer": (layer, lambda: layer._operator_of("halves", 32, _parts_of_layer())),
+    "layer": (layer, lambda: layer._operator_of("halves", SINGLES, 32, _parts_of_layer())),
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.kernels.rows import rows_of
+from llama_ssp.settings.caches import CACHES
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid
@@ -56,15 +58,24 @@ def test_no_register_of_a_product_is_spilled_and_every_weight_is_multiplied_by_o
     assert found.count(r"\bHMMA\.16816\.F32") == of_a_warp
 
 
-@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[64, 96, 128])
+@grid(
+    capability=CAPABILITIES,
+    dtype=["fp16", "bf16"],
+    has_norms=[False, True],
+    head_dim=[64, 96, 128],
+    cache=[*CACHES.all()],
+)
 def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
-    capability: int, dtype: str, has_norms: bool, head_dim: int
+    capability: int, dtype: str, has_norms: bool, head_dim: int, cache: str
 ) -> None:
+    kept = rows_of(cache, NUMBERS[dtype])
     types = {"turns": "*fp32", "positions": "*i64", "eps": "fp32"}
-    types |= dict.fromkeys(("qkv", "query_norm", "key_norm", "parts"), f"*{dtype}")
+    types |= dict.fromkeys(("qkv", "query_norm", "key_norm"), f"*{dtype}")
+    types["parts"] = STORED[kept.stored_dtype]
     types |= integers("num_slots", "all_slots", "num_positions")
     constants: dict[str, object] = {
         "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "HEADS": 8, "PAIRS": 64 if head_dim > 64 else 32,
+        "WIDTH": kept.width(head_dim), "LARGEST": kept.largest, "IS_FLOAT": kept.dtype.is_floating_point,
     }  # fmt: skip
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
@@ -75,21 +86,30 @@ ATTENTION = {
     "queries": "*{}", "keys": "*{}", "values": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32",
     "pages": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
 }  # fmt: skip
+NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+STORED = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
+"""Triton's names of pointers."""
 UNEVEN = ("left", "num_parts", "pages_stride")
 STRIDES = ("query_stride", "query_head_stride", "page_stride", "slot_stride", "head_stride")
 
 
-@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], rows=[16, 64], has_window=[False, True])
+@grid(
+    capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], rows=[16, 64], has_window=[False, True],
+    cache=[*CACHES.all()],
+)  # fmt: skip
 def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
-    capability: int, dtype: str, head_dim: int, rows: int, has_window: bool
+    capability: int, dtype: str, head_dim: int, rows: int, *, has_window: bool, cache: str
 ) -> None:
     """A warp multiplies 16 x 8 x 16 numbers at once: 16 slots by all dimensions, then 16 slots to all dimensions."""
     dims, slots = 128 if head_dim > 64 else 64, attention_gpu.SLOTS
     types = {name: kind.format(dtype) for name, kind in ATTENTION.items()} | integers(*UNEVEN, *STRIDES)
+    kept = rows_of(cache, NUMBERS[dtype])
+    types |= dict.fromkeys(("keys", "values"), STORED[kept.stored_dtype])
     shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": 128, "SLOTS": slots}
     compiled = partial(compile_kernel, types=types, capability=capability, uneven=UNEVEN)
     found = compiled(
-        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "PAGE": 256, "ROWS": rows},
+        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "PAGE": 256, "ROWS": rows,
+                                              "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
         num_warps=rows // 16, num_stages=3,
     )  # fmt: skip
     assert found.stack_bytes == 0

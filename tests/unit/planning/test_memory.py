@@ -23,7 +23,7 @@ from llama_ssp.settings.layout import BUCKET_STEP, ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind, WholeParts
 from tests.helpers.planning import make_job
 
-A100, MI250 = hardware.load("p4d_24xlarge"), hardware.load("mi250")
+A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
 
 
 def test_a_captured_round_holds_the_kernels_of_all_k_draft_steps() -> None:
@@ -43,6 +43,21 @@ def test_caches_of_all_ranks_hold_every_slot_once() -> None:
     ranks = memory(job, A100)
     assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
     assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
+
+
+def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_where_attention_needs_it() -> None:
+    """Heads of 128 dimensions: 128 bytes and a scale. On a GPU prompts read a copy in fp16, made through fp32."""
+    job = make_job("7B", prompt_tokens=2000)
+    byte = replace(job, target=replace(job.target, cache_dtype="int8"))
+    (exact,), (packed,), (shorter,) = (memory(each, A100) for each in (job, byte, replace(byte, prompt_tokens=1488)))
+    assert packed.target_cache_bytes * 256 == exact.target_cache_bytes * 132
+    assert packed.activations_bytes > exact.activations_bytes
+    assert packed.activations_bytes - shorter.activations_bytes == 512 * 2 * 32 * 128 * (2 + 2)
+    on_cpu = replace(job, device="cpu", target=planned_model(catalogue.load("7B"), device="cpu"))
+    narrow = replace(on_cpu, target=replace(on_cpu.target, cache_dtype="fp8"))
+    (exact,), (packed,) = memory(on_cpu, CPU), memory(narrow, CPU)
+    assert packed.target_cache_bytes * 512 == exact.target_cache_bytes * 132
+    assert packed.activations_bytes == exact.activations_bytes
 
 
 def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_largest() -> None:

@@ -1,0 +1,109 @@
+"""Caches of fewer bits: near the exact logits, the same for both implementations, whole in rounds, and as planned."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.decoding import decode_once, load_pair, make_decoder, prompt, run_config
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.planning.memory import kv_bytes_per_token
+from llama_ssp.planning.spec import planned_model
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.caches import CACHES
+from llama_ssp.settings.schema import VerificationConfig
+from llama_ssp.speculate.engine.state import Request
+from tests.helpers.lanes import grid
+from tests.helpers.models import build_checkpoint, tiny_model
+from tests.unit.models.llama.test_decoder import random_ids
+
+NAMES = list(CACHES.all())
+OTHERS = NAMES[1:]
+NEAR = {"bf16": 0.02, "fp16": 0.003, "int8": 0.05, "fp8": 0.15}
+"""Of the logits' standard deviation, of a random model of two layers."""
+TOKENS, BEHIND = 30, 3
+
+
+def runners(name: str) -> list[LeanRunner | ModuleRunner]:
+    """By compiled attention, by masks (heads are no whole vectors), and by the library's modules."""
+    precision = Precision(cache_dtype=name)
+    return [
+        LeanRunner(tiny_model("llama", head_dim=16), comm=Comm.single(), precision=precision),
+        LeanRunner(tiny_model("llama"), comm=Comm.single(), precision=precision),
+        ModuleRunner(tiny_model("llama", head_dim=16), comm=Comm.single(), cache_dtype=name),
+    ]
+
+
+def logits(runner: LeanRunner | ModuleRunner) -> Tensor:
+    """Of the last tokens of three texts, whose beginnings were read before."""
+    runner.allocate(batch_size=3, capacity=40)
+    ids, positions = random_ids(3, TOKENS), torch.arange(TOKENS).repeat(3, 1)
+    runner.forward(ids[:, :-BEHIND], positions[:, :-BEHIND], bucket=32)
+    return runner.forward(ids[:, -BEHIND:], positions[:, -BEHIND:], bucket=32)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_logits_are_near_those_of_the_exact_cache_and_both_implementations_agree(name: str) -> None:
+    found, exact = ([logits(runner) for runner in runners(each)] for each in (name, "auto"))
+    for one, other in zip(found, exact, strict=True):
+        apart = float((one - other).abs().max() / other.std())
+        assert NEAR[name] / 100 < apart < NEAR[name]
+    # Sums in another order move a number beside a step's middle to the next step, and no more.
+    compiled, _, library = found
+    assert float((compiled - library).abs().max() / library.std()) < NEAR[name]
+    assert float((compiled - library).abs().mean()) < 0.2 * float((compiled - exact[0]).abs().mean())
+
+
+@grid(name=OTHERS, batch_size=[1, 3])
+def test_verifying_gives_the_logits_of_single_steps_where_attention_is_compiled(name: str, batch_size: int) -> None:
+    alone, together = (runners(name)[0] for _ in range(2))
+    alone.allocate(batch_size=1, capacity=40)
+    together.allocate(batch_size=batch_size, capacity=48)
+    ids, positions, row = random_ids(1, TOKENS), torch.arange(TOKENS)[None], torch.tensor([batch_size - 1])
+    singles = [alone.forward(ids[:, t : t + 1], positions[:, t : t + 1], bucket=40) for t in range(TOKENS)]
+    together.forward(ids[:, :-5], positions[:, :-5], bucket=48, cache_rows_B=row)
+    found = together.forward(ids[:, -5:], positions[:, -5:], bucket=48, cache_rows_B=row)
+    assert torch.equal(found, torch.cat(singles[-5:], 1))
+
+
+@grid(name=NAMES, place=[0, 1, 2])
+def test_caches_have_the_planned_bytes(name: str, place: int, tmp_path: Path) -> None:
+    runner = runners(name)[place]
+    logits(runner)
+    build_checkpoint(tmp_path, "llama", head_dim=8 if place == 1 else 16)
+    entry = replace(catalogue.load("local"), path=str(tmp_path), cache_dtype=name)
+    assert runner._cache is not None
+    held = sum(whole.nbytes for whole in runner._cache._wholes if whole is not None)
+    assert held == 3 * 40 * kv_bytes_per_token(planned_model(entry, device="cpu"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_row_that_is_copied_and_moved_keeps_its_bits(name: str) -> None:
+    """Prompts that begin alike, and the accepted path of a tree."""
+    runner = runners(name)[0]
+    logits(runner)
+    runner.copy(0, [2], 20)
+    runner.move(torch.tensor([[25], [25], [25]]), torch.tensor([[20], [20], [20]]))
+    assert runner._cache is not None
+    for whole in runner._cache._wholes:
+        assert whole is not None
+        assert torch.equal(whole[:, :, 0, :21], torch.cat([whole[:, :, 2, :20], whole[:, :, 0, 25:26]], 2))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_one_text_per_seed_with_and_without_a_draft_whose_cache_differs(name: str) -> None:
+    target, draft = (replace(catalogue.load(each), cache_dtype=name) for each in ("tiny", "tiny-draft"))
+    texts = []
+    for drafter in (None, draft, replace(draft, cache_dtype="fp8")):
+        config = run_config(target, drafter, verification=VerificationConfig(rule="coupled"))
+        pair = load_pair(config)
+        decoder = make_decoder(pair, speculative=drafter is not None)
+        wanted = [Request(index=0, prompt_ids=prompt(pair, 40), max_new_tokens=48)]
+        texts.append(decode_once(decoder, wanted, seed=3)[2][0].token_ids)
+    assert texts[0] == texts[1] == texts[2]
