@@ -124,14 +124,14 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in blocks of `group`.
+    Units are cut in the first of `blocks` that there are enough of.
     """
 
     rank: int
     num_ranks: int
     heads: HeadShard
     head_dim: int
-    group: int
+    blocks: tuple[int, ...]
 
     def features(self, cut: Cut, size: int) -> tuple[range, ...]:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
@@ -153,9 +153,9 @@ class RankShard:
                 (units,) = self.features(Cut.mlp_units, size // 2)
                 return units, _behind(size // 2, units)
             case Cut.mlp_units | Cut.vocabulary:
-                block = self.group if cut is Cut.mlp_units else BLOCK
-                has_blocks = size > block * (self.num_ranks - 1)
-                return (split_blocks(size, self.num_ranks, block=block if has_blocks else 1)[self.rank],)
+                blocks = self.blocks if cut is Cut.mlp_units else (BLOCK,)
+                block = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
@@ -171,7 +171,7 @@ def split_model(
 ) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
-    MLP units and vocabulary are split in blocks of 64, or of a larger group of the quantization, if there are enough.
+    MLP units and vocabulary are split in blocks of 64, or of larger groups of the quantization, if there are enough.
     Where attention stays whole, every rank has all heads.
     """
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
@@ -180,9 +180,9 @@ def split_model(
         heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
-    group = math.lcm(BLOCK, format_of(quantization).group)
+    blocks = tuple(math.lcm(BLOCK, group) for group in format_of(quantization).groups) or (BLOCK,)
     shards = tuple(
-        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, group=group)
+        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, blocks=blocks)
         for rank in range(num_ranks)
     )
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):

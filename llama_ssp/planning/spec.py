@@ -14,7 +14,7 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
@@ -99,21 +99,21 @@ class PlannedModel:
         )
 
     @property
-    def packed(self) -> StoredFormat | None:
-        """The format of its files, if runs do not read it: a quantization that is given has precedence."""
-        is_known = self.stored_format is not None and self.stored_format.bits is not None
-        return self.stored_format if is_known and not format_of(self.quantization).is_quantized else None
-
-    @property
     def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, of the files, or of the numbers."""
+        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
         storage = format_of(self.quantization)
-        return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
+        return storage.name if storage.is_quantized else self.dtype.name
 
     @property
     def kept_shares(self) -> tuple[tuple[str, float], ...]:
-        """See `StoredFormat`, of files that runs read."""
-        return self.stored_format.kept_shares if self.stored_format and self.stored_format.storage else ()
+        """See `StoredFormat`."""
+        return self.stored_format.kept_shares if self.stored_format else ()
+
+    @property
+    def group(self) -> int:
+        """The inputs that share a word in files that are kept as they are; 0 for others."""
+        layout = self.stored_format.layout if self.stored_format else None
+        return layout.group if layout and layout.storage == self.quantization else 0
 
     @property
     def setting(self) -> str:
@@ -503,11 +503,11 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
     for model in (job.target, job.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
-        if stored.bits is None:
-            yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
         try:
             stored.kept_format(model.quantization, where=model.name)
-        except SspError as error:
+        except CheckpointError as error:
+            yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
+        except ConfigError as error:
             yield f"runs refuse this model: {error}"
 
 

@@ -97,5 +97,6 @@ def _joined(name: str, experts: Mapping[int, Mapping[int, StoredTensor | PackedT
         )
     rows, columns = first.shape
     return JoinedTensor(
-        dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), storage=first.storage, stored=alike
-    )
+        dtype=first.dtype, shape=(len(alike), num_matrices * rows, columns), storage=first.storage, group=first.group,
+        stored=alike,
+    )  # fmt: skip

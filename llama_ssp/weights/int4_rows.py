@@ -6,7 +6,7 @@
 A weight is scale * (code - zero): codes are 0 to 15, zeros 0 to 16. Scales from 16-bit files are exact, since they have
 none of these bits.
 
-Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inputs, B bytes of a group, W of a row.
+Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inputs, B bytes of a group, W = B + 4.
 """
 
 import torch
@@ -19,7 +19,7 @@ ZERO_BITS = 31
 
 
 def pack(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
-    """Pack codes (uint8), scales (fp32) and zeros (integers) into rows (O, W)."""
+    """Pack codes (uint8), scales (fp32) and zeros (integers) into rows (O, G, W)."""
     low, high = codes_OI.unflatten(1, (scales_OG.shape[1], 2, -1)).unbind(2)
     return byte_rows.join(low | high << 4, words_of(scales_OG, zeros_OG))
 
@@ -32,11 +32,6 @@ def words_of(scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
 def unpack_codes(bytes_OGB: Tensor) -> tuple[Tensor, Tensor]:
     """The codes of the first and of the last half of the inputs of each group, from its bytes."""
     return bytes_OGB & 15, bytes_OGB >> 4
-
-
-def split(rows_OW: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Split rows with groups of so many inputs into their bytes of codes (O, G B) and their words (O, G), copied."""
-    return byte_rows.split(rows_OW, group // 2)
 
 
 def scales_of(words: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUPS, format_of
 from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights import byte_rows, int4_rows, nf4_files
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
@@ -36,6 +35,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
+_INT4 = "int4_weight_only"
 _KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
 """The dtype of weights that are not packed into words, as files call it, by storage format."""
 
@@ -50,7 +50,7 @@ class PackedTensor(TensorFacts):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        This part has whole groups of the storage format. CheckpointError if a file has changed, or the groups are
+        This part has whole groups. CheckpointError if a file has changed, or the groups are
         scattered.
         """
         outputs, inputs = (range(size) for size in self.shape)
@@ -64,15 +64,15 @@ class PackedTensor(TensorFacts):
         return rows.to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        group = format_of(self.layout.storage).group
-        assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
+        group = self.layout.group
+        assert not group or inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         if self.layout.storage == "nf4":
             return nf4_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
-        columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
+        columns, columns_G = self._blocks(inputs[:: group or len(inputs)], 1)
         scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
-        if self.layout.storage not in INT4_GROUPS:
+        if self.layout.storage != _INT4:
             bytes_OI = self._bytes(outputs, inputs)
             return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
         if self.layout.zero in self.parts:
@@ -164,12 +164,12 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
-    make = partial(PackedTensor, storage=layout.storage, layout=layout, parts=parts)
+    make = partial(PackedTensor, storage=layout.storage, group=layout.group, layout=layout, parts=parts)
     if layout.storage == "nf4":
         shape = nf4_files.shape_of(parts)
         return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
-    is_int4 = layout.storage in INT4_GROUPS
+    is_int4 = layout.storage == _INT4
     kind = "I32" if is_int4 or layout.weight == "weight_packed" else _KINDS[layout.storage]
     if layout.joins_outputs:
         num_outputs *= _CODES_OF_A_WORD

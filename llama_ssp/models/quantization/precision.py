@@ -3,7 +3,7 @@
     int8               bitsandbytes: int8 inputs and weights, integer sums, a scale per row of each
     nf4                bitsandbytes: weights only, 4 bits each, a scale per 64 weights
     int8_weight_only   `weight_only`: weights only, int8, a scale per output
-    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128 weights
+    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128, 64 or 32 weights
 
 Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
 its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not
@@ -122,7 +122,7 @@ class Nf4Linear(Linear):
 
         shape = weight_OI.shape
         if weight_OI.dtype is torch.uint8:
-            bytes_OI, words_OG = byte_rows.split(weight_OI, GROUP // 2)
+            bytes_OI, words_OG = byte_rows.split(weight_OI)
             shape = torch.Size((len(bytes_OI), 2 * bytes_OI.shape[1]))
             self._weight, scales = bytes_OI.view(-1, 1), words_OG.view(torch.float32).flatten()
         else:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
@@ -44,23 +43,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def numbers(rows: Tensor, storage: str | None) -> Tensor:
     """The weights (O, I) that rows of bytes stand for."""
-    if storage == "int8_weight_only":
-        values, words = byte_rows.split(rows, rows.shape[1] - 4)
-        return values.view(torch.int8) * words.view(torch.float32)
-    if storage == "nf4":
-        values, words = byte_rows.split(rows, 32)
-        codes = torch.stack([values >> 4, values & 15], dim=2).view(len(rows), -1, 64)
-        return (NF4[codes.long()] * words.view(torch.float32)[..., None]).flatten(1)
-    if storage == "fp8_weight_only":
-        values, words = byte_rows.split(rows, 128)
-        groups = values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
-        weights: Tensor = groups.mul_(words.view(torch.float32)[..., None]).flatten(1)
-        return weights
-    group = INT4_GROUPS[str(storage)]
-    codes, words = int4_rows.split(rows, group)
-    groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
-    weights = (groups - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
-    return weights.flatten(1)
+    values, words = byte_rows.split(rows)
+    groups, scales = values.unflatten(1, (words.shape[1], -1)), words.view(torch.float32)[..., None]
+    match storage:
+        case "int8_weight_only":
+            weights = groups.view(torch.int8) * scales
+        case "nf4":
+            weights = NF4[torch.stack([groups >> 4, groups & 15], dim=3).flatten(2).long()] * scales
+        case "fp8_weight_only":
+            weights = groups.view(torch.float8_e4m3fn).float() * scales
+        case _:
+            codes = torch.cat(int4_rows.unpack_codes(groups), dim=2)
+            weights = (codes - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
+    found: Tensor = weights.flatten(1)
+    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
