@@ -216,7 +216,8 @@ class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
     `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
-    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all.
+    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all. A slice is of
+    a matrix with `whole_columns`.
     """
 
     module: str
@@ -226,6 +227,7 @@ class Matrix:
     has_bias: bool = False
     copies: float = 1.0
     num_chosen: float = 0.0
+    whole_columns: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -245,7 +247,7 @@ class Matrix:
             return self
         width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
-        return replace(self, num_rows=rows, num_columns=columns)
+        return replace(self, num_rows=rows, num_columns=columns, whole_columns=self.num_columns)
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")

@@ -21,6 +21,7 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
+    FUSED,
     Cut,
     Inventory,
     Matrix,
@@ -33,10 +34,11 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, WORD_BYTES, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
+from llama_ssp.settings.stored import PackedLayout
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -101,24 +103,34 @@ def weight_bytes(
     matrix_dtype: Dtype | None = None,
     expert_dtype: Dtype | None = None,
     kept_shares: tuple[tuple[str, float], ...] = (),
-    group: int = 0,
+    layout: PackedLayout | None = None,
+    fuses: bool = False,
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
     is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
-    module in `kept_shares`; a word has `group` inputs, 0 for the most that fit. Embeddings, norms, biases and heads
-    stay in the model's number format.
+    module in `kept_shares`; `layout` is that of files that are kept as they are. If it scatters groups, each product
+    has an order of its inputs; matrices with one input are one product if the model `fuses` them. Embeddings, norms,
+    biases and heads stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = scales = 0
+    products = set[str]()
     for matrix in held.layer:
         unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
-        in_group = group or storage.group_of(matrix.num_columns)
+        in_group = layout.group if layout else storage.group_of(matrix.num_columns)
         stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized, group=in_group)
+        if layout and layout.is_scattered:
+            if matrix.num_columns < matrix.whole_columns:  # every rank has the words of all groups
+                words = matrix.copies * matrix.num_rows * (matrix.whole_columns // (layout.block[1] or 1))
+                stored = round(matrix.num_elements * (storage.weight_bytes or 0) + WORD_BYTES * words)
+            product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
+            stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * matrix.num_columns)
+            products.add(product)
         row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
         if share := dict(kept_shares).get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
@@ -161,7 +173,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        expert_dtype=model.expert_dtype(device), kept_shares=model.kept_shares, group=model.group,
+        expert_dtype=model.expert_dtype(device), kept_shares=model.kept_shares, layout=model.layout,
+        fuses=model.is_lean,
     )  # fmt: skip
 
 

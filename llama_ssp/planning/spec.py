@@ -46,7 +46,7 @@ from llama_ssp.settings.schema import (
     WeightsKind,
     WholeParts,
 )
-from llama_ssp.settings.stored import StoredFormat, stored_format
+from llama_ssp.settings.stored import PackedLayout, StoredFormat, stored_format
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -110,10 +110,10 @@ class PlannedModel:
         return self.stored_format.kept_shares if self.stored_format else ()
 
     @property
-    def group(self) -> int:
-        """The inputs that share a word in files that are kept as they are; 0 for others."""
+    def layout(self) -> PackedLayout | None:
+        """That of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
-        return layout.group if layout and layout.storage == self.quantization else 0
+        return layout if layout and layout.storage == self.quantization else None
 
     @property
     def setting(self) -> str:

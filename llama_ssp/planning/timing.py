@@ -271,7 +271,8 @@ def forward_time(
 def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
     head = held.output.num_elements if held.head or held.embeddings else 0
     value_bytes, storage = DTYPE_BYTES[model.matrix_dtype(hardware.device)], format_of(model.quantization)
-    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes, group=model.group) for elements in held.products)
+    group = model.layout.group if model.layout else 0
+    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes, group=group) for elements in held.products)
     return held.num_layers * layer_bytes + value_bytes * head
 
 
@@ -343,7 +344,7 @@ def _roofline_s(
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
-        packed = storage.matrix_bytes(size, value_bytes, group=model.group)
+        packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
         read_bytes = storage.gpu_read_bytes(rows, packed, value_bytes * size)
         seconds += count * times * _product_s(read_bytes, model, hardware, operations=2 * rows * size)
     return seconds

@@ -97,6 +97,7 @@ of the kernel move 4; each further one would move one more, and through the L2 c
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
 WORD_BYTES = 4  # Of an fp32 scale, which in int4 has the zero in its last bits.
+ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
 NF4_GROUP = 64  # Inputs that share a word.
 INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.

@@ -21,13 +21,13 @@ from llama_ssp.settings.model_files import shown
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
+    "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
     "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
-_ORDERS_IN_PLACE = (None, False, "weight", "static")
-"""Values of actorder that leave consecutive inputs in a group; the others scatter them."""
+_ORDERS_IN_PLACE, _SCATTERED = (None, False, "weight", "static"), (True, "group", "dynamic")
+"""Values of actorder that leave consecutive inputs in a group, and those that scatter them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class PackedLayout:
         has_inputs_first: matrices are stored transposed.
         joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
         least_zero: what a stored zero of 0 stands for.
+        is_scattered: any inputs may share a scale, as `order` says.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PackedLayout:
     has_inputs_first: bool = False
     joins_outputs: bool = False
     least_zero: int = 0
+    is_scattered: bool = False
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -79,12 +81,14 @@ def layout_of(described: object) -> PackedLayout | str:
 
 def _gptq(described: Mapping[str, Any]) -> _Found:
     version = described.get("checkpoint_format") or "gptq"
-    problems = [*_differences(described, {"bits": 4, "desc_act": False})]
+    problems = [*_differences(described, {"bits": 4})]
+    problems += [] if isinstance(order := described.get("desc_act"), bool) else [f"desc_act {shown(order)}"]
     problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
     problems += [f"dynamic {shown(described['dynamic'])}"] if described.get("dynamic") else []
     return _int4(
         _grouped(described.get("group_size")), described, problems, name="gptq int4", weight="qweight", scale="scales",
         zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
+        is_scattered=order is True,
     )  # fmt: skip
 
 
@@ -113,11 +117,13 @@ def _compressed(described: Mapping[str, Any]) -> _Found:
     bits, kind = _FORMS_READ.get(str(form), (None, None))
     problems += [] if bits else [f"format {shown(form)}"]
     problems += _differences(first, {"num_bits": bits, "type": kind} if bits else {})
-    problems += [] if first.get("actorder") in _ORDERS_IN_PLACE else [f"actorder {shown(first['actorder'])}"]
+    order = first.get("actorder")
+    problems += [] if order in (*_ORDERS_IN_PLACE, *_SCATTERED) else [f"actorder {shown(order)}"]
     if form == "pack-quantized":
         return _int4(
             block, first, problems, name="compressed-tensors int4", weight="weight_packed", scale="weight_scale",
             zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+            is_scattered=order in _SCATTERED,
         )  # fmt: skip
     if form == "float-quantized":
         return _fp8_in(block, problems, name="compressed-tensors fp8")
@@ -195,6 +201,7 @@ def _int4(
     if not group:
         fields = [name for name in ("strategy", "group_size") if name in described] or ["group_size"]
         problems = [*problems, *(f"{name} {shown(described.get(name))}" for name in fields)]
+    layout["is_scattered"] = bool(size and layout.get("is_scattered"))
     return problems or PackedLayout(storage="int4_weight_only", block=(1, size), group=group, **layout)
 
 

@@ -11,7 +11,7 @@
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
 are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
-the groups: not supported. An actorder that is static, or weight, keeps the groups in place.
+the groups, so that they are read in the order of `int4_rows`. A static actorder, or weight, keeps them in place.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights import byte_rows, int4_rows, nf4_files
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
@@ -64,6 +65,8 @@ class PackedTensor(TensorFacts):
         return rows.to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
+        if self.layout.is_scattered:
+            return self._sorted(outputs, inputs)
         group = self.layout.group
         assert not group or inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         if self.layout.storage == "nf4":
@@ -71,15 +74,48 @@ class PackedTensor(TensorFacts):
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
         columns, columns_G = self._blocks(inputs[:: group or len(inputs)], 1)
+        if self.layout.storage == _INT4:
+            scales_OG, zeros_OG = (each[:, columns_G] for each in self._steps(outputs, columns))
+            return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
         scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
-        if self.layout.storage != _INT4:
-            bytes_OI = self._bytes(outputs, inputs)
-            return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
-        if self.layout.zero in self.parts:
-            zeros_OG = self._along_outputs(self.layout.zero, outputs, columns)[:, columns_G] + self.layout.least_zero
+        return byte_rows.join(self._bytes(outputs, inputs).unflatten(1, (len(columns_G), -1)), scales_OG)
+
+    def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
+        """The scales and the zeros (O, G) of some groups of the file."""
+        scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
+        if self.layout.zero not in self.parts:
+            return scales_OG, torch.full_like(scales_OG, _ZERO)
+        return scales_OG, self._along_outputs(self.layout.zero, outputs, groups) + self.layout.least_zero
+
+    def _sorted(self, outputs: range, inputs: range) -> Tensor:
+        """Rows whose inputs are sorted by their groups; of a part of the inputs in groups of 32, with gaps."""
+        stored, size, group = self.parts[self.layout.order], self.layout.block[1], self.layout.group
+        assert size, "one group cannot be scattered"
+        groups_I, groups = stored.read(inputs).long(), range(self.shape[1] // size)
+        counts_G = groups_I.clamp(0, len(groups)).bincount(minlength=len(groups))
+        order_I, codes_OI = groups_I.argsort(stable=True), self._codes(outputs, inputs)
+        is_whole = len(inputs) == self.shape[1]
+        if len(counts_G) > len(groups) or (is_whole and len(counts_G.unique()) > 1) or groups_I.min() < 0:
+            raise CheckpointError(
+                f"{stored.file} has {stored.name} of other groups than {len(groups)} of {size} inputs: copy or "
+                "download it again"
+            )
+        num_blocks_G = torch.full_like(counts_G, size // group)
+        if not is_whole:
+            group = INT4_GROUPS[-1]
+            num_blocks_G = counts_G // group + 1
+            firsts_G = (num_blocks_G * group).cumsum(0) - num_blocks_G * group
+            sorted_I = groups_I[order_I]
+            places_I = firsts_G[sorted_I] + torch.arange(len(inputs)) - (counts_G.cumsum(0) - counts_G)[sorted_I]
+            num_blocks_G[-1] += (rest := len(inputs) // group + len(groups) - int(num_blocks_G.sum()))
+            spread_I = torch.full((int(num_blocks_G.sum()) * group,), int4_rows.GAP)
+            spread_I[len(spread_I) - rest * group :] = int4_rows.NOTHING
+            spread_I[places_I] = order_I
+            codes_OI, order_I = codes_OI[:, spread_I.where(spread_I < int4_rows.NOTHING, 0)], spread_I
         else:
-            zeros_OG = torch.full_like(scales_OG, _ZERO)
-        return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
+            codes_OI = codes_OI[:, order_I]
+        scales_OG, zeros_OG = (each.repeat_interleave(num_blocks_G, dim=1) for each in self._steps(outputs, groups))
+        return int4_rows.pack(codes_OI, scales_OG, zeros_OG, order_I)
 
     def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
         """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
@@ -120,8 +156,8 @@ class PackedTensor(TensorFacts):
         stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
         if stored and not torch.equal(stored.read(inputs).long(), torch.tensor(inputs) // size):
             raise CheckpointError(
-                f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
-                "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
+                f"{stored.file} scatters the groups of {stored.name}, and its config.json does not say so (desc_act, "
+                "actorder): copy or download the folder again"
             )
 
 
@@ -164,7 +200,8 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
-    make = partial(PackedTensor, storage=layout.storage, group=layout.group, layout=layout, parts=parts)
+    group = _CODES_OF_A_WORD if layout.is_scattered else layout.group
+    make = partial(PackedTensor, storage=layout.storage, group=group, layout=layout, parts=parts)
     if layout.storage == "nf4":
         shape = nf4_files.shape_of(parts)
         return make(dtype=torch.float32, shape=shape) if shape else None
@@ -180,6 +217,7 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     fits = parts[layout.weight].kind == kind and dtype is not None
     fits &= not is_int4 or num_inputs % num_groups == 0
     fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
+    fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.NOTHING)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):

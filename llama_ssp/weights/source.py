@@ -27,7 +27,7 @@ class TensorFacts:
         dtype: None if weights cannot have it; of a packed tensor, that of its scales.
         shape: of the whole tensor, unpacked.
         storage: the storage format of a packed one, which is read as `byte_rows`.
-        group: its inputs that share a word; 0 for all.
+        group: of which a slice of its inputs has a multiple; 0 for any slice.
     """
 
     dtype: torch.dtype | None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 _GROUPS = {
     "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
-    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
+    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64, "gptq, sorted": 128,
+    "compressed-tensors, sorted": 64,
 }  # fmt: skip
 """Layouts of int4, with the inputs that share a scale."""
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
@@ -86,13 +87,28 @@ def quantization_config(layout: str) -> dict[str, Any]:
     if layout.startswith("gptq"):
         version = layout.partition(",")[0]
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": layout == "gptq",
-            "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
+            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": "sorted" in layout,
+            "sym": layout == "gptq", "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
         }  # fmt: skip
     return _compressed(
-        "pack-quantized", num_bits=4, type="int", symmetric="asymmetric" not in layout,
+        "pack-quantized", num_bits=4, type="int", symmetric=not layout.endswith(("asymmetric", "sorted")),
         strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+        actorder="group" if "sorted" in layout else None,
     )  # fmt: skip
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+"""Where compressed-tensors describes the weights."""
+
+
+def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
+    """The same with other fields, of the part at a path."""
+    config = quantization_config(layout)
+    inner = config
+    for name in path:
+        inner = inner[name]
+    inner.update(changes)
+    return config
 
 
 def _config_of_bytes(layout: str) -> dict[str, Any]:
@@ -178,8 +194,13 @@ def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor
     """The numbers (O, I) and the stored parts of a weight."""
     size = _GROUPS[layout] if _GROUPS[layout] > 0 else weight_OI.shape[1]
     is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
-    codes, scales, zeros = _quantized(weight_OI, size, is_symmetric=is_symmetric)
-    return _dequantized(codes, scales, zeros), _parts(codes, scales, zeros, layout)
+    order = torch.arange(weight_OI.shape[1])
+    if "sorted" in layout:
+        order = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))
+    codes, scales, zeros = _quantized(weight_OI[:, order], size, is_symmetric=is_symmetric)
+    back = order.argsort()
+    groups = (torch.arange(len(order), dtype=torch.int32) // size)[back]
+    return _dequantized(codes, scales, zeros)[:, back], _parts(codes[:, back], scales, zeros, groups, layout)
 
 
 def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +222,7 @@ def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (groups * scales.float()[..., None]).flatten(1)
 
 
-def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[str, Tensor]:
+def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, layout: str) -> dict[str, Tensor]:
     num_outputs, num_inputs = codes.shape
     if layout.startswith("awq"):
         return {"qweight": _awq_words(codes.t()), "scales": scales.t(), "qzeros": _awq_words(zeros.t())}
@@ -209,12 +230,15 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[st
         first = 0 if layout == "gptq_v2" else 1
         return {
             "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),
-            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // (num_inputs // scales.shape[1]),
+            "g_idx": groups,
         }  # fmt: skip
     parts = {
         "weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor([num_outputs, num_inputs])
     }  # fmt: skip
-    return parts if "asymmetric" not in layout else parts | {"weight_zero_point": _words(zeros.t()).t()}
+    if "sorted" in layout:
+        parts["weight_g_idx"] = groups
+    symmetric = "compressed-tensors", "compressed-tensors, whole rows"
+    return parts if layout in symmetric else parts | {"weight_zero_point": _words(zeros.t()).t()}
 
 
 def _awq_words(codes: Tensor) -> Tensor:

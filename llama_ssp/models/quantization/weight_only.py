@@ -127,7 +127,18 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Int4WeightOnly(_WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours.
+
+    With the group of each input, `groups_I`, those are scattered, and the codes lie as if they were one group.
+    """
+
+    def __init__(
+        self, operands: tuple[Tensor, Tensor], bias_O: Tensor | None, few_rows: ProductOfFewRows | None = None,
+        *,
+        groups_I: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(operands, bias_O, few_rows)
+        self._groups_I = groups_I
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO = self._operands
@@ -136,15 +147,45 @@ class _Int4WeightOnly(_WeightOnlyLinear):
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return
-        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
+        words_CG = words_GO[:, outputs].t()
+        if self._groups_I is not None:
+            words_CG = words_CG[:, self._groups_I].unflatten(1, (2, -1))
+        num_groups = 1 if self._groups_I is not None else len(words_GO)
+        groups = into_CI.unflatten(1, (num_groups, 2, -1))
+        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (num_groups, -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
-        words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
+        words = (words_CG[..., None, None] if self._groups_I is None else words_CG[:, None]).contiguous()
         # A trace cannot hold the change from bits to numbers, but it can hold an operator.
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
-        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+        groups.sub_(int4_rows.zeros_of(words)).mul_(scales_of(words))
+
+
+class _Reordered(Linear):
+    """A layer whose inputs are sorted by their groups."""
+
+    def __init__(self, linear: Linear, order_I: Tensor) -> None:
+        self._linear, self._order_I = linear, order_I
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear(x_MI.index_select(1, self._order_I))
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear.add(x_MI.index_select(1, self._order_I), residual_MO)
+
+
+class _Beside(Linear):
+    """Layers with one input whose outputs stand one behind the other."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return torch.cat([linear(x_MI) for linear in self._linears], dim=1)
 
 
 def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -153,16 +194,48 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
     the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
+    order_OI = None
     if weight_OI.dtype is torch.uint8:
-        codes_OI, words_OG = byte_rows.split(weight_OI)
+        codes_OI, words_OG, order_OI = int4_rows.split(weight_OI)
     else:
         group = format_of("int4_weight_only").group_of(weight_OI.shape[1])
         codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
+    if order_OI is None:
+        return _int4_linear(codes_OI, words_OG, bias_O)
+    # Layers with one input, which are joined, nearly always have one order.
+    is_other_O = (order_OI[1:] != order_OI[:-1]).any(1)
+    edges = [0, *(1 + is_other_O.nonzero()[:, 0]).tolist(), len(order_OI)]
+    linears = [
+        _in_order(codes_OI[rows], words_OG[rows], order_OI[rows.start], None if bias_O is None else bias_O[rows])
+        for rows in map(slice, edges, edges[1:])
+    ]
+    return linears[0] if len(linears) == 1 else _Beside(linears)
+
+
+def _in_order(codes_OI: Tensor, words_OG: Tensor, order_I: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer whose inputs are sorted, or of a part of them; see `int4_rows`."""
+    is_input_I = order_I < int4_rows.NOTHING
+    if is_input_I.all():
+        return _Reordered(_int4_linear(codes_OI, words_OG, bias_O), order_I.clone())
+    order_GI, inputs_I = order_I.view(words_OG.shape[1], -1), order_I[is_input_I]
+    is_last_G = (order_GI == int4_rows.GAP).any(1)
+    group_G = is_last_G.cumsum(0) - is_last_G.long()
+    groups_I = torch.empty_like(inputs_I)
+    groups_I[inputs_I] = group_G[:, None].expand_as(order_GI).flatten()[is_input_I].int()
+    halves = int4_rows.unpack_codes(codes_OI.unflatten(1, (len(order_GI), -1)))
+    codes_CI = torch.empty(len(codes_OI), len(inputs_I), dtype=torch.uint8, device=codes_OI.device)
+    codes_CI[:, inputs_I] = torch.cat(halves, dim=2).flatten(1)[:, is_input_I]
+    low, high = codes_CI.unflatten(1, (2, -1)).unbind(1)
+    return _Int4WeightOnly((low | high << 4, words_OG[:, is_last_G].t().contiguous()), bias_O, groups_I=groups_I)
+
+
+def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
-    if weight_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
+    if codes_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
         halves = int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1)))
         return NativeLinear(NIBBLES, torch.cat(halves, dim=2).flatten(1), words_OG, bias_O)
-    kernel = find_few_rows("int4_weight_only", weight_OI.device.type, group=num_inputs // num_groups)
+    kernel = find_few_rows("int4_weight_only", codes_OI.device.type, group=num_inputs // num_groups)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 

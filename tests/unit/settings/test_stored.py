@@ -8,6 +8,7 @@ import yaml
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
+from tests.helpers.packed_checkpoints import WEIGHTS, changed
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
@@ -34,39 +35,56 @@ def gptq(**changes: object) -> dict[str, Any]:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": None}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-UNKNOWN = {
-    "another method": {"quant_method": "quip", "bits": 2},
-    "no method": {"bits": 4},
-    "a list": [4],
-    "null": None,
-    "a method that is no name": {"quant_method": ["fp8"]},
-    "a block of one side": FP8 | {"weight_block_size": [128]},
-    "a block that is no size": FP8 | {"weight_block_size": [128, -1]},
-    "awq without bits": {"quant_method": "awq", "group_size": 128},
-    "a group of nothing": AWQ | {"group_size": 0},
-    "gptq with rules of its own": gptq(bits=8, dynamic={"-:.*": {}}),
-    "bitsandbytes without bits": {"quant_method": "bitsandbytes"},
-    "no groups": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
-    "groups that are a list": {"quant_method": "compressed-tensors", "config_groups": [4]},
-    "another form": compressed("marlin-24", num_bits=4, strategy="group", group_size=128),
-    "no strategy": compressed("pack-quantized", num_bits=4),
-    "sparse": compressed("float-quantized", num_bits=8, type="float", strategy="channel")
-    | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-    "two formats": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {
-            str(bits): {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "channel"}}
-            for bits in (4, 8)
-        },
-    },
+REFUSED: dict[str, tuple[object, str]] = {
+    "another method": ({"quant_method": "hqq", "bits": 4}, 'quant_method "hqq"'),
+    "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
+    "awq without zeros": (changed("awq", zero_point=False), r"\(zero_point false\)"),
+    "a list": ([4], "quant_method null"),
+    "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
+    "small groups": (changed("gptq", group_size=16), r"\(group_size 16\)"),
+    "odd groups": (changed("awq", group_size=200), r"\(group_size 200\)"),
+    "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
+    "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
+    "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
+    "another format": (changed("compressed-tensors", format="marlin-24"), r'\(format "marlin-24"\)'),
+    "a format of other bits": (changed("compressed-tensors", format="int-quantized"), r"\(num_bits 4; strategy"),
+    "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
+    "per matrix": (changed("compressed-tensors", *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
+    "sparse": (changed("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
+    "two formats": (
+        changed("compressed-tensors", "config_groups", group_1={"weights": {"num_bits": 8}}),
+        r"\(several config_groups\)",
+    ),
+    "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "fp4": (changed("nf4", bnb_4bit_quant_type="fp4"), r'\(bnb_4bit_quant_type "fp4"\)'),
+    "bytes of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
+    "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
+    "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
+    "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
+    "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
+    "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
+    "rotations": (changed("compressed-tensors", transform_config={"config_groups": {}}), r"\(transform_config {"),
+    "no method": ({"bits": 4}, "quant_method null"),
+    "null": (None, "quant_method null"),
+    "a method that is no name": ({"quant_method": ["fp8"]}, r'quant_method \["fp8"\]'),
+    "a block that is no size": (FP8 | {"weight_block_size": [128, -1]}, "blocks of null inputs"),
+    "awq without bits": ({"quant_method": "awq", "group_size": 128}, "bits null; zero_point null"),
+    "a group of nothing": (AWQ | {"group_size": 0}, "group_size 0"),
+    "an order of 1": (gptq(desc_act=1), r"\(desc_act 1\)"),
+    "bitsandbytes without bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit null"),
+    "groups that are a list": ({"quant_method": "compressed-tensors", "config_groups": [4]}, "no config_groups"),
+    "no strategy": (compressed("pack-quantized", num_bits=4), "group_size null"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("described", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_faulty_description_is_said_to_be_unreadable(described: object) -> None:
+@pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
+def test_other_forms_are_refused_with_what_is_different(described: object, reason: str) -> None:
     stored = found(described)
-    assert stored.problem
     assert (stored.storage, stored.kept_shares) == (None, ())
+    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 32"):
+        stored.kept_format("none", where="here")
 
 
 def test_without_a_description_nothing_is_quantized() -> None:
@@ -89,6 +107,7 @@ READ = {
     "groups of 64": (AWQ | {"group_size": 64}, INT4, 64),
     "three groups of 64": (gptq(group_size=192), INT4, 64),
     "groups of 32": (gptq(group_size=32), INT4, 32),
+    "scattered groups": (gptq(desc_act=True), INT4, 128),
     "three groups of 32": (gptq(group_size=96), INT4, 32),
     "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), INT8, 0),
     "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), INT8, 0),
@@ -116,10 +135,8 @@ def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(
 
 
 def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"^here describes .* cannot be read \(desc_act true\): unquantized weights"
-    ):
-        found(gptq(desc_act=True)).kept_format("none", where="here")
+    with pytest.raises(CheckpointError, match=r"^here describes .* cannot be read \(bits 8\): unquantized weights"):
+        found(gptq(bits=8)).kept_format("none", where="here")
     with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
         found(gptq(lm_head=True)).kept_format("none", where="here")
     with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
