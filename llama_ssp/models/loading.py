@@ -511,8 +511,9 @@ def _check_experts(
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
             )
         shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
-        units = module.down_proj.shape[2]
-        widths = {module.gate_up_proj.shape[2], *(each.num_features(Cut.mlp_units, units) for each in shards)}
+        dim = 1 if module.is_transposed else 2
+        units = module.down_proj.shape[dim]
+        widths = {module.gate_up_proj.shape[dim], *(each.num_features(Cut.mlp_units, units) for each in shards)}
         check_inputs(f"the experts {name} have {{}}", widths, "fewer ranks, or ")
 
 

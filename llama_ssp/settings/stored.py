@@ -6,6 +6,7 @@ Runs keep weights as they are stored where `layout_of` has a layout, and refuse 
     awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
     bitsandbytes          nf4 in blocks of 64 weights, whose scales may be quantized themselves
     fp8, fbgemm_fp8       a scale per block, output or matrix
+    mxfp4                 4 bits with a byte per 32 weights, in experts alone; runs widen them to 16 bits
 """
 
 import re
@@ -22,7 +23,8 @@ QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
     "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
-    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
+    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
+    "or mxfp4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -36,7 +38,7 @@ class PackedLayout:
 
     Attributes:
         name: for tables.
-        storage: the storage format that they are read in.
+        storage: the storage format that they are read in; empty if they are read as numbers.
         block: numbers of outputs and of inputs that share a scale; None for all of them.
         group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
         weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
@@ -165,6 +167,10 @@ def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
     )  # fmt: skip
 
 
+def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
+    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="", scale="")
+
+
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 """Last part of the name of a tensor with JSON."""
 _PACKED_BYTES = "pack-quantized with 8 bits"
@@ -185,7 +191,7 @@ _OF_ACTIVATIONS = (
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
     _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,
-    "bitsandbytes": _bitsandbytes,
+    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4,
 }  # fmt: skip
 
 
@@ -234,8 +240,8 @@ class StoredFormat:
 
     @property
     def storage(self) -> str | None:
-        """The storage format in which runs keep it; None if they cannot read it."""
-        return self.layout.storage if self.layout else None
+        """The storage format in which runs keep it; None if they read numbers, or cannot read it."""
+        return (self.layout.storage or None) if self.layout else None
 
     def kept_format(self, quantization: str, *, where: object) -> str:
         """The storage format of a run of the checkpoint at `where`; see `kept_format`.
@@ -282,6 +288,8 @@ def stored_format(
     named = method if isinstance(method, str) else f"quant_method {shown(method)}"
     if isinstance(layout, str):
         return StoredFormat(name=named, problem=layout)
+    if not layout.storage:
+        return StoredFormat(name=layout.name, layout=layout)
     kept, quantized = _patterns(described)
     may_have_head = method == _COMPRESSED or described.get("lm_head") is True
     if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):

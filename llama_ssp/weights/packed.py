@@ -7,6 +7,7 @@
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
     bitsandbytes         see `nf4_files`
+    mxfp4                see `mxfp4_files`
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
@@ -28,7 +29,8 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import byte_rows, int4_rows, nf4_files
+from llama_ssp.weights import byte_rows, int4_rows, mxfp4_files, nf4_files
+from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD, _BYTES_OF_A_WORD, _SIGN_BIT = 8, 4, 128
@@ -169,8 +171,10 @@ def _codes(words: Tensor) -> Tensor:
 
 def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
-) -> dict[str, StoredTensor | PackedTensor]:
+) -> Mapping[str, StoredTensor | PackedTensor | WidenedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
+    if not layout.storage:
+        return mxfp4_files.widen(tensors, folder)
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
     suffix = f".{layout.scale}"

@@ -35,6 +35,10 @@ NF4 = torch.tensor(
     ]
 )  # fmt: skip
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
+MXFP4 = "mxfp4"
+"""A layout of experts alone."""
+_OF_EXPERTS = re.compile(r"experts\.\w+_proj$")
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) -> None:
@@ -44,12 +48,16 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         origin: folder of the checkpoint.
         packed: folder to write, with quantized weights.
         dequantized: folder to write, with the same weights in fp32.
-        layout: one of LAYOUTS.
+        layout: one of LAYOUTS, or MXFP4.
     """
     packed_tensors: dict[str, Tensor] = {}
     numbers: dict[str, Tensor] = {}
     for name, tensor in load_file(origin / "model.safetensors").items():
-        if not _LINEAR.search(name):
+        if layout == MXFP4 and _OF_EXPERTS.search(name):
+            numbers[name], blocks, scales = _in_mxfp4(tensor.float())
+            packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            continue
+        if layout == MXFP4 or not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
         make = _in_bytes if layout in _BLOCKS else _in_nf4 if layout in _FLOATS else _in_4_bits
@@ -70,6 +78,8 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
+    if layout == MXFP4:
+        return {"quant_method": layout, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     if layout in _BLOCKS:
         return _config_of_bytes(layout)
     if layout in _FLOATS:
@@ -135,6 +145,18 @@ def _compressed(form: str, *, activations: object = None, **weights: object) -> 
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _in_mxfp4(weight_XIO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers (X, I, O), the blocks (X, O, I / 32, 16) and the scales (X, O, I / 32)."""
+    groups = weight_XIO.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3).clamp(min=2.0**-100).log2().floor() - 2).int()
+    scaled = groups / exponents.float().exp2()[..., None]
+    places = (scaled.abs()[..., None] - _E2M1).abs().argmin(4)
+    numbers = _E2M1[places] * scaled.sign() * exponents.float().exp2()[..., None]
+    codes = (places + 8 * (scaled < 0)).to(torch.uint8).unflatten(3, (-1, 2))
+    blocks = codes[..., 0] | codes[..., 1] << 4
+    return numbers.flatten(2).transpose(1, 2), blocks, (exponents + 127).to(torch.uint8)
 
 
 def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import model_bytes, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelConfig
+from llama_ssp.settings.schema import Dtype, ModelConfig
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
 from tests.unit.models.test_quantized_models import tensors_of
 from tests.unit.weights.test_packed import edited
 
@@ -31,6 +34,7 @@ pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 24
+GPT_OSS: dict[str, Any] = {"intermediate_size": 96, "head_dim": 64}
 Made = Callable[..., tuple[Path, Path]]
 
 
@@ -132,6 +136,40 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8"])
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
     assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_experts_in_mxfp4_are_widened_to_the_numbers_that_they_stand_for(made: Made, dtype: Dtype) -> None:
+    found = [
+        greedy(load_model(inspect(folder), dtype=getattr(torch, dtype.value), device=CPU, comm=Comm.single()))
+        for folder in made("gpt_oss", MXFP4, **GPT_OSS)
+    ]
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_plan_counts_experts_in_mxfp4_in_16_bits_where_a_cpu_keeps_them_so(made: Made) -> None:
+    packed, _ = made("gpt_oss", MXFP4, **GPT_OSS)
+    runner: Any = load(packed, Comm.single())
+    experts = [vars(module) for module in runner._model.modules() if type(module) is OwnExperts]
+    biases = 2 * 4 * (2 * 96 + 384)  # of an expert of two layers: those of others share memory, and no plan counts any
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    assert model.quantization == "none"
+    whole = inventory(model.shape)
+    without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
+    model = replace(model, stored=Dtype.bf16)  # as of a config.json that names no number format
+    counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]
+    held = sum(tensor.nbytes for tensor in tensors_of(experts, {}) if tensor.numel() > 16)
+    assert held - biases == counted[0] - counted[1]
+
+
+def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+    folder = edited(made("gpt_oss", MXFP4, **GPT_OSS)[0], tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"no mxfp4 weights for model.layers.1.mlp.experts.down_proj, though"):
+        inspect(folder)
 
 
 def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
