@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -147,18 +147,20 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
         ),
     )
 )
-register(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
-    StorageFormat(
-        name="nf4",
-        order=2,
-        kernel="llama_ssp.models.quantization.precision:Nf4Linear",
-        weight_bytes=0.5,
-        unpacks_matrix=True,
-        gpu_read_bytes=_nf4_read_bytes,
-        groups=(NF4_GROUP,),
-        package=BITSANDBYTES,
-        change_weight=5,
-    )
+_NF4 = StorageFormat(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
+    name="nf4",
+    order=2,
+    kernel="llama_ssp.models.quantization.precision:Nf4Linear",
+    weight_bytes=0.5,
+    unpacks_matrix=True,
+    gpu_read_bytes=_nf4_read_bytes,
+    groups=(NF4_GROUP,),
+    package=BITSANDBYTES,
+    change_weight=5,
+)
+register(_NF4)
+register(  # a float of 4 bits in place of it: for checkpoints that are stored so
+    replace(_NF4, name="fp4", order=6, kernel="llama_ssp.models.quantization.precision:Fp4Linear", change_weight=None)
 )
 register(  # our own: one byte per weight, and an fp32 scale per output
     StorageFormat(

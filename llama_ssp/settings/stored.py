@@ -4,7 +4,7 @@ Runs keep weights as they are stored where `layout_of` has a layout, and refuse 
 
     compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies
     awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
-    bitsandbytes          nf4 in blocks of 64 weights, whose scales may be quantized themselves
+    bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
     fp8, fbgemm_fp8       a scale per block, output or matrix
     mxfp4                 4 bits with a byte per 32 weights, in experts alone; runs widen them to 16 bits
 """
@@ -24,7 +24,7 @@ READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
     "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
     "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
-    "or mxfp4"
+    "fp4 or 8 bits, or mxfp4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -47,6 +47,7 @@ class PackedLayout:
         joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
         least_zero: what a stored zero of 0 stands for.
         is_scattered: any inputs may share a scale, as `order` says.
+        steps: that a stored scale is divided into.
     """
 
     name: str
@@ -62,6 +63,7 @@ class PackedLayout:
     joins_outputs: bool = False
     least_zero: int = 0
     is_scattered: bool = False
+    steps: int = 1
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -157,13 +159,21 @@ def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
 
 
 def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
-    wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if described.get("load_in_8bit") is True:
+        return [*_differences(described, {"load_in_4bit": False})] or PackedLayout(
+            name="bitsandbytes int8", storage="int8_weight_only", block=(1, None), weight="weight", scale="SCB",
+            others=("weight_format",), steps=127,
+        )  # fmt: skip
+    wanted: dict[str, object] = {"load_in_4bit": True}
+    kind = described.get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        wanted["bnb_4bit_quant_type"] = "nf4"
     if described.get("bnb_4bit_quant_storage") is not None:
         wanted["bnb_4bit_quant_storage"] = "uint8"
     return [*_differences(described, wanted)] or PackedLayout(
-        name="bitsandbytes nf4", storage="nf4", block=(1, NF4_GROUP), group=NF4_GROUP, weight="weight",
+        name=f"bitsandbytes {kind}", storage=kind, block=(1, NF4_GROUP), group=NF4_GROUP, weight="weight",
         scale="weight.absmax",
-        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", NF4_STATE),
+        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", f"{BNB_STATE}{kind}"),
     )  # fmt: skip
 
 
@@ -171,8 +181,8 @@ def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one
     return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="", scale="")
 
 
-NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-"""Last part of the name of a tensor with JSON."""
+BNB_STATE = "weight.quant_state.bitsandbytes__"
+"""What precedes the kind in the last part of the name of a tensor with JSON."""
 _PACKED_BYTES = "pack-quantized with 8 bits"
 _FORMS_READ = {
     "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),

@@ -6,7 +6,7 @@
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
-    bitsandbytes         see `nf4_files`
+    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `bnb_files`
     mxfp4                see `mxfp4_files`
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
@@ -29,7 +29,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import byte_rows, int4_rows, mxfp4_files, nf4_files
+from llama_ssp.weights import bnb_files, byte_rows, int4_rows, mxfp4_files
 from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
@@ -38,7 +38,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
-_INT4 = "int4_weight_only"
+_INT4, _OF_BNB = "int4_weight_only", ("nf4", "fp4")
 _KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
 """The dtype of weights that are not packed into words, as files call it, by storage format."""
 
@@ -71,15 +71,15 @@ class PackedTensor(TensorFacts):
             return self._sorted(outputs, inputs)
         group = self.layout.group
         assert not group or inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
-        if self.layout.storage == "nf4":
-            return nf4_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
+        if self.layout.storage in _OF_BNB:
+            return bnb_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
         columns, columns_G = self._blocks(inputs[:: group or len(inputs)], 1)
         if self.layout.storage == _INT4:
             scales_OG, zeros_OG = (each[:, columns_G] for each in self._steps(outputs, columns))
             return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
-        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
+        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G] / self.layout.steps
         return byte_rows.join(self._bytes(outputs, inputs).unflatten(1, (len(columns_G), -1)), scales_OG)
 
     def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
@@ -206,8 +206,8 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
         return None
     group = _CODES_OF_A_WORD if layout.is_scattered else layout.group
     make = partial(PackedTensor, storage=layout.storage, group=group, layout=layout, parts=parts)
-    if layout.storage == "nf4":
-        shape = nf4_files.shape_of(parts)
+    if layout.storage in _OF_BNB:
+        shape = bnb_files.shape_of(parts, layout.storage)
         return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
     is_int4 = layout.storage == _INT4

@@ -22,11 +22,13 @@ _GROUPS = {
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "int8": (1, None), "int8, packed": (1, None), "int8, one scale": (None, None), "fp8": (128, 128),
     "fp8, one scale": (None, None), "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128),
-    "float, one scale": (None, None),
+    "float, one scale": (None, None), "int8 of bitsandbytes": (1, None),
 }  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
-_FLOATS = ("nf4", "nf4, twice")
+_FLOATS = ("nf4", "nf4, twice", "fp4, twice")
+_BNB_INT8 = "int8 of bitsandbytes"
 LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS)
+FP4 = torch.tensor([sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)])
 NF4 = torch.tensor(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -60,7 +62,7 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if layout == MXFP4 or not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        make = _in_bytes if layout in _BLOCKS else _in_nf4 if layout in _FLOATS else _in_4_bits
+        make = _in_bytes if layout in _BLOCKS else _in_floats if layout in _FLOATS else _in_4_bits
         numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
@@ -85,7 +87,7 @@ def quantization_config(layout: str) -> dict[str, Any]:
     if layout in _FLOATS:
         return {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": layout != "nf4",
+            "bnb_4bit_quant_type": layout[:3], "bnb_4bit_use_double_quant": layout != "nf4",
             "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
         }  # fmt: skip
     size = _GROUPS[layout]
@@ -123,6 +125,11 @@ def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
 
 def _config_of_bytes(layout: str) -> dict[str, Any]:
     kind, _, scales = layout.partition(", ")
+    if layout == _BNB_INT8:
+        return {
+            "quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "_load_in_8bit": True,
+            "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None, "bnb_4bit_quant_type": "fp4",
+        }  # fmt: skip
     if kind == "fbgemm_fp8":
         return {"quant_method": kind, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     if kind == "fp8":
@@ -182,6 +189,8 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
             stored["weight_scale_inv"] = scales
         case "fp8, one scale":  # AutoFP8 calls it otherwise
             stored |= {"weight_scale": scales.view(()), "input_scale": torch.tensor(0.5)}
+        case "int8 of bitsandbytes":
+            stored |= {"SCB": scales.flatten() * 127, "weight_format": torch.tensor(0, dtype=torch.uint8)}
         case "fbgemm_fp8":
             stored |= {"weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
         case "int8, one scale" | "float, one scale":
@@ -191,13 +200,15 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
     return numbers, stored
 
 
-def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _in_floats(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight, also with scales that are quantized themselves."""
     blocks = weight_OI.view(-1, 64)
     scales = blocks.abs().amax(1)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
-    stored = {"weight.absmax": scales, "weight.quant_map": NF4.clone()}
-    if layout == "nf4, twice":
+    kind = layout[:3]
+    table = {"nf4": NF4, "fp4": FP4}[kind]
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
+    stored = {"weight.absmax": scales, "weight.quant_map": table.clone()}
+    if "twice" in layout:
         offset, numbers = float(scales.mean()), torch.linspace(-1, 1, 256)
         outer = torch.stack([part.sub(offset).abs().max() for part in scales.split(256)])
         spread = outer.repeat_interleave(256)[: len(scales)]
@@ -206,10 +217,10 @@ def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
         stored |= {"weight.absmax": bytes_.to(torch.uint8), "weight.nested_absmax": outer}
         stored["weight.nested_quant_map"] = numbers
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-    codes = ((blocks / scales[:, None])[..., None] - NF4).abs().argmin(2)
+    codes = ((blocks / scales[:, None])[..., None] - table).abs().argmin(2)
     stored["weight"] = (codes.view(-1, 2)[:, :1] << 4 | codes.view(-1, 2)[:, 1:]).to(torch.uint8)
-    stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
-    return (NF4[codes] * scales[:, None]).view_as(weight_OI), stored
+    stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return (table[codes] * scales[:, None]).view_as(weight_OI), stored
 
 
 def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:

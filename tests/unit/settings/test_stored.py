@@ -57,8 +57,9 @@ REFUSED: dict[str, tuple[object, str]] = {
     ),
     "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
     "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
-    "fp4": (changed("nf4", bnb_4bit_quant_type="fp4"), r'\(bnb_4bit_quant_type "fp4"\)'),
-    "bytes of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "another float": (changed("nf4", bnb_4bit_quant_type="af4"), r'\(bnb_4bit_quant_type "af4"\)'),
+    "no bits of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "both bits of bitsandbytes": (changed("nf4", load_in_8bit=True), r"\(load_in_4bit true\)"),
     "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
     "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
     "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
@@ -118,6 +119,9 @@ READ = {
     "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), FLOATS, 128),
     "nf4": (NF4, "nf4", 64),
     "nf4, double": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4", 64),
+    "fp4": (NF4 | {"bnb_4bit_quant_type": "fp4"}, "fp4", 64),
+    "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
+    "bytes of bitsandbytes": (changed("int8 of bitsandbytes"), INT8, 0),
     "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), INT8, 0),
 }
 

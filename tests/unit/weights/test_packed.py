@@ -15,7 +15,7 @@ from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -50,8 +50,9 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
     match storage:
         case "int8_weight_only":
             weights = groups.view(torch.int8) * scales
-        case "nf4":
-            weights = NF4[torch.stack([groups >> 4, groups & 15], dim=3).flatten(2).long()] * scales
+        case "nf4" | "fp4":
+            table = {"nf4": NF4, "fp4": FP4}[storage]
+            weights = table[torch.stack([groups >> 4, groups & 15], dim=3).flatten(2).long()] * scales
         case "fp8_weight_only":
             weights = groups.view(torch.float8_e4m3fn).float() * scales
         case _:
@@ -125,6 +126,7 @@ PARTS = [
     ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
     ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
     ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
+    ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"),
 ]  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4) weight for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4|fp4) weight for model.layers.1.*k_proj"):
         inspect(folder)
 
 

@@ -21,9 +21,9 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # of int4 2 / 15.
 WEIGHT_ERRORS = {
     "int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127, "int4_weight_only": 1 / 15,
-    "fp8_weight_only": 16 / 448,
+    "fp8_weight_only": 16 / 448, "fp4": 1 / 6,
 }  # fmt: skip
-GROUPS = {"nf4": 64, "fp8_weight_only": 128, "int4_weight_only": 128}
+GROUPS = {"nf4": 64, "fp4": 64, "fp8_weight_only": 128, "int4_weight_only": 128}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
