@@ -34,6 +34,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
+from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 from tests.helpers.planning import measured_machine
 
 H100 = hardware.load("1xh100")
@@ -69,23 +70,12 @@ PHI_4 = {
 }  # fmt: skip
 
 
-def compressed(form: str, **weights: object) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True} | weights}
-    return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}
-    }  # fmt: skip
-
-
-FP8 = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
-W8A8 = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
-W4A16 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
-NF4_TWICE = NF4 | {"bnb_4bit_use_double_quant": True}
-# What runs do not read.
-W8A8_ZEROS = compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False)
+FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ, NF4, NF4_TWICE = map(
+    quantization_config,
+    ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq", "nf4", "nf4, twice"),
+)
+W8A8_ZEROS = changed("int8", *WEIGHTS, symmetric=False)
+"""What runs do not read."""
 
 PUBLISHED = {  # GB, as the sums of the safetensors files that the pages of the hub list under "Files"
     "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA_8B, FP8, 5.00 + 4.08),

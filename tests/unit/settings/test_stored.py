@@ -1,14 +1,12 @@
 """The formats that a config.json describes: in which runs read them, and which matrices they leave out."""
 
-from typing import Any
-
 import pytest
 import yaml
 
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
-from tests.helpers.packed_checkpoints import WEIGHTS, changed
+from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
@@ -21,20 +19,8 @@ def found(described: object, **content: object) -> StoredFormat:
     return read
 
 
-def compressed(form: str, **weights: object) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "int"} | weights}
-    return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}
-    }  # fmt: skip
-
-
-def gptq(**changes: object) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True} | changes
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": None}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+AWQ, FP8, GPTQ, NF4 = map(quantization_config, ("awq", "fp8", "gptq", "nf4"))
+COMPRESSED = "compressed-tensors"
 REFUSED: dict[str, tuple[object, str]] = {
     "another method": ({"quant_method": "hqq", "bits": 4}, 'quant_method "hqq"'),
     "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
@@ -46,16 +32,16 @@ REFUSED: dict[str, tuple[object, str]] = {
     "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
     "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
     "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
-    "another format": (changed("compressed-tensors", format="marlin-24"), r'\(format "marlin-24"\)'),
-    "a format of other bits": (changed("compressed-tensors", format="int-quantized"), r"\(num_bits 4; strategy"),
-    "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
-    "per matrix": (changed("compressed-tensors", *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
-    "sparse": (changed("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
+    "another format": (changed(COMPRESSED, format="marlin-24"), r'\(format "marlin-24"\)'),
+    "a format of other bits": (changed(COMPRESSED, format="int-quantized"), r"\(num_bits 4; strategy"),
+    "no groups": (changed(COMPRESSED, config_groups={}), r"\(no config_groups\)"),
+    "per matrix": (changed(COMPRESSED, *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
+    "sparse": (changed(COMPRESSED, sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
     "two formats": (
-        changed("compressed-tensors", "config_groups", group_1={"weights": {"num_bits": 8}}),
+        changed(COMPRESSED, "config_groups", group_1={"weights": {"num_bits": 8}}),
         r"\(several config_groups\)",
     ),
-    "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "floats": (changed(COMPRESSED, *WEIGHTS, type="float"), r'\(type "float"\)'),
     "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
     "another float": (changed("nf4", bnb_4bit_quant_type="af4"), r'\(bnb_4bit_quant_type "af4"\)'),
     "no bits of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
@@ -64,19 +50,19 @@ REFUSED: dict[str, tuple[object, str]] = {
     "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
     "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
     "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
-    "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
+    "an order that is no name": (changed(COMPRESSED, *WEIGHTS, actorder={}), r"\(actorder {}\)"),
     "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
-    "rotations": (changed("compressed-tensors", transform_config={"config_groups": {}}), r"\(transform_config {"),
+    "rotations": (changed(COMPRESSED, transform_config={"config_groups": {}}), r"\(transform_config {"),
     "no method": ({"bits": 4}, "quant_method null"),
     "null": (None, "quant_method null"),
     "a method that is no name": ({"quant_method": ["fp8"]}, r'quant_method \["fp8"\]'),
     "a block that is no size": (FP8 | {"weight_block_size": [128, -1]}, "blocks of null inputs"),
     "awq without bits": ({"quant_method": "awq", "group_size": 128}, "bits null; zero_point null"),
     "a group of nothing": (AWQ | {"group_size": 0}, "group_size 0"),
-    "an order of 1": (gptq(desc_act=1), r"\(desc_act 1\)"),
+    "an order of 1": (changed("gptq", desc_act=1), r"\(desc_act 1\)"),
     "bitsandbytes without bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit null"),
     "groups that are a list": ({"quant_method": "compressed-tensors", "config_groups": [4]}, "no config_groups"),
-    "no strategy": (compressed("pack-quantized", num_bits=4), "group_size null"),
+    "no strategy": (changed(COMPRESSED, *WEIGHTS, strategy=None), "strategy null"),
 }  # fmt: skip
 
 
@@ -100,29 +86,20 @@ def test_the_text_part_may_have_the_description() -> None:
 
 
 INT4, INT8, FLOATS = "int4_weight_only", "int8_weight_only", "fp8_weight_only"
-READ = {
-    "compressed-tensors": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=128), INT4, 128),
-    "whole rows": (compressed("pack-quantized", num_bits=4, strategy="channel"), INT4, 128),
-    "awq": (AWQ, INT4, 128),
-    "two groups of 128": (gptq(group_size=256), INT4, 128),
-    "groups of 64": (AWQ | {"group_size": 64}, INT4, 64),
-    "three groups of 64": (gptq(group_size=192), INT4, 64),
-    "groups of 32": (gptq(group_size=32), INT4, 32),
-    "scattered groups": (gptq(desc_act=True), INT4, 128),
-    "three groups of 32": (gptq(group_size=96), INT4, 32),
-    "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), INT8, 0),
-    "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), INT8, 0),
-    "packed bytes": (compressed("pack-quantized", num_bits=8, strategy="channel"), INT8, 0),
-    "fp8": (FP8, FLOATS, 128),
-    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, FLOATS, 128),
-    "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, FLOATS, 128),
-    "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), FLOATS, 128),
-    "nf4": (NF4, "nf4", 64),
-    "nf4, double": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4", 64),
-    "fp4": (NF4 | {"bnb_4bit_quant_type": "fp4"}, "fp4", 64),
+KEPT_IN = {
+    "compressed-tensors": (INT4, 128), "compressed-tensors, asymmetric": (INT4, 64),
+    "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
+    "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
+    "awq, small": (INT4, 64), "int8": (INT8, 0), "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0),
+    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 128),
+    "fbgemm_fp8": (FLOATS, 128), "float": (FLOATS, 128), "float, blocks": (FLOATS, 128),
+    "float, one scale": (FLOATS, 128), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+}  # fmt: skip
+READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
+    "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
+    "three groups of 64": (changed("gptq", group_size=192), INT4, 64),
     "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
-    "bytes of bitsandbytes": (changed("int8 of bitsandbytes"), INT8, 0),
-    "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), INT8, 0),
+    "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
 }
 
 
@@ -140,11 +117,11 @@ def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(
 
 def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
     with pytest.raises(CheckpointError, match=r"^here describes .* cannot be read \(bits 8\): unquantized weights"):
-        found(gptq(bits=8)).kept_format("none", where="here")
+        found(changed("gptq", bits=8)).kept_format("none", where="here")
     with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
-        found(gptq(lm_head=True)).kept_format("none", where="here")
+        found(changed("gptq", lm_head=True)).kept_format("none", where="here")
     with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
-        found(gptq()).kept_format("nf4", where="here")
+        found(GPTQ).kept_format("nf4", where="here")
 
 
 KEPT = {
@@ -171,20 +148,18 @@ def test_modules_that_are_left_out_stay_as_they_are(
 
 
 def test_modules_that_are_listed_are_quantized_alone() -> None:
-    listed = gptq(modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]])
+    listed = changed("gptq", modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]])
     assert {name for name, _ in found(listed).kept_shares} == {"v_proj", "o_proj", "gate_proj", "up_proj"}
-    described = compressed("int-quantized", num_bits=8, strategy="channel")
-    described["config_groups"]["group_0"]["targets"] = [r"re:.*mlp\..*"]
+    described = changed("int8", *WEIGHTS[:2], targets=[r"re:.*mlp\..*"])
     assert dict(found(described).kept_shares) == dict.fromkeys(MODULES[:4], 1.0)
 
 
 def test_a_head_is_quantized_only_where_the_file_says_so() -> None:
-    int8 = compressed("int-quantized", num_bits=8, strategy="channel")
-    for described in (int8 | {"ignore": []}, gptq(lm_head=True)):
+    for described in (changed("int8", ignore=[]), changed("gptq", lm_head=True)):
         assert found(described).problem == "a quantized output head"
-    content = {"quantization_config": int8 | {"ignore": []}}
+    content = {"quantization_config": changed("int8", ignore=[])}
     tied = stored_format(content, modules=MODULES, num_layers=2, ties_head=True)
-    for stored in (tied, *map(found, (int8, gptq(), AWQ))):
+    for stored in (tied, *map(found, (quantization_config("int8"), GPTQ, AWQ))):
         assert stored
         assert stored.problem is None
 
