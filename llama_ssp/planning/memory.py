@@ -34,7 +34,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, WORD_BYTES, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
@@ -125,11 +125,13 @@ def weight_bytes(
         in_group = layout.group if layout else storage.group_of(matrix.num_columns)
         stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized, group=in_group)
         if layout and layout.is_scattered:
-            if matrix.num_columns < matrix.whole_columns:  # every rank has the words of all groups
-                words = matrix.copies * matrix.num_rows * (matrix.whole_columns // (layout.block[1] or 1))
-                stored = round(matrix.num_elements * (storage.weight_bytes or 0) + WORD_BYTES * words)
+            columns = matrix.num_columns
+            if columns < matrix.whole_columns:
+                columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
+                elements = replace(matrix, num_columns=columns).num_elements
+                stored = storage.matrix_bytes(elements, unquantized, group=storage.least_group)
             product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
-            stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * matrix.num_columns)
+            stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
             products.add(product)
         row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
         if share := dict(kept_shares).get(matrix.module):

@@ -65,6 +65,14 @@ class PackedLayout:
     is_scattered: bool = False
     steps: int = 1
 
+    def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
+        """Inputs that are kept for a part of scattered inputs `of` all, which has a part of every group.
+
+        Those are groups of 32, as many as the part may need.
+        """
+        group = INT4_GROUPS[-1]
+        return group * (num_inputs // group + of // (self.block[1] or of))
+
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""

@@ -7,8 +7,7 @@
 A weight is scale * (code - zero): codes are 0 to 15, zeros 0 to 16. Scales from 16-bit files are exact, since they have
 none of these bits.
 
-A part of the inputs of such a file has parts of all groups: groups of 32, of which the last of each group of the file
-is not full. GAP stands for an input there, and NOTHING in further groups, so that all parts have as many.
+A part of the inputs of such a file has parts of all groups: groups of 32 with GAP for inputs that there are none of.
 
 Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inputs, B bytes of a group, W = B + 4.
 """
@@ -21,8 +20,8 @@ from llama_ssp.weights import byte_rows
 
 ZERO_BITS = 31
 """Those bits of a word that hold the zero."""
-GAP, NOTHING = 2**16 - 1, 2**16 - 2
-"""Of an order; inputs are fewer."""
+GAP = 2**16 - 1
+"""In an order; inputs are fewer."""
 
 
 def pack(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, order_I: Tensor | None = None) -> Tensor:

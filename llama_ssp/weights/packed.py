@@ -95,28 +95,24 @@ class PackedTensor(TensorFacts):
         assert size, "one group cannot be scattered"
         groups_I, groups = stored.read(inputs).long(), range(self.shape[1] // size)
         counts_G = groups_I.clamp(0, len(groups)).bincount(minlength=len(groups))
-        order_I, codes_OI = groups_I.argsort(stable=True), self._codes(outputs, inputs)
         is_whole = len(inputs) == self.shape[1]
         if len(counts_G) > len(groups) or (is_whole and len(counts_G.unique()) > 1) or groups_I.min() < 0:
             raise CheckpointError(
                 f"{stored.file} has {stored.name} of other groups than {len(groups)} of {size} inputs: copy or "
                 "download it again"
             )
-        num_blocks_G = torch.full_like(counts_G, size // group)
+        order_I, codes_OI = groups_I.argsort(stable=True), self._codes(outputs, inputs)
+        sizes_G = counts_G
         if not is_whole:
-            group = INT4_GROUPS[-1]
-            num_blocks_G = counts_G // group + 1
-            firsts_G = (num_blocks_G * group).cumsum(0) - num_blocks_G * group
-            sorted_I = groups_I[order_I]
-            places_I = firsts_G[sorted_I] + torch.arange(len(inputs)) - (counts_G.cumsum(0) - counts_G)[sorted_I]
-            num_blocks_G[-1] += (rest := len(inputs) // group + len(groups) - int(num_blocks_G.sum()))
-            spread_I = torch.full((int(num_blocks_G.sum()) * group,), int4_rows.GAP)
-            spread_I[len(spread_I) - rest * group :] = int4_rows.NOTHING
-            spread_I[places_I] = order_I
-            codes_OI, order_I = codes_OI[:, spread_I.where(spread_I < int4_rows.NOTHING, 0)], spread_I
-        else:
-            codes_OI = codes_OI[:, order_I]
-        scales_OG, zeros_OG = (each.repeat_interleave(num_blocks_G, dim=1) for each in self._steps(outputs, groups))
+            group, sorted_I = INT4_GROUPS[-1], groups_I[order_I]
+            sizes_G = -(-counts_G // group) * group
+            places_I = torch.arange(len(inputs)) + (sizes_G - counts_G).cumsum(0)[sorted_I]
+            places_I -= (sizes_G - counts_G)[sorted_I]
+            sizes_G[-1] += self.layout.num_with_gaps(len(inputs), of=self.shape[1]) - sizes_G.sum()
+            with_gaps_I = torch.full((int(sizes_G.sum()),), int4_rows.GAP)
+            order_I = with_gaps_I.scatter_(0, places_I, order_I)
+        codes_OI = codes_OI[:, order_I.where(order_I < int4_rows.GAP, 0)]
+        scales_OG, zeros_OG = (each.repeat_interleave(sizes_G // group, dim=1) for each in self._steps(outputs, groups))
         return int4_rows.pack(codes_OI, scales_OG, zeros_OG, order_I)
 
     def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
@@ -221,7 +217,7 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     fits = parts[layout.weight].kind == kind and dtype is not None
     fits &= not is_int4 or num_inputs % num_groups == 0
     fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
-    fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.NOTHING)
+    fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.GAP)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
@@ -127,18 +128,7 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Int4WeightOnly(_WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours.
-
-    With the group of each input, `groups_I`, those are scattered, and the codes lie as if they were one group.
-    """
-
-    def __init__(
-        self, operands: tuple[Tensor, Tensor], bias_O: Tensor | None, few_rows: ProductOfFewRows | None = None,
-        *,
-        groups_I: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(operands, bias_O, few_rows)
-        self._groups_I = groups_I
+    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO = self._operands
@@ -147,34 +137,35 @@ class _Int4WeightOnly(_WeightOnlyLinear):
 
             unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
             return
-        words_CG = words_GO[:, outputs].t()
-        if self._groups_I is not None:
-            words_CG = words_CG[:, self._groups_I].unflatten(1, (2, -1))
-        num_groups = 1 if self._groups_I is not None else len(words_GO)
-        groups = into_CI.unflatten(1, (num_groups, 2, -1))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (num_groups, -1)))
+        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
+        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
-        words = (words_CG[..., None, None] if self._groups_I is None else words_CG[:, None]).contiguous()
+        words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
         # A trace cannot hold the change from bits to numbers, but it can hold an operator.
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
-        groups.sub_(int4_rows.zeros_of(words)).mul_(scales_of(words))
+        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
 
 
 class _Reordered(Linear):
-    """A layer whose inputs are sorted by their groups."""
+    """A layer whose inputs are sorted by their groups, with a zero in each gap; see `int4_rows`."""
 
     def __init__(self, linear: Linear, order_I: Tensor) -> None:
-        self._linear, self._order_I = linear, order_I
+        is_gap_I = order_I == int4_rows.GAP
+        self._linear, self._has_gaps = linear, bool(is_gap_I.any())
+        self._order_I = order_I.where(~is_gap_I, len(order_I) - is_gap_I.sum())
+
+    def _sorted(self, x_MI: Tensor) -> Tensor:
+        return (functional.pad(x_MI, (0, 1)) if self._has_gaps else x_MI).index_select(1, self._order_I)
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._linear(x_MI.index_select(1, self._order_I))
+        return self._linear(self._sorted(x_MI))
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._linear.add(x_MI.index_select(1, self._order_I), residual_MO)
+        return self._linear.add(self._sorted(x_MI), residual_MO)
 
 
 class _Beside(Linear):
@@ -205,28 +196,14 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     # Layers with one input, which are joined, nearly always have one order.
     is_other_O = (order_OI[1:] != order_OI[:-1]).any(1)
     edges = [0, *(1 + is_other_O.nonzero()[:, 0]).tolist(), len(order_OI)]
-    linears = [
-        _in_order(codes_OI[rows], words_OG[rows], order_OI[rows.start], None if bias_O is None else bias_O[rows])
+    linears: list[Linear] = [
+        _Reordered(
+            _int4_linear(codes_OI[rows], words_OG[rows], None if bias_O is None else bias_O[rows]),
+            order_OI[rows.start],
+        )
         for rows in map(slice, edges, edges[1:])
     ]
     return linears[0] if len(linears) == 1 else _Beside(linears)
-
-
-def _in_order(codes_OI: Tensor, words_OG: Tensor, order_I: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer whose inputs are sorted, or of a part of them; see `int4_rows`."""
-    is_input_I = order_I < int4_rows.NOTHING
-    if is_input_I.all():
-        return _Reordered(_int4_linear(codes_OI, words_OG, bias_O), order_I.clone())
-    order_GI, inputs_I = order_I.view(words_OG.shape[1], -1), order_I[is_input_I]
-    is_last_G = (order_GI == int4_rows.GAP).any(1)
-    group_G = is_last_G.cumsum(0) - is_last_G.long()
-    groups_I = torch.empty_like(inputs_I)
-    groups_I[inputs_I] = group_G[:, None].expand_as(order_GI).flatten()[is_input_I].int()
-    halves = int4_rows.unpack_codes(codes_OI.unflatten(1, (len(order_GI), -1)))
-    codes_CI = torch.empty(len(codes_OI), len(inputs_I), dtype=torch.uint8, device=codes_OI.device)
-    codes_CI[:, inputs_I] = torch.cat(halves, dim=2).flatten(1)[:, is_input_I]
-    low, high = codes_CI.unflatten(1, (2, -1)).unbind(1)
-    return _Int4WeightOnly((low | high << 4, words_OG[:, is_last_G].t().contiguous()), bias_O, groups_I=groups_I)
 
 
 def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
