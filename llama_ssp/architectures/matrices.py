@@ -211,6 +211,28 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
         )
 
 
+def check_inputs(
+    quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool
+) -> None:
+    """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a group.
+
+    Args:
+        quantization: the storage format.
+        name: of the layer.
+        widths: the numbers of inputs, on the ranks if it `is_cut`.
+        group: inputs that are packed together.
+        is_cut: ranks share the inputs.
+        num_ranks: of the model.
+        is_stored: its files hold the quantized weights.
+    """
+    if odd := [width for width in widths if width % group]:
+        where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
+        other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
+        raise PlacementError(
+            f"{quantization} packs {group} inputs at a time, and {name} has {min(odd)}{where}: use {remedy}{other}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.

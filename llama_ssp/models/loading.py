@@ -33,8 +33,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
@@ -447,14 +447,12 @@ def check_model(
     model = build_empty(origin)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
     packed, storage = packed_of(origin), format_of(quantization)
-    other = "an unquantized checkpoint" if packed else "quantization=int8_weight_only"
-    check_inputs = partial(
-        _check_inputs, quantization, group=(packed and packed.group) or storage.least_group, other=other
-    )
-    _check_experts(model, quantization, num_ranks=num_ranks, check_inputs=check_inputs)
+    group = (packed and packed.group) or storage.least_group
+    check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
+    _check_experts(model, quantization, num_ranks=num_ranks, check=check)
     _check_quantizable(
         model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
-        check_inputs=check_inputs,
+        check=check,
     )  # fmt: skip
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
@@ -490,19 +488,7 @@ def check_packed(
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
-def _check_inputs(
-    quantization: str, what: str, widths: Collection[int], remedy: str, *, group: int, other: str
-) -> None:
-    """Raise PlacementError for a layer of which a rank has these numbers of inputs if one is no multiple of a group."""
-    if odd := [width for width in widths if width % group]:
-        raise PlacementError(
-            f"{quantization} packs {group} inputs at a time, and {what.format(min(odd))}: use {remedy}{other}"
-        )
-
-
-def _check_experts(
-    model: PreTrainedModel, quantization: str, *, num_ranks: int, check_inputs: Callable[..., None]
-) -> None:
+def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, check: Callable[..., None]) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
     storage, model_type = format_of(quantization), model.config.model_type
     for name, module in _experts(model) if storage.is_quantized else ():
@@ -514,12 +500,12 @@ def _check_experts(
         dim = 1 if module.is_transposed else 2
         units = module.down_proj.shape[dim]
         widths = {module.gate_up_proj.shape[dim], *(each.num_features(Cut.mlp_units, units) for each in shards)}
-        check_inputs(f"the experts {name} have {{}}", widths, "fewer ranks, or ")
+        check(name, widths, is_cut=num_ranks > 1)
 
 
 def _check_quantizable(
     model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
-    kept: Collection[str], check_inputs: Callable[..., None],
+    kept: Collection[str], check: Callable[..., None],
 ) -> None:  # fmt: skip
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
 
@@ -547,9 +533,7 @@ def _check_quantizable(
                 "or use quantization=int8_weight_only, which needs none"
             )
     for name in layers:
-        is_cut = cut_dims[name] == 1
-        where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
-        check_inputs(f"{name} has {{}}{where}", sizes(name, 1), remedy)
+        check(name, sizes(name, 1), is_cut=cut_dims[name] == 1)
 
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")

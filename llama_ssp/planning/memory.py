@@ -27,6 +27,7 @@ from llama_ssp.architectures.matrices import (
     Matrix,
     RankShard,
     check_deepspeed,
+    check_inputs,
     split_blocks,
     split_model,
 )
@@ -313,7 +314,21 @@ def rank_shares(
         return tuple(
             replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
-    return shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    _check_groups(model, held)
+    return held
+
+
+def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
+    """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format."""
+    storage, layout, kept = format_of(model.quantization), model.layout, dict(model.kept_shares)
+    group = layout.slice_group if layout and layout.slice_group else storage.least_group
+    for matrices in zip(*(share.layer for share in held), strict=True):
+        widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}
+        check_inputs(
+            storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
+            num_ranks=len(held), is_stored=layout is not None,
+        )  # fmt: skip
 
 
 def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:

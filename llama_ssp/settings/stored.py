@@ -65,6 +65,11 @@ class PackedLayout:
     is_scattered: bool = False
     steps: int = 1
 
+    @property
+    def slice_group(self) -> int:
+        """Of which a slice of the inputs has a multiple; 0 for any slice. A word of a file has the codes of eight."""
+        return 8 if self.is_scattered else self.group
+
     def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
         """Inputs that are kept for a part of scattered inputs `of` all, which has a part of every group.
 

@@ -200,8 +200,7 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
-    group = _CODES_OF_A_WORD if layout.is_scattered else layout.group
-    make = partial(PackedTensor, storage=layout.storage, group=group, layout=layout, parts=parts)
+    make = partial(PackedTensor, storage=layout.storage, group=layout.slice_group, layout=layout, parts=parts)
     if layout.storage in _OF_BNB:
         shape = bnb_files.shape_of(parts, layout.storage)
         return make(dtype=torch.float32, shape=shape) if shape else None

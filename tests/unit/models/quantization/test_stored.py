@@ -17,10 +17,10 @@ from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.memory import model_bytes, shares
+from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype, ModelConfig
+from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -174,8 +174,9 @@ def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path
 
 def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
     packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=256)
-    with pytest.raises(PlacementError, match=r"the experts model.layers.0.mlp.experts have 64: use fewer ranks"):
-        check_model(inspect(packed), num_ranks=3, quantization="int4_weight_only")
+    assert_refused(
+        packed, 3, r"packs 128 inputs at a time, and .*experts\S* has 64 on one of 3 ranks: use another number"
+    )
 
 
 def test_weights_are_not_quantized_again(made: Made) -> None:
@@ -239,5 +240,17 @@ def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Pa
 def test_a_cut_through_a_group_is_refused(made: Made) -> None:
     """384 MLP units are three groups; of 256 inputs of the attention's output, four ranks would have 64 each."""
     packed, _ = made("llama", "gptq", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
-    with pytest.raises(PlacementError, match=r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint"):
-        check_model(inspect(packed), num_ranks=4, quantization="int4_weight_only")
+    assert_refused(packed, 4, r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint")
+    scattered, _ = made(
+        "llama", "gptq, sorted", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=4
+    )
+    assert_refused(scattered, 8, r"packs 8 inputs at a time, and .*o_proj has 4 on one of 8 ranks")
+
+
+def assert_refused(packed: Path, num_ranks: int, sentence: str) -> None:
+    """By a run and by a plan."""
+    with pytest.raises(PlacementError, match=sentence):
+        check_model(inspect(packed), num_ranks=num_ranks, quantization="int4_weight_only")
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    with pytest.raises(PlacementError, match=sentence):
+        rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)
