@@ -36,7 +36,6 @@ FORMATS = {
     "fp16": (Dtype.fp16, "none", 0.01),
     "int8_weight_only": (Dtype.fp16, "int8_weight_only", 0.05),
     "int4_weight_only": (Dtype.fp16, "int4_weight_only", 0.25),
-    "int4_weight_only_32": (Dtype.fp16, "int4_weight_only_32", 0.25),
     "fp8_weight_only": (Dtype.bf16, "fp8_weight_only", 0.15),
 }
 """Format, quantization, and the most total variation from fp32 on average over positions."""

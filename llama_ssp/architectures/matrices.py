@@ -124,14 +124,14 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in blocks of `group`.
+    Units are cut in the first of `blocks` that there are enough of.
     """
 
     rank: int
     num_ranks: int
     heads: HeadShard
     head_dim: int
-    group: int
+    blocks: tuple[int, ...]
 
     def features(self, cut: Cut, size: int) -> tuple[range, ...]:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
@@ -153,9 +153,9 @@ class RankShard:
                 (units,) = self.features(Cut.mlp_units, size // 2)
                 return units, _behind(size // 2, units)
             case Cut.mlp_units | Cut.vocabulary:
-                block = self.group if cut is Cut.mlp_units else BLOCK
-                has_blocks = size > block * (self.num_ranks - 1)
-                return (split_blocks(size, self.num_ranks, block=block if has_blocks else 1)[self.rank],)
+                blocks = self.blocks if cut is Cut.mlp_units else (BLOCK,)
+                block = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
@@ -171,7 +171,7 @@ def split_model(
 ) -> tuple[RankShard, ...]:
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
-    MLP units and vocabulary are split in blocks of 64, or of a larger group of the quantization, if there are enough.
+    MLP units and vocabulary are split in blocks of 64, or of larger groups of the quantization, if there are enough.
     Where attention stays whole, every rank has all heads.
     """
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
@@ -180,9 +180,9 @@ def split_model(
         heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
-    group = math.lcm(BLOCK, format_of(quantization).group)
+    blocks = tuple(math.lcm(BLOCK, group) for group in format_of(quantization).groups) or (BLOCK,)
     shards = tuple(
-        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, group=group)
+        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, blocks=blocks)
         for rank in range(num_ranks)
     )
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
@@ -211,12 +211,35 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
         )
 
 
+def check_inputs(
+    quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool
+) -> None:
+    """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a group.
+
+    Args:
+        quantization: the storage format.
+        name: of the layer.
+        widths: the numbers of inputs, on the ranks if it `is_cut`.
+        group: inputs that are packed together.
+        is_cut: ranks share the inputs.
+        num_ranks: of the model.
+        is_stored: its files hold the quantized weights.
+    """
+    if odd := [width for width in widths if width % group]:
+        where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
+        other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
+        raise PlacementError(
+            f"{quantization} packs {group} inputs at a time, and {name} has {min(odd)}{where}: use {remedy}{other}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
     `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
-    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all.
+    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all. A slice is of
+    a matrix with `whole_columns`.
     """
 
     module: str
@@ -226,6 +249,7 @@ class Matrix:
     has_bias: bool = False
     copies: float = 1.0
     num_chosen: float = 0.0
+    whole_columns: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -245,7 +269,7 @@ class Matrix:
             return self
         width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
-        return replace(self, num_rows=rows, num_columns=columns)
+        return replace(self, num_rows=rows, num_columns=columns, whole_columns=self.num_columns)
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")

@@ -81,8 +81,10 @@ def _is_red_hat() -> bool:
 
 
 @cache
-def find_few_rows(name: str, device: str) -> ProductOfFewRows | None:
+def find_few_rows(name: str, device: str, *, group: int = INT4_GROUPS[0]) -> ProductOfFewRows | None:
     """The product of a few rows with the weights of a format, tried with small operands; None on a CPU.
+
+    In int4 a word has `group` inputs.
 
     It is tried for one row and for the most, since these have tiles of their own, with inputs in fp16 and in bf16, if
     the GPU computes in that.
@@ -93,11 +95,10 @@ def find_few_rows(name: str, device: str) -> ProductOfFewRows | None:
     samples = {
         "int8_weight_only": (torch.ones(16, 256, dtype=torch.int8), torch.ones(16)),
         "fp8_weight_only": (torch.zeros(16, 256, dtype=torch.float8_e4m3fn), torch.ones(2, 16)),
-    }
-    samples |= {
-        storage: (torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32))
-        for storage, group in INT4_GROUPS.items()
-    }
+        "int4_weight_only": (
+            torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32)
+        ),
+    }  # fmt: skip
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, samples[name]), instead=instead)
 

@@ -41,7 +41,9 @@ _CONTEXT |= dict.fromkeys(
     ("room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated"), I64
 )
 _CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in PARTS), POINTER)
-_CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs")), I64)
+_CONTEXT |= dict.fromkeys(
+    (f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs", "num_groups")), I64
+)
 """Words that the threads share."""
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
@@ -82,7 +84,9 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     num_kv = code.sdiv(operator.size(tensors["cache"], 0), i64(2))
     attended_width = code.mul(num_heads, i64(head_dim))
     for name in PRODUCTS:
-        given[f"{name}_num_outputs"] = code.mul(operator.size(tensors[f"{name}_weights"], 0), i64(LANES))
+        weights = tensors[f"{name}_weights"]
+        given[f"{name}_num_outputs"] = code.mul(operator.size(weights, 0), i64(LANES))
+        given[f"{name}_num_groups"] = operator.size(weights, 1)
     gated_width = code.sdiv(given["gated_num_outputs"], i64(2))
     given |= {"qkv_num_inputs": width, "output_num_inputs": attended_width, "gated_num_inputs": width,
               "down_num_inputs": gated_width}  # fmt: skip
@@ -166,7 +170,7 @@ def _product(
         least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
         norm = given[f"{name}_norm"], least_square
     sizes = given["num_rows"], given[f"{name}_num_inputs"]
-    own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias")}
+    own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias", "num_groups")}
     own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
     rows = linear_cpu.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
     words = code.stored(linear_cpu.CONTEXT, own | rows)

@@ -29,18 +29,14 @@ from llama_ssp.weights import int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
-DOTS, FP8 = "dots", "fp8"
-NIBBLES = {128: "nibbles", 64: "nibbles_64", 32: "nibbles_32"}
-"""The kinds of int4 weights, by the inputs that share a word."""
-GROUPS = {kind: group for group, kind in NIBBLES.items()} | {FP8: FP8_GROUP}
-"""The inputs that share a word, by kind."""
+DOTS, FP8, NIBBLES = "dots", "fp8", "nibbles"
+GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1]}
+"""The fewest inputs that share a word, by kind."""
 SIGN_BIT = 128
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
 
-COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "fp8_weight_only": FP8} | {
-    name: NIBBLES[group] for name, group in INT4_GROUPS.items()
-}
+COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "fp8_weight_only": FP8, "int4_weight_only": NIBBLES}
 """The kinds of the storage formats."""
 
 _FEW_ROWS = 5
@@ -137,7 +133,7 @@ class HalfLinear(Linear):
 
 
 NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), FP8: ("f16c",),
-         **dict.fromkeys(NIBBLES.values(), ("avx512f",))}  # fmt: skip
+         NIBBLES: ("avx512f",)}  # fmt: skip
 """Instructions of a CPU that each kind of compiled product needs."""
 
 
@@ -190,7 +186,7 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
         words = values_OI.to(torch.int16).add_(SIGN_BIT).to(torch.uint8).view(-1, BLOCK, num_inputs // 4, 4)
     else:
         words = values_OI.view(-1, BLOCK, num_inputs, 1)
-    return words.transpose(1, 2).reshape(num_outputs // BLOCK, -1)
+    return words.transpose(1, 2).reshape(num_outputs // BLOCK, 1, -1)
 
 
 def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
@@ -199,10 +195,10 @@ def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     `linear_cpu` draws them. In words of FP8 are the scales times 2^8.
     """
     num_groups = words_OG.shape[1]
+    codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
     if kind == FP8:
-        codes = codes_OI.view(-1, BLOCK, num_groups, GROUPS[kind]).permute(0, 2, 3, 1).flatten(2)
-        return _with_heads(words_OG * 2.0**8, codes)
-    low, high = codes_OI.view(-1, BLOCK, num_groups, GROUPS[kind] // 8, 4, 2).unbind(5)
+        return _with_heads(words_OG * 2.0**8, codes_BOGI.permute(0, 2, 3, 1).flatten(2))
+    low, high = codes_BOGI.unflatten(3, (-1, 4, 2)).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
     is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
@@ -212,7 +208,7 @@ def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
 def _with_heads(words_OG: Tensor, codes: Tensor) -> Tensor:
     """Put the words in front of the groups of all blocks."""
     heads = words_OG.view(-1, BLOCK, words_OG.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
-    return torch.cat([heads, codes], dim=2).flatten(1)
+    return torch.cat([heads, codes], dim=2)
 
 
 class NativeLinear(Linear):
@@ -275,7 +271,7 @@ class NativeLinear(Linear):
             return False
         self._norm, self.least_square, self._gates = norm, least_square, gates
         if gates:  # the blocks of gate and up take turns
-            self._packed = self._packed.view(2, num_blocks // 2, -1).transpose(0, 1).reshape(num_blocks, -1)
+            self._packed = self._packed.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
             if self._scales_O.ndim:
                 self._scales_O = self._scales_O.view(2, -1, BLOCK).transpose(0, 1).reshape(-1)
         return True

@@ -6,7 +6,7 @@
     bytes     int8, a scale an output   fp32                  fp32, one input after the other
     dots      int8, a scale an output   int8, a scale a row   integers
     fp8       E4M3, groups of 128       fp32                  fp32, group by group, one input after the other
-    nibbles   4 bits, groups of 128     fp32                  fp32, group by group, one input after the other
+    nibbles   4 bits, groups            fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
@@ -17,10 +17,10 @@ no sum crosses lanes. The sum of an output of a row therefore takes the same ste
 What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
 the MLP, whose gate and up blocks alternate.
 
-There are also `nibbles_64` and `nibbles_32`, with smaller groups. Of each a word of 32 bits holds eight inputs of
-an output, the first in its lowest bits, and a vector the words of a block's outputs. The codes of a group are
-multiplied as numbers from -8 to 7, and the rest of the zero is subtracted from their sum, once; most zeros are near 8,
-so little is lost:
+A block has as many groups as the second dimension of the weights. Of `nibbles`, whose groups have 32 inputs or a
+multiple, a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of a
+block's outputs. The codes of a group are multiplied as numbers from -8 to 7, and the rest of the zero is subtracted
+from their sum, once; most zeros are near 8, so little is lost:
 
     block | group | group | ...
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
@@ -71,7 +71,7 @@ _CHUNK = 8
 _SIGN_BIT = 128
 
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
-CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "gates"), I64)
+CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
 """Words that the threads of one product share."""
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
@@ -114,7 +114,7 @@ def _entry(module: ir.Module, kind: str, part: Value) -> None:
     words = code.stored(CONTEXT, rows | {
         "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
         "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
-        "num_outputs": num_outputs, "gates": gates,
+        "num_outputs": num_outputs, "num_groups": operator.size(weights, 1), "gates": gates,
     })  # fmt: skip
     num_units = code.sdiv(num_outputs, code.mul(code.add(gates, i64(1)), i64(LANES)))
     cost = code.mul(code.mul(num_inputs, i64(LANES)), code.add(num_rows, i64(1)))
@@ -190,15 +190,15 @@ def _numbers_of_blocks(kind: str, num_rows: int) -> list[int]:
 
 def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
     """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, rows first."""
-    code, (weights, rows, num_inputs, sums) = function(
-        module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, POINTER]
+    code, (weights, rows, num_inputs, num_groups, sums) = function(
+        module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, I64, POINTER]
     )
     code.function.attributes.add("noinline")
-    block_bytes = _block_bytes(code, kind, num_inputs)
+    block_bytes = _block_bytes(code, kind, num_inputs, num_groups)
     blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
     if kind in GROUPS:
-        found = _sums_of_groups(code, kind, blocks, starts, num_inputs)
+        found = _sums_of_groups(code, kind, blocks, starts, (num_inputs, num_groups))
     else:
         found = _sums(code, kind, blocks, starts, num_inputs)
     for number, value in enumerate(found):
@@ -206,16 +206,16 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
     return code.end()
 
 
-def _block_bytes(code: Code, kind: str, num_inputs: Value) -> Value:
+def _block_bytes(code: Code, kind: str, num_inputs: Value, num_groups: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
-    if group := GROUPS.get(kind):
-        return code.mul(code.sdiv(num_inputs, i64(group)), i64(_group_bytes(kind)))
+    if kind in GROUPS:
+        return code.add(code.mul(num_groups, i64(_HEAD_BYTES)), code.mul(num_inputs, i64(_input_bytes(kind))))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
 
 
-def _group_bytes(kind: str) -> int:
-    """Bytes of a group of 16 outputs."""
-    return _HEAD_BYTES + LANES * GROUPS[kind] // (1 if kind == FP8 else 2)
+def _input_bytes(kind: str) -> int:
+    """Bytes of an input of 16 outputs, in a group."""
+    return LANES // (1 if kind == FP8 else 2)
 
 
 def _row_bytes(kind: str) -> int:
@@ -316,12 +316,12 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
     unit = code.add(given["gates"], i64(1))
     first, last = code.mul(begin, unit), code.mul(end, unit)
-    block_bytes = _block_bytes(code, kind, given["num_inputs"])
+    block_bytes = _block_bytes(code, kind, given["num_inputs"], given["num_groups"])
 
     def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
         weights = code.at(given["weights"], code.mul(block, block_bytes))
         rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(kind))))
-        code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], sums])
+        code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], given["num_groups"], sums])
         code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
 
     def all_blocks(row: Value, num_rows: int) -> None:
@@ -346,15 +346,19 @@ def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], fin
     return code.end()
 
 
-def _sums_of_groups(code: Code, kind: str, blocks: list[Value], rows: list[Value], num_inputs: Value) -> list[Value]:
-    """Sum over all inputs, group by group; returns the vectors, rows first."""
-    number, group = len(rows) * len(blocks), GROUPS[kind]
-    with code.loop(i64(0), code.sdiv(num_inputs, i64(group)), 1, [floats(0.0)] * number) as totals:
-        heads = [code.at(block, code.mul(totals[0], i64(_group_bytes(kind)))) for block in blocks]
-        inputs = [code.at(row, code.mul(totals[0], i64(group)), F32) for row in rows]
+def _sums_of_groups(
+    code: Code, kind: str, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
+) -> list[Value]:
+    """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
+    number, (num_inputs, num_groups) = len(rows) * len(blocks), sizes
+    group = code.sdiv(num_inputs, num_groups)
+    group_bytes = code.add(code.mul(group, i64(_input_bytes(kind))), i64(_HEAD_BYTES))
+    with code.loop(i64(0), num_groups, 1, [floats(0.0)] * number) as totals:
+        heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
+        inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
         bodies = [code.at(head, i64(_HEAD_BYTES)) for head in heads]
         if kind == FP8:
-            found = _sums(code, kind, bodies, inputs, i64(group))
+            found = _sums(code, kind, bodies, inputs, group)
             scales = [code.read(head, F32S) for head in heads]
         else:
             found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
@@ -364,7 +368,7 @@ def _sums_of_groups(code: Code, kind: str, blocks: list[Value], rows: list[Value
 
 
 def _sums_of_zeroed_codes(
-    code: Code, group: int, heads: list[Value], bodies: list[Value], rows: list[Value]
+    code: Code, group: Value, heads: list[Value], bodies: list[Value], rows: list[Value]
 ) -> tuple[list[Value], list[Value]]:
     """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
     found, scales = _sums_of_codes(code, group, bodies, rows), []
@@ -379,10 +383,10 @@ def _sums_of_zeroed_codes(
     return found, scales
 
 
-def _sums_of_codes(code: Code, group: int, blocks: list[Value], rows: list[Value]) -> list[Value]:
+def _sums_of_codes(code: Code, group: Value, blocks: list[Value], rows: list[Value]) -> list[Value]:
     """The sums of inputs times codes in one group; see `_codes`."""
     number = len(rows) * len(blocks)
-    with code.loop(i64(0), i64(group), _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
+    with code.loop(i64(0), group, _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
         # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
         words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
         for place in range(_INPUTS_OF_WORD):
@@ -403,9 +407,8 @@ def _codes(code: Code, words: Value, place: int) -> Value:
     return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
 
 
-def _sum_of_inputs(code: Code, group: int, row: Value) -> Value:
+def _sum_of_inputs(code: Code, group: Value, row: Value) -> Value:
     """The sum of a row's inputs in one group, in all lanes."""
-    total = code.read(row, F32S)
-    for first in range(LANES, group, LANES):
-        total = code.fadd(total, code.read(row, F32S, i64(first)))
-    return code.splat(code.halves(total, code.fadd))
+    with code.loop(i64(0), group, LANES, [floats(0.0)]) as values:
+        values[1] = code.fadd(values[1], code.read(row, F32S, values[0]))
+    return code.splat(code.halves(values[1], code.fadd))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
@@ -32,8 +33,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from llama_ssp.architectures.family import kept_whole, record_of
-from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
@@ -50,7 +51,7 @@ from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.settings.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
-from llama_ssp.weights.source import WeightSource, storage_of
+from llama_ssp.weights.source import WeightSource, packed_of, storage_of
 
 Progress = Callable[[int, int], None]
 
@@ -445,10 +446,13 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
-    _check_experts(model, quantization, num_ranks=num_ranks, is_stored=storage_of(origin) is not None)
+    packed, storage = packed_of(origin), format_of(quantization)
+    group = (packed and packed.group) or storage.least_group
+    check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
+    _check_experts(model, quantization, num_ranks=num_ranks, check=check)
     _check_quantizable(
         model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
-        is_stored=storage_of(origin) is not None,
+        check=check,
     )  # fmt: skip
     shard(model, origin.shape, Comm(rank=0, size=num_ranks), quantization=quantization, whole=whole)
 
@@ -484,7 +488,7 @@ def check_packed(
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
-def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, is_stored: bool) -> None:
+def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, check: Callable[..., None]) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
     storage, model_type = format_of(quantization), model.config.model_type
     for name, module in _experts(model) if storage.is_quantized else ():
@@ -493,23 +497,17 @@ def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int,
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
             )
         shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
-        units = module.down_proj.shape[2]
-        widths = {module.gate_up_proj.shape[2], *(each.num_features(Cut.mlp_units, units) for each in shards)}
-        if odd := [width for width in widths if width % storage.group]:
-            other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
-            raise PlacementError(
-                f"{storage.name} packs {storage.group} inputs at a time, and the experts {name} have {min(odd)}: "
-                f"use fewer ranks, or {other}"
-            )
+        dim = 1 if module.is_transposed else 2
+        units = module.down_proj.shape[dim]
+        widths = {module.gate_up_proj.shape[dim], *(each.num_features(Cut.mlp_units, units) for each in shards)}
+        check(name, widths, is_cut=num_ranks > 1)
 
 
 def _check_quantizable(
     model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, whole: WholeParts, compiles: bool,
-    kept: Collection[str], is_stored: bool,
+    kept: Collection[str], check: Callable[..., None],
 ) -> None:  # fmt: skip
     """Check that a whole model, before `tensor_parallel.shard`, can be quantized, except for layers that are `kept`.
-
-    `is_stored` says that its files hold the quantized weights.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
     slice of it, are no multiple of the format's group size.
@@ -534,16 +532,8 @@ def _check_quantizable(
                 f"quantization={quantization} needs the package {package.name}{where}: {package.install} installs it, "
                 "or use quantization=int8_weight_only, which needs none"
             )
-    for name in layers if storage.group > 1 else ():
-        for width in sizes(name, 1):
-            if width % storage.group:
-                is_cut = cut_dims[name] == 1
-                where = f" on one of {num_ranks} ranks" if is_cut else ""
-                other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
-                raise PlacementError(
-                    f"{storage.name} packs {storage.group} inputs at a time, and {name} has {width}{where}: "
-                    f"use {'another number of ranks, or ' if is_cut else ''}{other}"
-                )
+    for name in layers:
+        check(name, sizes(name, 1), is_cut=cut_dims[name] == 1)
 
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")

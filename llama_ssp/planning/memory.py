@@ -21,11 +21,13 @@ from typing import Any
 
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
+    FUSED,
     Cut,
     Inventory,
     Matrix,
     RankShard,
     check_deepspeed,
+    check_inputs,
     split_blocks,
     split_model,
 )
@@ -33,11 +35,11 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
-from llama_ssp.settings.stored import StoredFormat
+from llama_ssp.settings.stored import PackedLayout
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -101,28 +103,38 @@ def weight_bytes(
     quantization: str,
     matrix_dtype: Dtype | None = None,
     expert_dtype: Dtype | None = None,
-    packed: StoredFormat | None = None,
     kept_shares: tuple[tuple[str, float], ...] = (),
+    layout: PackedLayout | None = None,
+    fuses: bool = False,
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
     `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
     is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
-    module in `kept_shares`, and `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
-    nearly every head stay in the model's number format.
+    module in `kept_shares`; `layout` is that of files that are kept as they are. If it scatters groups, each product
+    has an order of its inputs; matrices with one input are one product if the model `fuses` them. Embeddings, norms,
+    biases and heads stay in the model's number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = scales = 0
+    products = set[str]()
     for matrix in held.layer:
-        if packed:
-            stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
-        else:
-            unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
-            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized)
-        row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
+        unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
+        in_group = layout.group if layout else storage.group_of(matrix.num_columns)
+        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized, group=in_group)
+        if layout and layout.is_scattered:
+            columns = matrix.num_columns
+            if columns < matrix.whole_columns:
+                columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
+                elements = replace(matrix, num_columns=columns).num_elements
+                stored = storage.matrix_bytes(elements, unquantized, group=storage.least_group)
+            product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
+            stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
+            products.add(product)
+        row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
         if share := dict(kept_shares).get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
             stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
@@ -136,7 +148,7 @@ def weight_bytes(
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
     if held.head or matrix_size != size:
         output = kept(held.output)
-        tables.append((output, matrix_size, head_bytes(output, packed, value_bytes=matrix_size)))
+        tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
@@ -153,20 +165,6 @@ def weight_bytes(
     )
 
 
-def packed_bytes(matrix: Matrix, packed: StoredFormat, *, value_bytes: int) -> int:
-    """Bytes of a matrix in the format of a checkpoint; where it is kept, a weight has `value_bytes`."""
-    unquantized = value_bytes * matrix.num_rows * matrix.num_columns
-    one = packed.matrix_bytes(matrix.module, matrix.num_rows, matrix.num_columns, unquantized=unquantized)
-    return round(matrix.copies * one)
-
-
-def head_bytes(output: Matrix, packed: StoredFormat | None, *, value_bytes: int) -> int:
-    """Bytes of the output matrix, which few checkpoints quantize."""
-    if packed and packed.has_head:
-        return packed_bytes(output, packed, value_bytes=value_bytes)
-    return value_bytes * output.num_elements
-
-
 def _in_blocks(matrix: Matrix) -> Matrix:
     """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
     if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
@@ -178,7 +176,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        expert_dtype=model.expert_dtype(device), packed=model.packed, kept_shares=model.kept_shares,
+        expert_dtype=model.expert_dtype(device), kept_shares=model.kept_shares, layout=model.layout,
+        fuses=model.is_lean,
     )  # fmt: skip
 
 
@@ -315,7 +314,21 @@ def rank_shares(
         return tuple(
             replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
-    return shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
+    _check_groups(model, held)
+    return held
+
+
+def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
+    """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format."""
+    storage, layout, kept = format_of(model.quantization), model.layout, dict(model.kept_shares)
+    group = layout.slice_group if layout and layout.slice_group else storage.least_group
+    for matrices in zip(*(share.layer for share in held), strict=True):
+        widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}
+        check_inputs(
+            storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
+            num_ranks=len(held), is_stored=layout is not None,
+        )  # fmt: skip
 
 
 def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory, ...]:

@@ -47,7 +47,7 @@ def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     target = job.target
     if not hardware.gpu.startswith(PUBLISHED_GPUS):
         yield hardware.gpu
-    if target.packed or target.quantization not in PUBLISHED_FORMATS:
+    if target.quantization not in PUBLISHED_FORMATS:
         yield target.weights_name
     most = 1 if _is_quantized(job) else MOST_PUBLISHED_ROWS
     if job.batch_size > most:
@@ -55,7 +55,7 @@ def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
 
 
 def _is_quantized(job: PlanSpec) -> bool:
-    return job.target.packed is not None or job.target.quantization != NO_QUANTIZATION
+    return job.target.quantization != NO_QUANTIZATION
 
 
 def spread(value: float, *ranges: Ends) -> Ends:

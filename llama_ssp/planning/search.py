@@ -363,7 +363,7 @@ def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
     read_bytes = {
         name: storage.gpu_read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized)
         for name, storage in formats().items()
-        if plain.can_be(name) and all(number % storage.group == 0 for number in columns)
+        if plain.can_be(name) and all(number % storage.least_group == 0 for number in columns)
     }
     fastest = min(read_bytes, key=read_bytes.__getitem__)
     if read_bytes[fastest] < unquantized:

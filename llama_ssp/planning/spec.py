@@ -14,7 +14,7 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.caches import CACHES, OWN_DTYPE
 from llama_ssp.settings.catalogue import read_path
@@ -48,7 +48,7 @@ from llama_ssp.settings.schema import (
     WeightsKind,
     WholeParts,
 )
-from llama_ssp.settings.stored import StoredFormat, stored_format
+from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -117,21 +117,21 @@ class PlannedModel:
         )
 
     @property
-    def packed(self) -> StoredFormat | None:
-        """The format of its files, if runs do not read it: a quantization that is given has precedence."""
-        is_known = self.stored_format is not None and self.stored_format.bits is not None
-        return self.stored_format if is_known and not format_of(self.quantization).is_quantized else None
-
-    @property
     def weights_name(self) -> str:
-        """The format of its linear layers in a table: that of the quantization, of the files, or of the numbers."""
+        """The format of its linear layers in a table: that of the quantization, or of the numbers."""
         storage = format_of(self.quantization)
-        return storage.name if storage.is_quantized else self.packed.name if self.packed else self.dtype.name
+        return storage.name if storage.is_quantized else self.dtype.name
 
     @property
     def kept_shares(self) -> tuple[tuple[str, float], ...]:
-        """See `StoredFormat`, of files that runs read."""
-        return self.stored_format.kept_shares if self.stored_format and self.stored_format.storage else ()
+        """See `StoredFormat`."""
+        return self.stored_format.kept_shares if self.stored_format else ()
+
+    @property
+    def layout(self) -> PackedLayout | None:
+        """That of files that are kept as they are; None for others."""
+        layout = self.stored_format.layout if self.stored_format else None
+        return layout if layout and layout.storage == self.quantization else None
 
     @property
     def setting(self) -> str:
@@ -476,7 +476,9 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     shape = shape if head is None else head.shape_over(shape)
-    stored = str(content.get("dtype") or content.get("torch_dtype") or Dtype.fp32.value)
+    layout = layout_of(content.get(QUANTIZATION))
+    widened = Dtype.bf16 if isinstance(layout, PackedLayout) and not layout.storage else Dtype.fp32
+    stored = str(content.get("dtype") or content.get("torch_dtype") or widened.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
 
 
@@ -521,12 +523,14 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
     for model in (job.target, job.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
-        if stored.bits is None:
-            yield f"no plan knows the bytes of {stored.name}: the matrices of {model.name} are counted unquantized"
         try:
             stored.kept_format(model.quantization, where=model.name)
-        except SspError as error:
+        except CheckpointError as error:
+            yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
+        except ConfigError as error:
             yield f"runs refuse this model: {error}"
+        if stored.layout and not stored.layout.storage:
+            yield f"{model.name} holds {stored.name} weights, which runs widen to {model.stored.name}"
 
 
 def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory, Matrix
+from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.acceptance import (
@@ -56,11 +56,11 @@ from llama_ssp.planning.acceptance import (
     tokens_per_round,
     tree_tokens,
 )
-from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, packed_bytes, rank_shares, step_bytes, waiting_bytes
+from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, step_bytes, waiting_bytes
 from llama_ssp.planning.ranges import FAR, PAIR, Ends, decoding_error, spread, times
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, StorageFormat, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     OWN_SLOTS_PER_SLOT,
@@ -70,7 +70,6 @@ from llama_ssp.settings.layout import (
 )
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
-from llama_ssp.settings.stored import StoredFormat
 
 _X = itemgetter(0)
 _Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
@@ -274,7 +273,8 @@ def forward_time(
 def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
     head = held.output.num_elements if held.head or held.embeddings else 0
     value_bytes, storage = DTYPE_BYTES[model.matrix_dtype(hardware.device)], format_of(model.quantization)
-    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes) for elements in held.products)
+    group = model.layout.group if model.layout else 0
+    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes, group=group) for elements in held.products)
     return held.num_layers * layer_bytes + value_bytes * head
 
 
@@ -310,20 +310,16 @@ def _matrices_s(
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
         head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
     else:
-        storage, plain, packed = format_of(model.quantization), format_of(NO_QUANTIZATION), model.packed
-        packed = model.stored_format if model.kept_shares else packed
-        if packed:
-            layer = _packed_s(held.layer, model, packed, hardware, rows=rows)
-        else:
-            layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
-            layer += sum(
-                used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows, of_experts=True)
-                for each, used, each_rows in _experts_of(held, rows)
-            )
-        if packed and packed.has_head and has_head:
-            head = _packed_s([held.output], model, packed, hardware, rows=scored)
-        else:
-            head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
+        storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
+        layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+        for matrix in held.layer if model.kept_shares else ():
+            price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
+            layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+        layer += sum(
+            used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows, of_experts=True)
+            for each, used, each_rows in _experts_of(held, rows)
+        )
+        head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
@@ -350,27 +346,10 @@ def _roofline_s(
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
-        read_bytes = storage.gpu_read_bytes(rows, storage.matrix_bytes(size, value_bytes), value_bytes * size)
+        packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
+        read_bytes = storage.gpu_read_bytes(rows, packed, value_bytes * size)
         seconds += count * times * _product_s(read_bytes, model, hardware, operations=2 * rows * size)
     return seconds
-
-
-def _packed_s(
-    matrices: Iterable[Matrix], model: PlannedModel, packed: StoredFormat, hardware: HardwareConfig, *, rows: int
-) -> float:
-    """Matrix products as `_roofline_s`, each of which reads what a checkpoint stores; they compute as unquantized.
-
-    Reading takes as long as in our format of as many bits.
-    """
-    value_bytes, times = DTYPE_BYTES[model.matrix_dtype(hardware.device)], _slowdown(hardware, model.dtype)
-    slower = READ_SLOWDOWN.get(packed.bits or 0, 1.0)
-    return times * sum(
-        _product_s(
-            slower * packed_bytes(matrix, packed, value_bytes=value_bytes), model, hardware,
-            operations=2 * rows * matrix.num_elements,
-        )
-        for matrix in matrices
-    )  # fmt: skip
 
 
 def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:

@@ -1,8 +1,8 @@
 """Storage formats of linear layers: their records, which the planner, the checks and the loader read."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -29,10 +29,11 @@ class StorageFormat:
     kernel: str | None = None
     # the kernel's keyword arguments, by the field of the model entry that sets them.
     settings: Mapping[str, str] = field(default_factory=dict)
-    # bytes of a matrix without what is kept per output, from its weights and the bytes of a value.
-    matrix_bytes: Callable[[int, int], int] = lambda num_weights, value_bytes: num_weights * value_bytes
-    # bytes per output, from the bytes of one value in the model's number format.
-    row_bytes: Callable[[int], int] = lambda value_bytes: 0  # noqa: ARG005
+    weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
+    row_bytes: int = 0  # per output.
+    # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
+    # that of its file. Its inputs are a multiple of the smallest.
+    groups: tuple[int, ...] = ()
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
     gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
     # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
@@ -42,7 +43,6 @@ class StorageFormat:
     fp32_on_cpus: bool = False
     # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
-    group: int = 1  # number of inputs that share a scale; the inputs of a layer are a multiple of it.
     package: Package | None = None  # the package that the kernel needs, and the command that installs it.
     one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
     # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
@@ -56,6 +56,28 @@ class StorageFormat:
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""
         return self.kernel is not None
+
+    @property
+    def least_group(self) -> int:
+        """The inputs of a layer are a multiple of it."""
+        return min(self.groups, default=1)
+
+    def group_of(self, num_inputs: int) -> int:
+        """The number of inputs that share a word in a layer with so many; 0 for all."""
+        return next((group for group in self.groups if num_inputs % group == 0), min(self.groups, default=0))
+
+    def matrix_bytes(self, num_weights: int, value_bytes: int, *, group: int = 0) -> int:
+        """Bytes of a matrix without what is kept per output.
+
+        Args:
+            num_weights: of the matrix.
+            value_bytes: of a number in the model's number format.
+            group: inputs that share a word; 0 for the most.
+        """
+        if self.weight_bytes is None:
+            return num_weights * value_bytes
+        group = group or max(self.groups, default=0)
+        return math.ceil(num_weights * self.weight_bytes) + (WORD_BYTES * -(-num_weights // group) if group else 0)
 
     def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
         """Import the kernel, if there is one."""
@@ -74,10 +96,10 @@ of the kernel move 4; each further one would move one more, and through the L2 c
 """
 UNPACKED_WEIGHTS = 2**26
 """Weights that a GPU unpacks at a time, 128 MiB in 16 bits: a matrix of 65B in at most six steps."""
-SCALE_BYTES, WORD_BYTES = 4, 4  # Of an fp32 scale, and of the scale and zero of an int4 group.
-NF4_GROUP = 64  # Inputs that share a scale.
-INT4_GROUPS = {"int4_weight_only": 128, "int4_weight_only_64": 64, "int4_weight_only_32": 32}
-"""The same by storage format, the largest first; most public int4 checkpoints have 128."""
+WORD_BYTES = 4  # Of an fp32 scale, which in int4 has the zero in its last bits.
+ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
+NF4_GROUP = 64  # Inputs that share a word.
+INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
@@ -96,14 +118,6 @@ def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
     return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
 
 
-def _int4_bytes(group: int, num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - whatever the number format
-    return -(-num_weights // 2) + WORD_BYTES * -(-num_weights // group)
-
-
-def _nf4_bytes(num_weights: int, value_bytes: int) -> int:  # noqa: ARG001 - as above
-    return -(-num_weights // 2) + SCALE_BYTES * -(-num_weights // NF4_GROUP)
-
-
 def _nf4_read_bytes(rows: int, packed: int, unquantized: int) -> float:
     """The kernel for one row is no faster than fp16; for more rows the matrix is unpacked, written and read again."""
     return unquantized if rows == 1 else packed + 2 * unquantized
@@ -116,8 +130,8 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
         order=1,
         kernel="llama_ssp.models.quantization.precision:int8_linear",
         settings={"int8_threshold": "threshold"},
-        matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
-        row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
+        weight_bytes=1,
+        row_bytes=WORD_BYTES,
         fp32_on_cpus=True,
         gpu_read_bytes=lambda rows, packed, unquantized: _INT8_SLOWDOWN * unquantized,  # noqa: ARG005
         rounds_inputs=True,
@@ -133,18 +147,20 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
         ),
     )
 )
-register(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
-    StorageFormat(
-        name="nf4",
-        order=2,
-        kernel="llama_ssp.models.quantization.precision:Nf4Linear",
-        matrix_bytes=_nf4_bytes,
-        unpacks_matrix=True,
-        gpu_read_bytes=_nf4_read_bytes,
-        group=NF4_GROUP,
-        package=BITSANDBYTES,
-        change_weight=5,
-    )
+_NF4 = StorageFormat(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
+    name="nf4",
+    order=2,
+    kernel="llama_ssp.models.quantization.precision:Nf4Linear",
+    weight_bytes=0.5,
+    unpacks_matrix=True,
+    gpu_read_bytes=_nf4_read_bytes,
+    groups=(NF4_GROUP,),
+    package=BITSANDBYTES,
+    change_weight=5,
+)
+register(_NF4)
+register(  # a float of 4 bits in place of it: for checkpoints that are stored so
+    replace(_NF4, name="fp4", order=6, kernel="llama_ssp.models.quantization.precision:Fp4Linear", change_weight=None)
 )
 register(  # our own: one byte per weight, and an fp32 scale per output
     StorageFormat(
@@ -152,8 +168,8 @@ register(  # our own: one byte per weight, and an fp32 scale per output
         order=3,
         short_name="int8wo",
         kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
-        matrix_bytes=lambda num_weights, value_bytes: num_weights,  # noqa: ARG005
-        row_bytes=lambda value_bytes: SCALE_BYTES,  # noqa: ARG005
+        weight_bytes=1,
+        row_bytes=WORD_BYTES,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
@@ -161,33 +177,32 @@ register(  # our own: one byte per weight, and an fp32 scale per output
         change_weight=3,
     )
 )
-for _name, _group in INT4_GROUPS.items():
-    register(  # half a byte per weight, and a word of 4 bytes per group
-        StorageFormat(
-            name=_name,
-            order=4,
-            short_name=_name.replace("_weight_only", "wo"),
-            kernel=f"llama_ssp.models.quantization.weight_only:{_name}_linear",
-            matrix_bytes=partial(_int4_bytes, _group),
-            fp32_on_cpus=True,
-            gpu_read_bytes=_few_rows_bytes,
-            gpu_unpacks=UNPACKED_WEIGHTS,
-            group=_group,
-            one_gpu_per_rank=True,
-            change_weight=5 if _name == "int4_weight_only" else None,
-        )
+register(  # half a byte per weight, and a word of 4 bytes per group
+    StorageFormat(
+        name="int4_weight_only",
+        order=4,
+        short_name="int4wo",
+        kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
+        weight_bytes=0.5,
+        fp32_on_cpus=True,
+        gpu_read_bytes=_few_rows_bytes,
+        gpu_unpacks=UNPACKED_WEIGHTS,
+        groups=INT4_GROUPS,
+        one_gpu_per_rank=True,
+        change_weight=5,
     )
+)
 register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
     StorageFormat(
         name="fp8_weight_only",
         order=5,
         short_name="fp8wo",
         kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
-        matrix_bytes=lambda num_weights, value_bytes: num_weights + SCALE_BYTES * -(-num_weights // FP8_GROUP),  # noqa: ARG005
+        weight_bytes=1,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
         gpu_unpacks=UNPACKED_WEIGHTS,
-        group=FP8_GROUP,
+        groups=(FP8_GROUP,),
         one_gpu_per_rank=True,
     )
 )

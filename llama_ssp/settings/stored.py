@@ -1,21 +1,17 @@
 """How a checkpoint stores its linear layers, from the `quantization_config` of its config.json.
 
-Runs keep weights as they are stored where `layout_of` has a layout, and refuse others. Plans count the bytes that a run
-will hold, and of formats that runs do not read the stored ones.
+Runs keep weights as they are stored where `layout_of` has a layout, and refuse others; plans say the same.
 
+    compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies
+    awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
+    bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
     fp8, fbgemm_fp8       a scale per block, output or matrix
-    compressed-tensors    4 or 8 bits, integers or floats, with any of its strategies
-    awq, gptq             2 to 8 bits in groups of inputs, with zeros; gptq has the group of each input too
-    bitsandbytes          4 bits in blocks of 64 weights, whose scales may be quantized themselves; 8 bits by outputs
-    mxfp4                 4 bits with a byte per 32 weights, in matrices of experts alone
-
-A matrix of O outputs and I inputs in blocks of o x i has O I bits / 8 + ceil(O / o) ceil(I / i) scales.
+    mxfp4                 4 bits with a byte per 32 weights, in experts alone; runs widen them to 16 bits
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -26,13 +22,14 @@ from llama_ssp.settings.model_files import shown
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq with desc_act=false, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
-    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized) or bitsandbytes nf4"
+    "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
+    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
+    "fp4 or 8 bits, or mxfp4"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
-_ORDERS_IN_PLACE = (None, False, "weight", "static")
-"""Values of actorder that leave consecutive inputs in a group; the others scatter them."""
+_ORDERS_IN_PLACE, _SCATTERED = (None, False, "weight", "static"), (True, "group", "dynamic")
+"""Values of actorder that leave consecutive inputs in a group, and those that scatter them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +37,23 @@ class PackedLayout:
     """How a checkpoint stores weights that runs keep as they are.
 
     Attributes:
-        storage: the storage format that they are read in.
+        name: for tables.
+        storage: the storage format that they are read in; empty if they are read as numbers.
         block: numbers of outputs and of inputs that share a scale; None for all of them.
+        group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
         weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
         others: last parts of the names of tensors that are not needed.
         has_inputs_first: matrices are stored transposed.
         joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
         least_zero: what a stored zero of 0 stands for.
+        is_scattered: any inputs may share a scale, as `order` says.
+        steps: that a stored scale is divided into.
     """
 
+    name: str
     storage: str
     block: _Block
+    group: int = 0
     weight: str
     scale: str
     zero: str = ""
@@ -59,11 +62,30 @@ class PackedLayout:
     has_inputs_first: bool = False
     joins_outputs: bool = False
     least_zero: int = 0
+    is_scattered: bool = False
+    steps: int = 1
+
+    @property
+    def slice_group(self) -> int:
+        """Of which a slice of the inputs has a multiple; 0 for any slice. A word of a file has the codes of eight."""
+        return 8 if self.is_scattered else self.group
+
+    def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
+        """Inputs that are kept for a part of scattered inputs `of` all, which has a part of every group.
+
+        Those are groups of 32, as many as the part may need.
+        """
+        group = INT4_GROUPS[-1]
+        return group * (num_inputs // group + of // (self.block[1] or of))
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
         return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, *self.others)))
+
+
+_Found: TypeAlias = PackedLayout | list[str]
+"""A layout, or clauses that say why there is none."""
 
 
 def layout_of(described: object) -> PackedLayout | str:
@@ -74,33 +96,36 @@ def layout_of(described: object) -> PackedLayout | str:
     return found if isinstance(found, PackedLayout) else "; ".join(dict.fromkeys(found))
 
 
-def _gptq_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+def _gptq(described: Mapping[str, Any]) -> _Found:
     version = described.get("checkpoint_format") or "gptq"
-    problems = [*_differences(described, {"bits": 4, "desc_act": False})]
+    problems = [*_differences(described, {"bits": 4})]
+    problems += [] if isinstance(order := described.get("desc_act"), bool) else [f"desc_act {shown(order)}"]
     problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
     problems += [f"dynamic {shown(described['dynamic'])}"] if described.get("dynamic") else []
     return _int4(
-        _grouped(described.get("group_size")), described, problems, weight="qweight", scale="scales", zero="qzeros",
-        order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
+        _grouped(described.get("group_size")), described, problems, name="gptq int4", weight="qweight", scale="scales",
+        zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
+        is_scattered=order is True,
     )  # fmt: skip
 
 
-def _awq_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+def _awq(described: Mapping[str, Any]) -> _Found:
     version = described.get("version") or "gemm"
     problems = [*_differences(described, {"bits": 4, "zero_point": True})]
     problems += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
     return _int4(
-        _grouped(described.get("group_size")), described, problems, weight="qweight", scale="scales", zero="qzeros",
-        has_inputs_first=True, joins_outputs=True,
+        _grouped(described.get("group_size")), described, problems, name="awq int4", weight="qweight", scale="scales",
+        zero="qzeros", has_inputs_first=True, joins_outputs=True,
     )  # fmt: skip
 
 
-def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+def _compressed(described: Mapping[str, Any]) -> _Found:
     groups = described.get("config_groups")
     weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
     first = weights[0] if weights else None
     problems = [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
-    problems += ["sparse weights"] if _is_sparse(described) else []
+    is_sparse = (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
+    problems += ["sparse weights"] if is_sparse else []
     if not isinstance(first, dict) or any(other != first for other in weights):
         return [*problems, "several config_groups" if len(weights) > 1 else "no config_groups"]
     form, block = described.get("format"), _block_of(first)
@@ -109,52 +134,68 @@ def _compressed_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]
     bits, kind = _FORMS_READ.get(str(form), (None, None))
     problems += [] if bits else [f"format {shown(form)}"]
     problems += _differences(first, {"num_bits": bits, "type": kind} if bits else {})
-    problems += [] if first.get("actorder") in _ORDERS_IN_PLACE else [f"actorder {shown(first['actorder'])}"]
+    order = first.get("actorder")
+    problems += [] if order in (*_ORDERS_IN_PLACE, *_SCATTERED) else [f"actorder {shown(order)}"]
     if form == "pack-quantized":
         return _int4(
-            block, first, problems, weight="weight_packed", scale="weight_scale", zero="weight_zero_point",
-            order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+            block, first, problems, name="compressed-tensors int4", weight="weight_packed", scale="weight_scale",
+            zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
+            is_scattered=order in _SCATTERED,
         )  # fmt: skip
     if form == "float-quantized":
-        return _fp8_in(block, problems)
+        return _fp8_in(block, problems, name="compressed-tensors fp8")
     problems += ["symmetric false"] if first.get("symmetric") is False else []
     problems += [f"strategy {shown(first.get('strategy'))}"] if bits and block not in _PER_OUTPUT else []
     return problems or PackedLayout(
-        storage="int8_weight_only", block=block or _PER_OUTPUT[0], scale="weight_scale",
-        weight="weight_packed" if form == _PACKED_BYTES else "weight", others=("weight_shape", *_OF_ACTIVATIONS),
+        name="compressed-tensors int8", storage="int8_weight_only", block=block or _PER_OUTPUT[0],
+        scale="weight_scale", weight="weight_packed" if form == _PACKED_BYTES else "weight",
+        others=("weight_shape", *_OF_ACTIVATIONS),
     )  # fmt: skip
 
 
-def _fp8_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
+def _fp8(described: Mapping[str, Any]) -> _Found:
     block = described.get("weight_block_size")
-    return _fp8_in((None, None) if block is None else _pair(block), [])
+    return _fp8_in((None, None) if block is None else _pair(block), [], name="fp8")
 
 
-def _fbgemm_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:  # noqa: ARG001 - it has one form
-    return _fp8_in((1, None), [])
+def _fbgemm(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
+    return _fp8_in((1, None), [], name="fbgemm fp8")
 
 
-def _fp8_in(block: _Block | None, problems: list[str]) -> PackedLayout | list[str]:
+def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
     if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
         problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
     return problems or PackedLayout(
-        storage="fp8_weight_only", block=block or (None, None), weight="weight", scale="weight_scale",
-        others=_OF_ACTIVATIONS,
+        name=name, storage="fp8_weight_only", block=block or (None, None), group=FP8_GROUP, weight="weight",
+        scale="weight_scale", others=_OF_ACTIVATIONS,
     )  # fmt: skip
 
 
-def _bitsandbytes_layout(described: Mapping[str, Any]) -> PackedLayout | list[str]:
-    wanted = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
+    if described.get("load_in_8bit") is True:
+        return [*_differences(described, {"load_in_4bit": False})] or PackedLayout(
+            name="bitsandbytes int8", storage="int8_weight_only", block=(1, None), weight="weight", scale="SCB",
+            others=("weight_format",), steps=127,
+        )  # fmt: skip
+    wanted: dict[str, object] = {"load_in_4bit": True}
+    kind = described.get("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        wanted["bnb_4bit_quant_type"] = "nf4"
     if described.get("bnb_4bit_quant_storage") is not None:
         wanted["bnb_4bit_quant_storage"] = "uint8"
     return [*_differences(described, wanted)] or PackedLayout(
-        storage="nf4", block=(1, NF4_GROUP), weight="weight", scale="weight.absmax",
-        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", NF4_STATE),
+        name=f"bitsandbytes {kind}", storage=kind, block=(1, NF4_GROUP), group=NF4_GROUP, weight="weight",
+        scale="weight.absmax",
+        others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", f"{BNB_STATE}{kind}"),
     )  # fmt: skip
 
 
-NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-"""Last part of the name of a tensor with JSON."""
+def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
+    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="", scale="")
+
+
+BNB_STATE = "weight.quant_state.bitsandbytes__"
+"""What precedes the kind in the last part of the name of a tensor with JSON."""
 _PACKED_BYTES = "pack-quantized with 8 bits"
 _FORMS_READ = {
     "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
@@ -170,9 +211,10 @@ _OF_ACTIVATIONS = (
     "output_zero_point",
 )  # fmt: skip
 """Tensors of engines that quantize activations."""
-_LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], PackedLayout | list[str]]] = {
-    "compressed-tensors": _compressed_layout, "gptq": _gptq_layout, "awq": _awq_layout, "fp8": _fp8_layout,
-    "fbgemm_fp8": _fbgemm_layout, "bitsandbytes": _bitsandbytes_layout,
+_COMPRESSED = "compressed-tensors"
+_LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
+    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,
+    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4,
 }  # fmt: skip
 
 
@@ -181,14 +223,15 @@ def _int4(
     described: Mapping[str, Any],
     problems: list[str],
     **layout: Any,  # noqa: ANN401 - its fields
-) -> PackedLayout | list[str]:
+) -> _Found:
     """The layout of int4 weights, in the largest of our groups that theirs consist of; or all that is wrong."""
     size = block[1] if block and block[0] == 1 else 1
-    storage = next((name for name, group in INT4_GROUPS.items() if size is None or size % group == 0), None)
-    if storage is None:
+    group = next((group for group in INT4_GROUPS if size is None or size % group == 0), 0)
+    if not group:
         fields = [name for name in ("strategy", "group_size") if name in described] or ["group_size"]
         problems = [*problems, *(f"{name} {shown(described.get(name))}" for name in fields)]
-    return problems or PackedLayout(storage=str(storage), block=(1, size), **layout)
+    layout["is_scattered"] = bool(size and layout.get("is_scattered"))
+    return problems or PackedLayout(storage="int4_weight_only", block=(1, size), group=group, **layout)
 
 
 def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[str]:
@@ -208,25 +251,20 @@ class StoredFormat:
 
     Attributes:
         name: for tables and notes.
-        bits: of a weight; None for a format that no plan knows, whose weights are counted unquantized.
-        block: numbers of outputs and of inputs that share a scale; None for all of them.
-        scale_bytes: of a scale and its zero.
-        order_bytes: per input, of the index that says which group it belongs to.
-        kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
-        has_head: the output matrix is quantized too.
-        storage: the storage format in which runs keep it; None if they cannot read it.
+        layout: in which runs read it; None if they cannot.
         problem: a clause that says why they cannot.
+        kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
     """
 
     name: str
-    bits: int | None = None
-    block: _Block = (None, None)
-    scale_bytes: float = 0
-    order_bytes: int = 0
-    kept_shares: tuple[tuple[str, float], ...] = ()
-    has_head: bool = False
-    storage: str | None = None
+    layout: PackedLayout | None = None
     problem: str | None = None
+    kept_shares: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def storage(self) -> str | None:
+        """The storage format in which runs keep it; None if they read numbers, or cannot read it."""
+        return (self.layout.storage or None) if self.layout else None
 
     def kept_format(self, quantization: str, *, where: object) -> str:
         """The storage format of a run of the checkpoint at `where`; see `kept_format`.
@@ -236,18 +274,6 @@ class StoredFormat:
         if self.problem:
             raise CheckpointError(f"{where} {unreadable(self.problem)}")
         return kept_format(quantization, self.storage, where=where)
-
-    def matrix_bytes(self, module: str, num_rows: int, num_columns: int, *, unquantized: int) -> int:
-        """Bytes of a matrix or of a rank's slice, as the mean over the layers, from those that it has unquantized."""
-        assert self.bits, "a plan knows the format"
-        kept = dict(self.kept_shares).get(module, 0.0)
-        rows, columns = (
-            1 if size is None else -(-whole // size)
-            for size, whole in zip(self.block, (num_rows, num_columns), strict=True)
-        )
-        packed = math.ceil(num_rows * num_columns * self.bits / 8)
-        packed += math.ceil(rows * columns * self.scale_bytes) + self.order_bytes * num_columns
-        return round(kept * unquantized + (1 - kept) * packed)
 
 
 def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
@@ -282,110 +308,18 @@ def stored_format(
         return None
     described, layout = holder[QUANTIZATION], layout_of(holder[QUANTIZATION])
     method = _field(described, "quant_method")
-    problem, storage = (layout, None) if isinstance(layout, str) else (None, layout.storage)
-    read = _READERS.get(method) if isinstance(method, str) else None
-    found = read(described) if read else None
-    if found is None:
-        named = method if isinstance(method, str) else f"quant_method {shown(method)}"
-        return StoredFormat(name=named, problem=problem or f"quant_method {shown(method)}")
+    named = method if isinstance(method, str) else f"quant_method {shown(method)}"
+    if isinstance(layout, str):
+        return StoredFormat(name=named, problem=layout)
+    if not layout.storage:
+        return StoredFormat(name=layout.name, layout=layout)
     kept, quantized = _patterns(described)
-    has_head = found.has_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized)
-    problem = problem or ("a quantized output head" if has_head else None)
+    may_have_head = method == _COMPRESSED or described.get("lm_head") is True
+    if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):
+        return StoredFormat(name=layout.name, problem="a quantized output head")
     shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}
-    return replace(
-        found,
-        kept_shares=tuple((module, share) for module, share in shares.items() if share),
-        has_head=has_head,
-        storage=None if problem else storage,
-        problem=problem,
-    )
-
-
-def _fp8(described: Mapping[str, Any]) -> StoredFormat | None:
-    """An fp32 scale per block; without blocks, per matrix."""
-    block = described.get("weight_block_size")
-    sizes = (None, None) if block is None else _pair(block)
-    return StoredFormat(name="fp8", bits=8, block=sizes, scale_bytes=4) if sizes else None
-
-
-def _fbgemm(described: Mapping[str, Any]) -> StoredFormat:  # noqa: ARG001 - it has one form
-    """An fp32 scale per output."""
-    return StoredFormat(name="fbgemm fp8", bits=8, block=(1, None), scale_bytes=4)
-
-
-def _awq(described: Mapping[str, Any]) -> StoredFormat | None:
-    """A 16-bit scale per group, and a zero of as many bits as a weight."""
-    bits, block = described.get("bits"), _grouped(described.get("group_size"))
-    if bits not in _BITS or block is None:
-        return None
-    zero = 0 if described.get("zero_point") is False else bits / 8
-    return StoredFormat(name=f"awq int{bits}", bits=bits, block=block, scale_bytes=2 + zero)
-
-
-def _gptq(described: Mapping[str, Any]) -> StoredFormat | None:
-    """As AWQ, always with zeros and with the group of each input, in 32 bits."""
-    bits, block = described.get("bits"), _grouped(described.get("group_size"))
-    if bits not in _BITS or block is None or described.get("dynamic"):
-        return None
-    has_head = described.get("lm_head") is True
-    return StoredFormat(
-        name=f"gptq int{bits}", bits=bits, block=block, scale_bytes=2 + bits / 8, order_bytes=4, has_head=has_head
-    )
-
-
-def _bitsandbytes(described: Mapping[str, Any]) -> StoredFormat | None:
-    """An fp32 scale per output or per 64 weights; a double quantization makes it a byte, with fp32 per 256 of them."""
-    if described.get("load_in_4bit") is True:
-        kind = described.get("bnb_4bit_quant_type", "fp4")
-        scale_bytes = 1 + 4 / 256 if described.get("bnb_4bit_use_double_quant") is True else 4
-        name = f"bitsandbytes {kind if isinstance(kind, str) else shown(kind)}"
-        return StoredFormat(name=name, bits=4, block=(1, NF4_GROUP), scale_bytes=scale_bytes)
-    if described.get("load_in_8bit") is True:
-        return StoredFormat(name="bitsandbytes int8", bits=8, block=(1, None), scale_bytes=4)
-    return None
-
-
-def _mxfp4(described: Mapping[str, Any]) -> StoredFormat:  # noqa: ARG001 - it has one form
-    """A byte per 32 weights."""
-    return StoredFormat(name="mxfp4", bits=4, block=(1, 32), scale_bytes=1)
-
-
-def _compressed(described: Mapping[str, Any]) -> StoredFormat | None:
-    """The format of all groups of modules, which must be one; matrices with zeros of their own have other bytes."""
-    groups = described.get("config_groups")
-    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
-    first = weights[0] if weights else None
-    form = described.get("format")
-    if not isinstance(first, dict) or any(other != first for other in weights) or form not in _FORMS:
-        return None
-    if _is_sparse(described):
-        return None
-    bits, kind, block = first.get("num_bits"), first.get("type"), _block_of(first)
-    if block is None or bits not in (4, 8) or kind not in ("int", "float"):
-        return None
-    stored_bits = bits if "pack" in str(form) else 8
-    name = f"compressed-tensors {'fp' if kind == 'float' else 'int'}{bits}"
-    scale_bytes = 1 if (kind, bits) == ("float", 4) else 2
-    zero = stored_bits / 8 if first.get("symmetric") is False else 0
-    order_bytes = 0 if first.get("actorder") in _ORDERS_IN_PLACE else 4
-    return StoredFormat(
-        name=name, bits=stored_bits, block=block, scale_bytes=scale_bytes + zero, order_bytes=order_bytes, has_head=True
-    )
-
-
-def _is_sparse(described: Mapping[str, Any]) -> bool:
-    return (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
-
-
-_FORMS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
-"""Values of `format` of compressed-tensors; forms for sparse matrices have other bytes."""
-_READERS: Mapping[str, Callable[[Mapping[str, Any]], StoredFormat | None]] = {
-    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "awq": _awq, "gptq": _gptq, "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed,
-}  # fmt: skip
-
-
-_BITS = (2, 3, 4, 8)
+    kept_shares = tuple((module, share) for module, share in shares.items() if share)
+    return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)
 
 
 def _block_of(weights: Mapping[str, Any]) -> _Block | None:
@@ -426,8 +360,6 @@ _CLASS = "Linear"
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The modules that are not quantized, and those that are; none of the latter stands for all."""
     kept = [name for field in _KEPT for name in _texts(described.get(field))]
-    if described.get("quant_method") == "mxfp4":
-        return kept, ["experts"]
     groups = described.get("config_groups")
     targets = [
         name

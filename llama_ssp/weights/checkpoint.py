@@ -33,6 +33,7 @@ from llama_ssp.settings.model_files import (
 from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts
+from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
@@ -49,7 +50,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor | PackedTensor | JoinedTensor]
+    tensors: Mapping[str, StoredTensor | PackedTensor | WidenedTensor | JoinedTensor]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property
@@ -69,7 +70,7 @@ class Checkpoint:
         CheckpointError if the file has changed since it was inspected.
         """
         tensor = self.tensors[name]
-        if isinstance(tensor, PackedTensor | JoinedTensor):
+        if not isinstance(tensor, StoredTensor):
             return tensor.read(**wanted)
         dim = wanted.get("dim")
         if dim is None:

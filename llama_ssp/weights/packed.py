@@ -6,12 +6,13 @@
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
-    bitsandbytes         see `nf4_files`
+    bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `bnb_files`
+    mxfp4                see `mxfp4_files`
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
 are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
-the groups: not supported. An actorder that is static, or weight, keeps the groups in place.
+the groups, so that they are read in the order of `int4_rows`. A static actorder, or weight, keeps them in place.
 
 Shapes: O outputs, I inputs, G groups of inputs.
 """
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUPS, format_of
+from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.settings.stored import PackedLayout
-from llama_ssp.weights import byte_rows, int4_rows, nf4_files
+from llama_ssp.weights import bnb_files, byte_rows, int4_rows, mxfp4_files
+from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD, _BYTES_OF_A_WORD, _SIGN_BIT = 8, 4, 128
@@ -36,6 +38,7 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of a word of AWQ."""
 _ZERO = 8
 """Of symmetric weights."""
+_INT4, _OF_BNB = "int4_weight_only", ("nf4", "fp4")
 _KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
 """The dtype of weights that are not packed into words, as files call it, by storage format."""
 
@@ -50,7 +53,7 @@ class PackedTensor(TensorFacts):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        This part has whole groups of the storage format. CheckpointError if a file has changed, or the groups are
+        This part has whole groups. CheckpointError if a file has changed, or the groups are
         scattered.
         """
         outputs, inputs = (range(size) for size in self.shape)
@@ -64,22 +67,53 @@ class PackedTensor(TensorFacts):
         return rows.to(wanted.get("device"))
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        group = format_of(self.layout.storage).group
-        assert inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
-        if self.layout.storage == "nf4":
-            return nf4_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
+        if self.layout.is_scattered:
+            return self._sorted(outputs, inputs)
+        group = self.layout.group
+        assert not group or inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
+        if self.layout.storage in _OF_BNB:
+            return bnb_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
-        columns, columns_G = self._blocks(range(inputs.start, inputs.stop, len(inputs) if group == 1 else group), 1)
-        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G]
-        if self.layout.storage not in INT4_GROUPS:
-            bytes_OI = self._bytes(outputs, inputs)
-            return byte_rows.join(bytes_OI.unflatten(1, (len(columns_G), -1)), scales_OG)
-        if self.layout.zero in self.parts:
-            zeros_OG = self._along_outputs(self.layout.zero, outputs, columns)[:, columns_G] + self.layout.least_zero
-        else:
-            zeros_OG = torch.full_like(scales_OG, _ZERO)
-        return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
+        columns, columns_G = self._blocks(inputs[:: group or len(inputs)], 1)
+        if self.layout.storage == _INT4:
+            scales_OG, zeros_OG = (each[:, columns_G] for each in self._steps(outputs, columns))
+            return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
+        scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G] / self.layout.steps
+        return byte_rows.join(self._bytes(outputs, inputs).unflatten(1, (len(columns_G), -1)), scales_OG)
+
+    def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
+        """The scales and the zeros (O, G) of some groups of the file."""
+        scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
+        if self.layout.zero not in self.parts:
+            return scales_OG, torch.full_like(scales_OG, _ZERO)
+        return scales_OG, self._along_outputs(self.layout.zero, outputs, groups) + self.layout.least_zero
+
+    def _sorted(self, outputs: range, inputs: range) -> Tensor:
+        """Rows whose inputs are sorted by their groups; of a part of the inputs in groups of 32, with gaps."""
+        stored, size, group = self.parts[self.layout.order], self.layout.block[1], self.layout.group
+        assert size, "one group cannot be scattered"
+        groups_I, groups = stored.read(inputs).long(), range(self.shape[1] // size)
+        counts_G = groups_I.clamp(0, len(groups)).bincount(minlength=len(groups))
+        is_whole = len(inputs) == self.shape[1]
+        if len(counts_G) > len(groups) or (is_whole and len(counts_G.unique()) > 1) or groups_I.min() < 0:
+            raise CheckpointError(
+                f"{stored.file} has {stored.name} of other groups than {len(groups)} of {size} inputs: copy or "
+                "download it again"
+            )
+        order_I, codes_OI = groups_I.argsort(stable=True), self._codes(outputs, inputs)
+        sizes_G = counts_G
+        if not is_whole:
+            group, sorted_I = INT4_GROUPS[-1], groups_I[order_I]
+            sizes_G = -(-counts_G // group) * group
+            places_I = torch.arange(len(inputs)) + (sizes_G - counts_G).cumsum(0)[sorted_I]
+            places_I -= (sizes_G - counts_G)[sorted_I]
+            sizes_G[-1] += self.layout.num_with_gaps(len(inputs), of=self.shape[1]) - sizes_G.sum()
+            with_gaps_I = torch.full((int(sizes_G.sum()),), int4_rows.GAP)
+            order_I = with_gaps_I.scatter_(0, places_I, order_I)
+        codes_OI = codes_OI[:, order_I.where(order_I < int4_rows.GAP, 0)]
+        scales_OG, zeros_OG = (each.repeat_interleave(sizes_G // group, dim=1) for each in self._steps(outputs, groups))
+        return int4_rows.pack(codes_OI, scales_OG, zeros_OG, order_I)
 
     def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
         """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
@@ -120,8 +154,8 @@ class PackedTensor(TensorFacts):
         stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
         if stored and not torch.equal(stored.read(inputs).long(), torch.tensor(inputs) // size):
             raise CheckpointError(
-                f"{stored.file} scatters the groups of {stored.name}, and consecutive inputs must share a scale: "
-                "a checkpoint that was quantized with desc_act=false, or actorder=static, is required"
+                f"{stored.file} scatters the groups of {stored.name}, and its config.json does not say so (desc_act, "
+                "actorder): copy or download the folder again"
             )
 
 
@@ -133,8 +167,10 @@ def _codes(words: Tensor) -> Tensor:
 
 def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
-) -> dict[str, StoredTensor | PackedTensor]:
+) -> Mapping[str, StoredTensor | PackedTensor | WidenedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
+    if not layout.storage:
+        return mxfp4_files.widen(tensors, folder)
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
     suffix = f".{layout.scale}"
@@ -164,12 +200,12 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
-    make = partial(PackedTensor, storage=layout.storage, layout=layout, parts=parts)
-    if layout.storage == "nf4":
-        shape = nf4_files.shape_of(parts)
+    make = partial(PackedTensor, storage=layout.storage, group=layout.slice_group, layout=layout, parts=parts)
+    if layout.storage in _OF_BNB:
+        shape = bnb_files.shape_of(parts, layout.storage)
         return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
-    is_int4 = layout.storage in INT4_GROUPS
+    is_int4 = layout.storage == _INT4
     kind = "I32" if is_int4 or layout.weight == "weight_packed" else _KINDS[layout.storage]
     if layout.joins_outputs:
         num_outputs *= _CODES_OF_A_WORD
@@ -180,6 +216,7 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     fits = parts[layout.weight].kind == kind and dtype is not None
     fits &= not is_int4 or num_inputs % num_groups == 0
     fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
+    fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.GAP)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
     if order := parts.get(layout.order):

@@ -27,11 +27,13 @@ class TensorFacts:
         dtype: None if weights cannot have it; of a packed tensor, that of its scales.
         shape: of the whole tensor, unpacked.
         storage: the storage format of a packed one, which is read as `byte_rows`.
+        group: of which a slice of its inputs has a multiple; 0 for any slice.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     storage: str | None = None
+    group: int = 0
 
 
 class Wanted(TypedDict, total=False):
@@ -81,9 +83,15 @@ class WeightSource(Protocol):
         """Return one of `tensors` or a slice of it, contiguous and not shared."""
 
 
+def packed_of(origin: WeightSource) -> TensorFacts | None:
+    """One of its packed tensors, which have one storage format; None if it has none."""
+    return next((tensor for tensor in origin.tensors.values() if tensor.storage), None)
+
+
 def storage_of(origin: WeightSource) -> str | None:
     """The storage format of its packed tensors; None if it has none."""
-    return next((tensor.storage for tensor in origin.tensors.values() if tensor.storage), None)
+    found = packed_of(origin)
+    return found.storage if found else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ def text(model: Path, run_dir: Path, *overrides: str, num_ranks: int = 1) -> str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("layout", ["awq, small", "fp8"])
+@pytest.mark.parametrize("layout", ["awq, small", "gptq, sorted", "fp8"])
 @pytest.mark.distributed(2)
 def test_a_packed_checkpoint_writes_the_text_of_its_numbers(
     made: Callable[[str], tuple[Path, Path]], tmp_path: Path, layout: str, num_ranks: int

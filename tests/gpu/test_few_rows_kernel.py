@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows, int4_rows
 from tests.helpers.lanes import grid
 
 pytestmark = pytest.mark.gpu(1)
@@ -32,7 +32,7 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
     scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
     numbers = (codes_OI.double().unflatten(1, (-1, group)) - zeros_OG[..., None]) * scales_OG.double()[..., None]
-    codes, words = int4_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG), group)
+    codes, words = byte_rows.split(int4_rows.pack(codes_OI, scales_OG, zeros_OG))
     return x_MI, (codes.cuda(), words.t().contiguous().cuda()), numbers.flatten(1).cuda()
 
 

@@ -33,7 +33,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.weights import int4_rows
+from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import build_checkpoint
@@ -377,7 +377,7 @@ def of_halves(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, group: 
     """What it takes of weights in int4, and the weights."""
     codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     scales, zeros = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // group)), codes[:, ::group] + 1
-    weight, words = int4_rows.split(int4_rows.pack(codes, scales, zeros), group)
+    weight, words = byte_rows.split(int4_rows.pack(codes, scales, zeros))
     numbers = (codes.double().unflatten(1, (-1, group)) - zeros[..., None]) * scales[..., None]
     return (weight, words.t().contiguous()), numbers.flatten(1)
 

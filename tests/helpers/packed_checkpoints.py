@@ -15,17 +15,20 @@ from torch import Tensor
 
 _GROUPS = {
     "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
-    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64,
+    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64, "gptq, sorted": 128,
+    "compressed-tensors, sorted": 64,
 }  # fmt: skip
 """Layouts of int4, with the inputs that share a scale."""
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "int8": (1, None), "int8, packed": (1, None), "int8, one scale": (None, None), "fp8": (128, 128),
     "fp8, one scale": (None, None), "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128),
-    "float, one scale": (None, None),
+    "float, one scale": (None, None), "int8 of bitsandbytes": (1, None),
 }  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
-_FLOATS = ("nf4", "nf4, twice")
+_FLOATS = ("nf4", "nf4, twice", "fp4, twice")
+_BNB_INT8 = "int8 of bitsandbytes"
 LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS)
+FP4 = torch.tensor([sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)])
 NF4 = torch.tensor(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -34,6 +37,10 @@ NF4 = torch.tensor(
     ]
 )  # fmt: skip
 _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
+MXFP4 = "mxfp4"
+"""A layout of experts alone."""
+_OF_EXPERTS = re.compile(r"experts\.\w+_proj$")
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) -> None:
@@ -43,15 +50,19 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         origin: folder of the checkpoint.
         packed: folder to write, with quantized weights.
         dequantized: folder to write, with the same weights in fp32.
-        layout: one of LAYOUTS.
+        layout: one of LAYOUTS, or MXFP4.
     """
     packed_tensors: dict[str, Tensor] = {}
     numbers: dict[str, Tensor] = {}
     for name, tensor in load_file(origin / "model.safetensors").items():
-        if not _LINEAR.search(name):
+        if layout == MXFP4 and _OF_EXPERTS.search(name):
+            numbers[name], blocks, scales = _in_mxfp4(tensor.float())
+            packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            continue
+        if layout == MXFP4 or not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        make = _in_bytes if layout in _BLOCKS else _in_nf4 if layout in _FLOATS else _in_4_bits
+        make = _in_bytes if layout in _BLOCKS else _in_floats if layout in _FLOATS else _in_4_bits
         numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
@@ -69,12 +80,14 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
+    if layout == MXFP4:
+        return {"quant_method": layout, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     if layout in _BLOCKS:
         return _config_of_bytes(layout)
     if layout in _FLOATS:
         return {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": layout != "nf4",
+            "bnb_4bit_quant_type": layout[:3], "bnb_4bit_use_double_quant": layout != "nf4",
             "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
         }  # fmt: skip
     size = _GROUPS[layout]
@@ -86,17 +99,37 @@ def quantization_config(layout: str) -> dict[str, Any]:
     if layout.startswith("gptq"):
         version = layout.partition(",")[0]
         return {
-            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": layout == "gptq",
-            "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
+            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": "sorted" in layout,
+            "sym": layout == "gptq", "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
         }  # fmt: skip
     return _compressed(
-        "pack-quantized", num_bits=4, type="int", symmetric="asymmetric" not in layout,
+        "pack-quantized", num_bits=4, type="int", symmetric=not layout.endswith(("asymmetric", "sorted")),
         strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+        actorder="group" if "sorted" in layout else None,
     )  # fmt: skip
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+"""Where compressed-tensors describes the weights."""
+
+
+def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
+    """The same with other fields, of the part at a path."""
+    config = quantization_config(layout)
+    inner = config
+    for name in path:
+        inner = inner[name]
+    inner.update(changes)
+    return config
 
 
 def _config_of_bytes(layout: str) -> dict[str, Any]:
     kind, _, scales = layout.partition(", ")
+    if layout == _BNB_INT8:
+        return {
+            "quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "_load_in_8bit": True,
+            "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None, "bnb_4bit_quant_type": "fp4",
+        }  # fmt: skip
     if kind == "fbgemm_fp8":
         return {"quant_method": kind, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     if kind == "fp8":
@@ -119,6 +152,18 @@ def _compressed(form: str, *, activations: object = None, **weights: object) -> 
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _in_mxfp4(weight_XIO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers (X, I, O), the blocks (X, O, I / 32, 16) and the scales (X, O, I / 32)."""
+    groups = weight_XIO.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3).clamp(min=2.0**-100).log2().floor() - 2).int()
+    scaled = groups / exponents.float().exp2()[..., None]
+    places = (scaled.abs()[..., None] - _E2M1).abs().argmin(4)
+    numbers = _E2M1[places] * scaled.sign() * exponents.float().exp2()[..., None]
+    codes = (places + 8 * (scaled < 0)).to(torch.uint8).unflatten(3, (-1, 2))
+    blocks = codes[..., 0] | codes[..., 1] << 4
+    return numbers.flatten(2).transpose(1, 2), blocks, (exponents + 127).to(torch.uint8)
 
 
 def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -144,6 +189,8 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
             stored["weight_scale_inv"] = scales
         case "fp8, one scale":  # AutoFP8 calls it otherwise
             stored |= {"weight_scale": scales.view(()), "input_scale": torch.tensor(0.5)}
+        case "int8 of bitsandbytes":
+            stored |= {"SCB": scales.flatten() * 127, "weight_format": torch.tensor(0, dtype=torch.uint8)}
         case "fbgemm_fp8":
             stored |= {"weight_scale": scales, "input_scale_ub": torch.tensor([1200.0])}
         case "int8, one scale" | "float, one scale":
@@ -153,13 +200,15 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
     return numbers, stored
 
 
-def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _in_floats(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight, also with scales that are quantized themselves."""
     blocks = weight_OI.view(-1, 64)
     scales = blocks.abs().amax(1)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
-    stored = {"weight.absmax": scales, "weight.quant_map": NF4.clone()}
-    if layout == "nf4, twice":
+    kind = layout[:3]
+    table = {"nf4": NF4, "fp4": FP4}[kind]
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight_OI.shape)}
+    stored = {"weight.absmax": scales, "weight.quant_map": table.clone()}
+    if "twice" in layout:
         offset, numbers = float(scales.mean()), torch.linspace(-1, 1, 256)
         outer = torch.stack([part.sub(offset).abs().max() for part in scales.split(256)])
         spread = outer.repeat_interleave(256)[: len(scales)]
@@ -168,18 +217,23 @@ def _in_nf4(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
         stored |= {"weight.absmax": bytes_.to(torch.uint8), "weight.nested_absmax": outer}
         stored["weight.nested_quant_map"] = numbers
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-    codes = ((blocks / scales[:, None])[..., None] - NF4).abs().argmin(2)
+    codes = ((blocks / scales[:, None])[..., None] - table).abs().argmin(2)
     stored["weight"] = (codes.view(-1, 2)[:, :1] << 4 | codes.view(-1, 2)[:, 1:]).to(torch.uint8)
-    stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
-    return (NF4[codes] * scales[:, None]).view_as(weight_OI), stored
+    stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return (table[codes] * scales[:, None]).view_as(weight_OI), stored
 
 
 def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight."""
     size = _GROUPS[layout] if _GROUPS[layout] > 0 else weight_OI.shape[1]
     is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
-    codes, scales, zeros = _quantized(weight_OI, size, is_symmetric=is_symmetric)
-    return _dequantized(codes, scales, zeros), _parts(codes, scales, zeros, layout)
+    order = torch.arange(weight_OI.shape[1])
+    if "sorted" in layout:
+        order = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))
+    codes, scales, zeros = _quantized(weight_OI[:, order], size, is_symmetric=is_symmetric)
+    back = order.argsort()
+    groups = (torch.arange(len(order), dtype=torch.int32) // size)[back]
+    return _dequantized(codes, scales, zeros)[:, back], _parts(codes[:, back], scales, zeros, groups, layout)
 
 
 def _quantized(weight_OI: Tensor, size: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,7 +255,7 @@ def _dequantized(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (groups * scales.float()[..., None]).flatten(1)
 
 
-def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[str, Tensor]:
+def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, layout: str) -> dict[str, Tensor]:
     num_outputs, num_inputs = codes.shape
     if layout.startswith("awq"):
         return {"qweight": _awq_words(codes.t()), "scales": scales.t(), "qzeros": _awq_words(zeros.t())}
@@ -209,12 +263,15 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, layout: str) -> dict[st
         first = 0 if layout == "gptq_v2" else 1
         return {
             "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),
-            "g_idx": torch.arange(num_inputs, dtype=torch.int32) // (num_inputs // scales.shape[1]),
+            "g_idx": groups,
         }  # fmt: skip
     parts = {
         "weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor([num_outputs, num_inputs])
     }  # fmt: skip
-    return parts if "asymmetric" not in layout else parts | {"weight_zero_point": _words(zeros.t()).t()}
+    if "sorted" in layout:
+        parts["weight_g_idx"] = groups
+    symmetric = "compressed-tensors", "compressed-tensors, whole rows"
+    return parts if layout in symmetric else parts | {"weight_zero_point": _words(zeros.t()).t()}
 
 
 def _awq_words(codes: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def check_device_map(origin: WeightSource, place: Place, *, dtype: torch.dtype |
     kind = place.devices[0].type
     check_offload(place.offload, quantization=quantization, device=kind)
     if format_of(quantization).one_gpu_per_rank and kind == "cuda" and len(place.devices) > 1:
-        others = [each.name for each in formats().values() if each.is_quantized and not each.one_gpu_per_rank]
+        others = [each.name for each in formats().values() if each.change_weight and not each.one_gpu_per_rank]
         raise PlacementError(
             f"quantization={quantization} supports one GPU per rank, and a layer-wise placement has "
             f"{len(place.devices)}: use {', '.join(others)} or {NO_QUANTIZATION}, or placement.target.kind=tensor"

@@ -14,9 +14,9 @@ from llama_ssp.kernels.linear import Kernel, make_linear
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
-    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I), and nothing behind them."""
+    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing behind."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
-    return bool(has_gate) and not getattr(module, "has_post_expert_norm", False) and not module.is_transposed
+    return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 
 
 class OwnExperts(nn.Module):
@@ -35,10 +35,14 @@ class OwnExperts(nn.Module):
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
+            weights = weights.transpose(1, 2) if module.is_transposed else weights
             return [
-                make_linear(weight_OI.clone(), None if biases is None else biases[number], kernel=kernel)
+                make_linear(
+                    weight_OI.clone(memory_format=torch.contiguous_format),
+                    None if biases is None else biases[number], kernel=kernel,
+                )
                 for number, weight_OI in enumerate(weights)
-            ]
+            ]  # fmt: skip
 
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
 

@@ -1,9 +1,9 @@
 """Linear layers with 8 or 4 bits per weight.
 
     int8               bitsandbytes: int8 inputs and weights, integer sums, a scale per row of each
-    nf4                bitsandbytes: weights only, 4 bits each, a scale per 64 weights
+    nf4, fp4           bitsandbytes: weights only, 4 bits each, a scale per 64 weights
     int8_weight_only   `weight_only`: weights only, int8, a scale per output
-    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128 weights
+    int4_weight_only   `weight_only`: weights only, 4 bits each, a scale and a zero per 128, 64 or 32 weights
 
 Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
 its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not
@@ -115,9 +115,13 @@ class Nf4Linear(Linear):
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
 
+    kind = "nf4"
+
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         library = bitsandbytes()
-        pack = partial(library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type="nf4")
+        pack = partial(
+            library.functional.quantize_4bit, blocksize=GROUP, compress_statistics=False, quant_type=self.kind
+        )
 
         def packed(block: Tensor) -> tuple[Tensor, Tensor]:
             values, state = pack(block)
@@ -125,13 +129,14 @@ class Nf4Linear(Linear):
 
         shape = weight_OI.shape
         if weight_OI.dtype is torch.uint8:
-            bytes_OI, words_OG = byte_rows.split(weight_OI, GROUP // 2)
+            bytes_OI, words_OG = byte_rows.split(weight_OI)
             shape = torch.Size((len(bytes_OI), 2 * bytes_OI.shape[1]))
             self._weight, scales = bytes_OI.view(-1, 1), words_OG.view(torch.float32).flatten()
         else:
             self._weight, scales = quantize_by_blocks(weight_OI, packed)
         self._state = library.functional.QuantState(
-            absmax=scales, shape=shape, code=_nf4_code(weight_OI.device), blocksize=GROUP, quant_type="nf4",
+            absmax=scales, shape=shape, code=_code_of(self.kind, weight_OI.device), blocksize=GROUP,
+            quant_type=self.kind,
         )  # fmt: skip
         self._product = library.matmul_4bit
         self._bias_O = bias_O
@@ -143,10 +148,16 @@ class Nf4Linear(Linear):
         return y_MO
 
 
+class Fp4Linear(Nf4Linear):
+    """The 4-bit float of bitsandbytes, for checkpoints that are stored so."""
+
+    kind = "fp4"
+
+
 @cache
-def _nf4_code(device: torch.device) -> Tensor:
-    """The sixteen values of the format, shared by all layers."""
-    code: Tensor = bitsandbytes().functional.get_4bit_type("nf4", device=device)
+def _code_of(kind: str, device: torch.device) -> Tensor:
+    """The sixteen values of a format, shared by all layers."""
+    code: Tensor = bitsandbytes().functional.get_4bit_type(kind, device=device)
     return code
 
 

@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, FP8_GROUP, INT4_GROUPS, UNPACKED_WEIGHTS, WORD_BYTES
+from llama_ssp.settings.formats import FEW_ROWS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
@@ -102,7 +103,7 @@ class _Int8WeightOnly(_WeightOnlyLinear):
 def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     """A layer in the format `int8_weight_only`, of numbers or of `byte_rows` whose word is the scale of an output."""
     if weight_OI.dtype is torch.uint8:
-        bytes_OI, words_O1 = byte_rows.split(weight_OI, weight_OI.shape[1] - WORD_BYTES)
+        bytes_OI, words_O1 = byte_rows.split(weight_OI)
         operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
     else:
         operands = quantize_by_blocks(weight_OI, _to_bytes)
@@ -147,31 +148,72 @@ class _Int4WeightOnly(_WeightOnlyLinear):
         groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
 
 
-def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None, *, storage: str = "int4_weight_only") -> Linear:
-    """A layer in the format `int4_weight_only`, or in one with smaller groups.
+class _Reordered(Linear):
+    """A layer whose inputs are sorted by their groups, with a zero in each gap; see `int4_rows`."""
+
+    def __init__(self, linear: Linear, order_I: Tensor) -> None:
+        is_gap_I = order_I == int4_rows.GAP
+        self._linear, self._has_gaps = linear, bool(is_gap_I.any())
+        self._order_I = order_I.where(~is_gap_I, len(order_I) - is_gap_I.sum())
+
+    def _sorted(self, x_MI: Tensor) -> Tensor:
+        return (functional.pad(x_MI, (0, 1)) if self._has_gaps else x_MI).index_select(1, self._order_I)
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear(self._sorted(x_MI))
+
+    def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear.add(self._sorted(x_MI), residual_MO)
+
+
+class _Beside(Linear):
+    """Layers with one input whose outputs stand one behind the other."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x_MI: Tensor) -> Tensor:
+        """See `Linear`."""
+        return torch.cat([linear(x_MI) for linear in self._linears], dim=1)
+
+
+def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `int4_weight_only`.
 
     Checkpoints that hold such weights are read as they are, as the rows of bytes of `int4_rows`. Numbers are rounded to
     the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
-    group = INT4_GROUPS[storage]
+    order_OI = None
     if weight_OI.dtype is torch.uint8:
-        codes_OI, words_OG = int4_rows.split(weight_OI, group)
+        codes_OI, words_OG, order_OI = int4_rows.split(weight_OI)
     else:
+        group = format_of("int4_weight_only").group_of(weight_OI.shape[1])
         codes_OI, words_OG = quantize_by_blocks(weight_OI, partial(_rounded, group=group))
-    kind = NIBBLES[group]
-    if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(kind, _one_by_one(codes_OI, group), words_OG, bias_O)
-    kernel = find_few_rows(storage, weight_OI.device.type)
+    if order_OI is None:
+        return _int4_linear(codes_OI, words_OG, bias_O)
+    # Layers with one input, which are joined, nearly always have one order.
+    is_other_O = (order_OI[1:] != order_OI[:-1]).any(1)
+    edges = [0, *(1 + is_other_O.nonzero()[:, 0]).tolist(), len(order_OI)]
+    linears: list[Linear] = [
+        _Reordered(
+            _int4_linear(codes_OI[rows], words_OG[rows], None if bias_O is None else bias_O[rows]),
+            order_OI[rows.start],
+        )
+        for rows in map(slice, edges, edges[1:])
+    ]
+    return linears[0] if len(linears) == 1 else _Beside(linears)
+
+
+def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
+    num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
+    if codes_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
+        halves = int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1)))
+        return NativeLinear(NIBBLES, torch.cat(halves, dim=2).flatten(1), words_OG, bias_O)
+    kernel = find_few_rows("int4_weight_only", codes_OI.device.type, group=num_inputs // num_groups)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
-
-
-int4_weight_only_64_linear = partial(int4_weight_only_linear, storage="int4_weight_only_64")
-int4_weight_only_32_linear = partial(int4_weight_only_linear, storage="int4_weight_only_32")
-
-
-def _one_by_one(codes_OI: Tensor, group: int) -> Tensor:
-    """The codes of bytes of two, in the order of inputs."""
-    return torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (-1, group // 2))), dim=2).flatten(1)
 
 
 class _Fp8WeightOnly(_WeightOnlyLinear):
@@ -189,7 +231,7 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     Numbers are rounded to E4M3, whose largest number stands for the largest weight of a group.
     """
     if weight_OI.dtype is torch.uint8:
-        bytes_OI, words_OG = byte_rows.split(weight_OI, FP8_GROUP)
+        bytes_OI, words_OG = byte_rows.split(weight_OI)
         scales_OG = words_OG.view(torch.float32)
     else:
         bytes_OI, scales_OG = quantize_by_blocks(weight_OI, _to_fp8)
@@ -221,4 +263,4 @@ def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
     scales_CG1 = int4_rows.scales_of((range_CG1 / _STEPS).clamp_(min=tiny).view(torch.int32))
     zeros_CG1 = (-least_CG1 / scales_CG1).round_().clamp_(0, _STEPS)
     codes_CGI = (weight_CGI / scales_CG1).round_().add_(zeros_CG1).clamp_(0, _STEPS).to(torch.uint8)
-    return int4_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)), group)
+    return byte_rows.split(int4_rows.pack(codes_CGI.flatten(1), scales_CG1.squeeze(2), zeros_CG1.squeeze(2)))

@@ -28,6 +28,7 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.models.quantization.precision import Precision, int8_linear
 from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
+from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import grid
 
@@ -66,8 +67,8 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
         return weight.half().double()
     if version == linear.FP8:
         return in_fp8(weight)
-    if version in linear.NIBBLES.values():
-        return in_4_bits(weight, linear.GROUPS[version])
+    if version == linear.NIBBLES:
+        return in_4_bits(weight, 128)
     return in_steps(weight) if version in QUANTIZED else weight.double()
 
 
@@ -179,13 +180,13 @@ def test_a_weight_that_stays_in_memory_is_not_copied_nor_one_off_the_cpu() -> No
     assert type(make_linear(torch.empty(16, 16, device="meta"), None)) is PlainLinear
 
 
-@pytest.mark.parametrize(("group", "kind"), linear.NIBBLES.items())
-def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group: int, kind: str) -> None:
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group: int) -> None:
     shape = 48, 256 // group
     codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(48 * 8) % 17
     zeros = zeros.view(48, 8)[:, : shape[1]]
     scales, x = numbers(*shape).abs().half().float(), numbers(5, 256)
-    layer = made(kind, int4_rows.pack(codes, scales, zeros))
+    layer = made(linear.NIBBLES, int4_rows.pack(codes, scales, zeros))
     weight = (codes.unflatten(1, (-1, group)) - zeros[..., None]).double() * scales[..., None].double()
     assert_close(layer(x), x.double() @ weight.flatten(1).t())
 

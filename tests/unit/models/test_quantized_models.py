@@ -24,7 +24,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start as start_world
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import INT4_GROUPS, formats
+from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
@@ -101,7 +101,7 @@ def test_ranks_come_within_the_error_of_the_precision_itself(
     exact = logits_of(load(folder, implementation, Precision()))
     alone = logits_of(load(folder, implementation, precision))
     error = rms(alone - exact)
-    most = {"fp8_weight_only": 0.2} | dict.fromkeys(("nf4", *INT4_GROUPS), 0.5)
+    most = {"fp8_weight_only": 0.2, "nf4": 0.5, "fp4": 0.7, "int4_weight_only": 0.5}
     assert 1e-3 * rms(exact) < error < most.get(form, 0.1) * rms(exact)
     comms = thread_comms(num_ranks)
     runners = [load(folder, implementation, precision, comm=comm) for comm in comms]
@@ -170,9 +170,25 @@ def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
 def test_the_planned_bytes_are_those_of_the_tensors(
     saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
 ) -> None:
+    assert_planned(saved, implemented, num_ranks=num_ranks, form=form, dtype=dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_slices_of_fewer_inputs_have_smaller_groups(saved: Saved, num_ranks: int) -> None:
+    """64 and 32 of the output of attention, in words of their own."""
+    check_model(inspect(saved("llama")), num_ranks=num_ranks, quantization="int4_weight_only")
+    assert_planned(saved, ("llama", "lean"), num_ranks=num_ranks, form="int4_weight_only", dtype=Dtype.fp32)
+    whole = logits_of(load(saved("llama"), "lean", Precision(quantization="int4_weight_only")))
+    comms = thread_comms(num_ranks)
+    runners = [load(saved("llama"), "lean", Precision(quantization="int4_weight_only"), comm=comm) for comm in comms]
+    for found in on_ranks(comms, lambda comm: logits_of(runners[comm.rank])):
+        assert rms(found - whole) < 0.5 * rms(whole)
+
+
+def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype) -> None:
     family, implementation = implemented
     folder = saved(family)
-    planned = shares(inspect(folder).shape, num_ranks=num_ranks)
+    planned = shares(inspect(folder).shape, num_ranks=num_ranks, quantization=form)
     for rank, share in enumerate(planned):
         comm = Comm(rank=rank, size=num_ranks)
         runner = load(
@@ -194,7 +210,7 @@ def test_the_planned_bytes_are_those_of_the_tensors(
     [
         ("llama", 8, "nf4", "nf4 packs 64 inputs at a time, and model.layers.0.self_attn.o_proj has 32 on one"),
         ("gpt_neox", 8, "nf4", "attention.dense has 32 on one of 8 ranks: use another number of ranks, or"),
-        ("llama", 4, "int4_weight_only", "packs 128 inputs at a time, and .*o_proj has 64 on one of 4"),
+        ("llama", 4, "fp8_weight_only", "packs 128 inputs at a time, and .*o_proj has 64 on one of 4"),
     ],
 )
 def test_a_slice_that_fills_no_group_is_refused_with_what_would_work(

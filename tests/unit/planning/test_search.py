@@ -224,11 +224,11 @@ def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_
     assert "draft.model.quantization=int4_weight_only" in packed["settings"]
 
 
-def test_a_draft_that_groups_of_128_do_not_divide_has_8_bits() -> None:
-    """576 inputs are four and a half groups."""
+def test_a_draft_that_groups_of_128_do_not_divide_has_smaller_ones() -> None:
+    """576 inputs are nine groups of 64."""
     found = search(make_job("smollm2_1.7B", "smollm2_135M"), replace(A100, num_gpus=1))
     forms = {one["draft_quantization"] for one in found if one["draft"] == "smollm2_135M"}
-    assert forms == {"bf16", "int8_weight_only"}
+    assert forms == {"bf16", "int4_weight_only"}
 
 
 def test_a_draft_without_a_model_is_named_with_its_settings() -> None:

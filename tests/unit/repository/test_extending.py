@@ -145,7 +145,7 @@ register(
     StorageFormat(
         name="halves",
         kernel="llama_ssp.models.quantization.halves:HalvesLinear",
-        matrix_bytes=lambda num_weights, value_bytes: 2 * num_weights,  # noqa: ARG005
+        weight_bytes=2,
     )
 )
 """,

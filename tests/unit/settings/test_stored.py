@@ -1,6 +1,4 @@
-"""The formats that a config.json describes: bits, scales, and which matrices they leave out."""
-
-from typing import Any
+"""The formats that a config.json describes: in which runs read them, and which matrices they leave out."""
 
 import pytest
 import yaml
@@ -8,11 +6,10 @@ import yaml
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
+from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
-NUM_ROWS, NUM_COLUMNS = 384, 512
-WEIGHTS = NUM_ROWS * NUM_COLUMNS
 
 
 def found(described: object, **content: object) -> StoredFormat:
@@ -22,132 +19,59 @@ def found(described: object, **content: object) -> StoredFormat:
     return read
 
 
-def size_of(stored: StoredFormat, num_rows: int = NUM_ROWS, num_columns: int = NUM_COLUMNS) -> int:
-    return stored.matrix_bytes("q_proj", num_rows, num_columns, unquantized=2 * num_rows * num_columns)
-
-
-def compressed(form: str, **weights: object) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "type": "int"} | weights}
-    return {
-        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}
-    }  # fmt: skip
-
-
-def gptq(**changes: object) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True} | changes
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": None}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-GROUPS = WEIGHTS // 128
-CASES = {
-    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8", WEIGHTS + 4 * 3 * 4),
-    "fp8, whole": (FP8, "fp8", WEIGHTS + 4),
-    "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fbgemm fp8", WEIGHTS + 4 * NUM_ROWS),
-    "float, whole": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        "compressed-tensors fp8", WEIGHTS + 2,
+AWQ, FP8, GPTQ, NF4 = map(quantization_config, ("awq", "fp8", "gptq", "nf4"))
+COMPRESSED = "compressed-tensors"
+REFUSED: dict[str, tuple[object, str]] = {
+    "another method": ({"quant_method": "hqq", "bits": 4}, 'quant_method "hqq"'),
+    "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
+    "awq without zeros": (changed("awq", zero_point=False), r"\(zero_point false\)"),
+    "a list": ([4], "quant_method null"),
+    "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
+    "small groups": (changed("gptq", group_size=16), r"\(group_size 16\)"),
+    "odd groups": (changed("awq", group_size=200), r"\(group_size 200\)"),
+    "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
+    "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
+    "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
+    "another format": (changed(COMPRESSED, format="marlin-24"), r'\(format "marlin-24"\)'),
+    "a format of other bits": (changed(COMPRESSED, format="int-quantized"), r"\(num_bits 4; strategy"),
+    "no groups": (changed(COMPRESSED, config_groups={}), r"\(no config_groups\)"),
+    "per matrix": (changed(COMPRESSED, *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
+    "sparse": (changed(COMPRESSED, sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
+    "two formats": (
+        changed(COMPRESSED, "config_groups", group_1={"weights": {"num_bits": 8}}),
+        r"\(several config_groups\)",
     ),
-    "float, outputs": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        "compressed-tensors fp8", WEIGHTS + 2 * NUM_ROWS,
-    ),
-    "float, blocks": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
-        "compressed-tensors fp8", WEIGHTS + 2 * 3 * 4,
-    ),
-    "int8": (
-        compressed("int-quantized", num_bits=8, strategy="channel"),
-        "compressed-tensors int8", WEIGHTS + 2 * NUM_ROWS,
-    ),
-    "int8, packed": (
-        compressed("pack-quantized", num_bits=8, strategy="channel"),
-        "compressed-tensors int8", WEIGHTS + 2 * NUM_ROWS,
-    ),
-    "int4": (
-        compressed("pack-quantized", num_bits=4, strategy="group", group_size=128),
-        "compressed-tensors int4", WEIGHTS // 2 + 2 * GROUPS,
-    ),
-    "int4, zeros": (
-        compressed("pack-quantized", num_bits=4, strategy="group", group_size=64, symmetric=False),
-        "compressed-tensors int4", WEIGHTS // 2 + 5 * WEIGHTS // 128,
-    ),
-    "int4, a byte each": (
-        compressed("int-quantized", num_bits=4, strategy="channel"),
-        "compressed-tensors int4", WEIGHTS + 2 * NUM_ROWS,
-    ),
-    "int4, sorted": (
-        compressed("pack-quantized", num_bits=4, strategy="group", group_size=128, actorder="group"),
-        "compressed-tensors int4", WEIGHTS // 2 + 2 * GROUPS + 4 * NUM_COLUMNS,
-    ),
-    "nvfp4": (
-        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
-        "compressed-tensors fp4", WEIGHTS // 2 + WEIGHTS // 16,
-    ),
-    "awq": (AWQ, "awq int4", WEIGHTS // 2 + 5 * GROUPS // 2),
-    "awq without zeros": (AWQ | {"zero_point": False}, "awq int4", WEIGHTS // 2 + 2 * GROUPS),
-    "gptq": (gptq(), "gptq int4", WEIGHTS // 2 + 5 * GROUPS // 2 + 4 * NUM_COLUMNS),
-    "gptq int8": (gptq(bits=8, desc_act=True), "gptq int8", WEIGHTS + 3 * GROUPS + 4 * NUM_COLUMNS),
-    "gptq, one group": (gptq(group_size=-1), "gptq int4", WEIGHTS // 2 + 5 * NUM_ROWS // 2 + 4 * NUM_COLUMNS),
-    "nf4": (NF4, "bitsandbytes nf4", WEIGHTS // 2 + 4 * WEIGHTS // 64),
-    "nf4, double": (
-        NF4 | {"bnb_4bit_use_double_quant": True},
-        "bitsandbytes nf4", WEIGHTS // 2 + WEIGHTS // 64 + 4 * WEIGHTS // 64 // 256,
-    ),
-    "bitsandbytes int8": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
-        "bitsandbytes int8", WEIGHTS + 4 * NUM_ROWS,
-    ),
-    "mxfp4": ({"quant_method": "mxfp4"}, "mxfp4", 2 * WEIGHTS),
+    "floats": (changed(COMPRESSED, *WEIGHTS, type="float"), r'\(type "float"\)'),
+    "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
+    "another float": (changed("nf4", bnb_4bit_quant_type="af4"), r'\(bnb_4bit_quant_type "af4"\)'),
+    "no bits of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
+    "both bits of bitsandbytes": (changed("nf4", load_in_8bit=True), r"\(load_in_4bit true\)"),
+    "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
+    "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
+    "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
+    "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
+    "an order that is no name": (changed(COMPRESSED, *WEIGHTS, actorder={}), r"\(actorder {}\)"),
+    "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
+    "rotations": (changed(COMPRESSED, transform_config={"config_groups": {}}), r"\(transform_config {"),
+    "no method": ({"bits": 4}, "quant_method null"),
+    "null": (None, "quant_method null"),
+    "a method that is no name": ({"quant_method": ["fp8"]}, r'quant_method \["fp8"\]'),
+    "a block that is no size": (FP8 | {"weight_block_size": [128, -1]}, "blocks of null inputs"),
+    "awq without bits": ({"quant_method": "awq", "group_size": 128}, "bits null; zero_point null"),
+    "a group of nothing": (AWQ | {"group_size": 0}, "group_size 0"),
+    "an order of 1": (changed("gptq", desc_act=1), r"\(desc_act 1\)"),
+    "bitsandbytes without bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit null"),
+    "groups that are a list": ({"quant_method": "compressed-tensors", "config_groups": [4]}, "no config_groups"),
+    "no strategy": (changed(COMPRESSED, *WEIGHTS, strategy=None), "strategy null"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("described", "name", "size"), CASES.values(), ids=CASES)
-def test_a_matrix_has_the_bytes_of_its_weights_and_scales(described: object, name: str, size: int) -> None:
-    """Of mxfp4 only experts have 4 bits, and a dense model has none."""
+@pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
+def test_other_forms_are_refused_with_what_is_different(described: object, reason: str) -> None:
     stored = found(described)
-    assert (stored.name, size_of(stored)) == (name, size)
-
-
-def test_blocks_at_the_edges_of_a_slice_have_whole_scales() -> None:
-    stored = found(FP8 | {"weight_block_size": [128, 128]})
-    assert size_of(stored, 130, 192) == 130 * 192 + 4 * 2 * 2
-
-
-UNKNOWN = {
-    "another method": {"quant_method": "quip", "bits": 2},
-    "no method": {"bits": 4},
-    "a list": [4],
-    "null": None,
-    "a method that is no name": {"quant_method": ["fp8"]},
-    "a block of one side": FP8 | {"weight_block_size": [128]},
-    "a block that is no size": FP8 | {"weight_block_size": [128, -1]},
-    "awq without bits": {"quant_method": "awq", "group_size": 128},
-    "a group of nothing": AWQ | {"group_size": 0},
-    "gptq with rules of its own": gptq(bits=8, dynamic={"-:.*": {}}),
-    "bitsandbytes without bits": {"quant_method": "bitsandbytes"},
-    "no groups": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
-    "groups that are a list": {"quant_method": "compressed-tensors", "config_groups": [4]},
-    "another form": compressed("marlin-24", num_bits=4, strategy="group", group_size=128),
-    "no strategy": compressed("pack-quantized", num_bits=4),
-    "sparse": compressed("float-quantized", num_bits=8, type="float", strategy="channel")
-    | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-    "two formats": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {
-            str(bits): {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "channel"}}
-            for bits in (4, 8)
-        },
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("described", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_format_that_no_plan_knows_has_no_bits_and_is_said_to_be_unreadable(described: object) -> None:
-    stored = found(described)
-    assert stored.bits is None
-    assert stored.problem
+    assert (stored.storage, stored.kept_shares) == (None, ())
+    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 32"):
+        stored.kept_format("none", where="here")
 
 
 def test_without_a_description_nothing_is_quantized() -> None:
@@ -161,46 +85,43 @@ def test_the_text_part_may_have_the_description() -> None:
     assert read.name == "awq int4"
 
 
-READ = {
-    "compressed-tensors": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=128), "int4"),
-    "whole rows": (compressed("pack-quantized", num_bits=4, strategy="channel"), "int4"),
-    "awq": (AWQ, "int4"),
-    "two groups of 128": (gptq(group_size=256), "int4"),
-    "groups of 64": (AWQ | {"group_size": 64}, "int4_64"),
-    "three groups of 64": (gptq(group_size=192), "int4_64"),
-    "groups of 32": (gptq(group_size=32), "int4_32"),
-    "three groups of 32": (gptq(group_size=96), "int4_32"),
-    "outputs": (compressed("int-quantized", num_bits=8, strategy="channel"), "int8"),
-    "one scale": (compressed("int-quantized", num_bits=8, strategy="tensor"), "int8"),
-    "packed bytes": (compressed("pack-quantized", num_bits=8, strategy="channel"), "int8"),
-    "fp8": (FP8, "fp8"),
-    "fp8, blocks": (FP8 | {"weight_block_size": [128, 128]}, "fp8"),
-    "fp8, outputs": ({"quant_method": "fbgemm_fp8"}, "fp8"),
-    "floats": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "fp8"),
-    "nf4": (NF4, "nf4"),
-    "nf4, double": (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4"),
-    "its other name": (compressed("naive-quantized", num_bits=8, strategy="tensor"), "int8"),
+INT4, INT8, FLOATS = "int4_weight_only", "int8_weight_only", "fp8_weight_only"
+KEPT_IN = {
+    "compressed-tensors": (INT4, 128), "compressed-tensors, asymmetric": (INT4, 64),
+    "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
+    "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
+    "awq, small": (INT4, 64), "int8": (INT8, 0), "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0),
+    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 128),
+    "fbgemm_fp8": (FLOATS, 128), "float": (FLOATS, 128), "float, blocks": (FLOATS, 128),
+    "float, one scale": (FLOATS, 128), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+}  # fmt: skip
+READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
+    "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
+    "three groups of 64": (changed("gptq", group_size=192), INT4, 64),
+    "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
+    "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
 }
 
 
-@pytest.mark.parametrize(("described", "short"), READ.values(), ids=READ)
-def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(described: object, short: str) -> None:
-    stored, (bits, *group) = found(described), short.split("_")
-    storage = short if short == "nf4" else "_".join([f"{bits}_weight_only", *group])
+@pytest.mark.parametrize(("described", "storage", "group"), READ.values(), ids=READ)
+def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(
+    described: object, storage: str, group: int
+) -> None:
+    stored = found(described)
     assert (stored.storage, stored.problem) == (storage, None)
-    for quantization in ("none", stored.storage):
-        assert stored.kept_format(str(quantization), where="here") == stored.storage
+    assert stored.layout
+    assert stored.layout.group == group
+    for quantization in ("none", storage):
+        assert stored.kept_format(quantization, where="here") == storage
 
 
 def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"^here describes .* cannot be read \(desc_act true\): unquantized weights"
-    ):
-        found(gptq(desc_act=True)).kept_format("none", where="here")
+    with pytest.raises(CheckpointError, match=r"^here describes .* cannot be read \(bits 8\): unquantized weights"):
+        found(changed("gptq", bits=8)).kept_format("none", where="here")
     with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
-        found(gptq(lm_head=True)).kept_format("none", where="here")
+        found(changed("gptq", lm_head=True)).kept_format("none", where="here")
     with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
-        found(gptq()).kept_format("nf4", where="here")
+        found(GPTQ).kept_format("nf4", where="here")
 
 
 KEPT = {
@@ -226,25 +147,21 @@ def test_modules_that_are_left_out_stay_as_they_are(
     assert dict(found(FP8 | {field: patterns}).kept_shares) == shares
 
 
-def test_a_matrix_that_some_layers_keep_has_the_mean_of_both() -> None:
-    stored = found(FP8 | {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj"]})
-    assert size_of(stored) == (2 * WEIGHTS + 3 * (WEIGHTS + 4)) // 4
-
-
 def test_modules_that_are_listed_are_quantized_alone() -> None:
-    listed = gptq(modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]])
+    listed = changed("gptq", modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]])
     assert {name for name, _ in found(listed).kept_shares} == {"v_proj", "o_proj", "gate_proj", "up_proj"}
-    described = compressed("int-quantized", num_bits=8, strategy="channel")
-    described["config_groups"]["group_0"]["targets"] = [r"re:.*mlp\..*"]
+    described = changed("int8", *WEIGHTS[:2], targets=[r"re:.*mlp\..*"])
     assert dict(found(described).kept_shares) == dict.fromkeys(MODULES[:4], 1.0)
 
 
 def test_a_head_is_quantized_only_where_the_file_says_so() -> None:
-    int8 = compressed("int-quantized", num_bits=8, strategy="channel")
-    assert not found(int8).has_head
-    assert found(int8 | {"ignore": []}).has_head
-    assert found(gptq(lm_head=True)).has_head
-    assert not any(found(described).has_head for described in (gptq(), AWQ, NF4, FP8))
+    for described in (changed("int8", ignore=[]), changed("gptq", lm_head=True)):
+        assert found(described).problem == "a quantized output head"
+    content = {"quantization_config": changed("int8", ignore=[])}
+    tied = stored_format(content, modules=MODULES, num_layers=2, ties_head=True)
+    for stored in (tied, *map(found, (quantization_config("int8"), GPTQ, AWQ))):
+        assert stored
+        assert stored.problem is None
 
 
 def test_the_settings_of_a_run_do_not_have_what_only_its_files_say() -> None:

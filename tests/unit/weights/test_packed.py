@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.weights import byte_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, NF4, edit_config, pack_checkpoint, quantization_config
+from tests.helpers.packed_checkpoints import FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -44,23 +42,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def numbers(rows: Tensor, storage: str | None) -> Tensor:
     """The weights (O, I) that rows of bytes stand for."""
-    if storage == "int8_weight_only":
-        values, words = byte_rows.split(rows, rows.shape[1] - 4)
-        return values.view(torch.int8) * words.view(torch.float32)
-    if storage == "nf4":
-        values, words = byte_rows.split(rows, 32)
-        codes = torch.stack([values >> 4, values & 15], dim=2).view(len(rows), -1, 64)
-        return (NF4[codes.long()] * words.view(torch.float32)[..., None]).flatten(1)
-    if storage == "fp8_weight_only":
-        values, words = byte_rows.split(rows, 128)
-        groups = values.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128))
-        weights: Tensor = groups.mul_(words.view(torch.float32)[..., None]).flatten(1)
-        return weights
-    group = INT4_GROUPS[str(storage)]
-    codes, words = int4_rows.split(rows, group)
-    groups = torch.cat(int4_rows.unpack_codes(codes.unflatten(1, (-1, group // 2))), dim=2)
-    weights = (groups - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
-    return weights.flatten(1)
+    if storage == "int4_weight_only":
+        values, words, order = int4_rows.split(rows)
+    else:
+        (values, words), order = byte_rows.split(rows), None
+    groups, scales = values.unflatten(1, (words.shape[1], -1)), words.view(torch.float32)[..., None]
+    match storage:
+        case "int8_weight_only":
+            weights = groups.view(torch.int8) * scales
+        case "nf4" | "fp4":
+            table = {"nf4": NF4, "fp4": FP4}[storage]
+            weights = table[torch.stack([groups >> 4, groups & 15], dim=3).flatten(2).long()] * scales
+        case "fp8_weight_only":
+            weights = groups.view(torch.float8_e4m3fn).float() * scales
+        case _:
+            codes = torch.cat(int4_rows.unpack_codes(groups), dim=2)
+            weights = (codes - int4_rows.zeros_of(words)[..., None]) * int4_rows.scales_of(words)[..., None]
+    found: Tensor = weights.flatten(1)
+    if order is None:
+        return found
+    (order_I,) = order.unique(dim=0)
+    is_input = order_I < int4_rows.GAP
+    return found[:, is_input][:, order_I[is_input].argsort()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -93,70 +96,35 @@ def test_a_slice_is_that_of_the_whole(made: Made, layout: str, cut: tuple[int, l
     assert torch.equal(numbers(found, packed.tensors[NAME].storage), plain.read(NAME, dim=dim, parts=parts))
 
 
-def changed(layout: str, *path: str, **changes: object) -> dict[str, Any]:
-    config = quantization_config(layout)
-    inner = config
-    for name in path:
-        inner = inner[name]
-    inner.update(changes)
-    return config
-
-
-WEIGHTS = ("config_groups", "group_0", "weights")
-REFUSED = {
-    "another method": ({"quant_method": "hqq", "bits": 4}, 'quant_method "hqq"'),
-    "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
-    "awq without zeros": (changed("awq", zero_point=False), r"\(zero_point false\)"),
-    "a list": ([4], "quant_method null"),
-    "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
-    "small groups": (changed("gptq", group_size=16), r"\(group_size 16\)"),
-    "odd groups": (changed("awq", group_size=200), r"\(group_size 200\)"),
-    "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
-    "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
-    "sorted inputs": (changed("gptq", desc_act=True), r"\(desc_act true\)"),
-    "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
-    "another format": (changed("compressed-tensors", format="marlin-24"), r'\(format "marlin-24"\)'),
-    "a format of other bits": (changed("compressed-tensors", format="int-quantized"), r"\(num_bits 4; strategy"),
-    "no groups": (changed("compressed-tensors", config_groups={}), r"\(no config_groups\)"),
-    "per matrix": (changed("compressed-tensors", *WEIGHTS, strategy="tensor"), r'\(strategy "tensor"'),
-    "sparse": (changed("compressed-tensors", sparsity_config={"format": "sparse-24-bitmask"}), r"\(sparse weights\)"),
-    "two formats": (
-        changed("compressed-tensors", "config_groups", group_1={"weights": {"num_bits": 8}}),
-        r"\(several config_groups\)",
-    ),
-    "floats": (changed("compressed-tensors", *WEIGHTS, type="float"), r'\(type "float"\)'),
-    "bytes with zeros": (changed("int8", *WEIGHTS, symmetric=False), r"\(symmetric false\)"),
-    "fp4": (changed("nf4", bnb_4bit_quant_type="fp4"), r'\(bnb_4bit_quant_type "fp4"\)'),
-    "bytes of bitsandbytes": (changed("nf4", load_in_4bit=False), r"\(load_in_4bit false\)"),
-    "wide words": (changed("nf4", bnb_4bit_quant_storage="bfloat16"), r'\(bnb_4bit_quant_storage "bfloat16"\)'),
-    "wide blocks": (changed("float, blocks", *WEIGHTS, block_structure=[128, 192]), r"\(blocks of 192 inputs\)"),
-    "no blocks": (changed("fp8", weight_block_size=[128]), r"\(blocks of null inputs\)"),
-    "groups of bytes": (changed("int8", *WEIGHTS, strategy="group", group_size=128), r'\(strategy "group"\)'),
-    "group order": (changed("compressed-tensors", *WEIGHTS, actorder="group"), r'\(actorder "group"\)'),
-    "its other name": (changed("compressed-tensors", *WEIGHTS, actorder="dynamic"), r'\(actorder "dynamic"\)'),
-    "an order that is no name": (changed("compressed-tensors", *WEIGHTS, actorder={}), r"\(actorder {}\)"),
-    "a version that is no name": (changed("gptq", checkpoint_format=["gptq"]), r'\(checkpoint_format \["gptq"\]\)'),
-    "rotations": (changed("compressed-tensors", transform_config={"config_groups": {}}), r"\(transform_config {"),
-}
-
-
-@pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
-def test_other_forms_are_refused_with_what_is_different(
-    made: Made, tmp_path: Path, described: object, reason: str
+@pytest.mark.parametrize(("layout", "num_groups"), [("gptq, sorted", 6), ("compressed-tensors, sorted", 12)])
+def test_parts_of_scattered_inputs_are_of_one_size_however_they_are_cut(
+    made: Made, layout: str, num_groups: int
 ) -> None:
-    folder = tmp_path / "packed"
-    shutil.copytree(made("gptq")[0], folder)
-    edit_config(folder, quantization_config=described)
-    with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 32"):
-        inspect(folder)
+    """Also with no input of a group; experts of a layer are stacked."""
+    packed, plain = (inspect(folder) for folder in made(layout))
+    name = "model.layers.1.mlp.down_proj.weight"
+    for part in (range(8), range(8, 400), range(392, 768)):
+        rows = packed.read(name, dim=1, parts=[part])
+        assert torch.equal(numbers(rows, "int4_weight_only"), plain.read(name, dim=1, parts=[part]))
+        assert len(rows[0]) == len(part) // 32 + num_groups
+
+
+def test_a_description_that_runs_do_not_read_is_refused_before_the_files_are_looked_at(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama")
+    edit_config(tmp_path, quantization_config=changed("gptq", bits=8))
+    sentence = r"config.json describes quantized weights that cannot be read \(bits 8\): .*groups of 32"
+    with pytest.raises(CheckpointError, match=sentence):
+        inspect(tmp_path)
 
 
 PARTS = [
     *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
     *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
+    ("gptq, sorted", "g_idx"),
     ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
     ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
     ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
+    ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"),
 ]  # fmt: skip
 
 
@@ -167,7 +135,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4) weight for model.layers.1.*k_proj"):
+    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4|fp4) weight for model.layers.1.*k_proj"):
         inspect(folder)
 
 
@@ -189,7 +157,7 @@ def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(
         tensors[NAME.replace("weight", leaf)] = torch.arange(384, dtype=torch.int32).flip(0) // 128
 
     checkpoint = inspect(edited(made(layout)[0], tmp_path, scatter))
-    with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf}, and consecutive inputs must share a scale"):
+    with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf}, and its config.json does not say so"):
         checkpoint.read(NAME)
 
 
@@ -200,6 +168,18 @@ def test_an_order_that_leaves_groups_in_place_is_read(made: Made, tmp_path: Path
     described = changed("compressed-tensors", *WEIGHTS, actorder=order) | {"transform_config": {}}
     edit_config(folder, quantization_config=described)
     assert inspect(folder).tensors[NAME].storage == "int4_weight_only"
+
+
+def test_an_order_of_other_groups_is_refused(made: Made, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[NAME.replace("weight", "g_idx")][130] = 3
+
+    checkpoint = inspect(edited(made("gptq, sorted")[0], tmp_path, change))
+    sentence = r"k_proj.g_idx of other groups than 3 of 128 inputs: copy"
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.read(NAME)
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.read(NAME, dim=1, parts=[range(128, 256)])
 
 
 def edited(origin: Path, tmp_path: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.settings.formats import INT4_GROUPS, formats
+from llama_ssp.settings.formats import formats
 from tests.helpers.lanes import grid
 
 FORMS = [form.name for form in formats().values() if form.is_quantized]
@@ -19,9 +19,11 @@ every_form = pytest.mark.parametrize("form", FORMS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most, one
 # of int4 2 / 15.
-WEIGHT_ERRORS = {"int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127} | dict.fromkeys(INT4_GROUPS, 1 / 15)
-WEIGHT_ERRORS["fp8_weight_only"] = 16 / 448
-GROUPS = {"nf4": 64, "fp8_weight_only": 128} | INT4_GROUPS
+WEIGHT_ERRORS = {
+    "int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127, "int4_weight_only": 1 / 15,
+    "fp8_weight_only": 16 / 448, "fp4": 1 / 6,
+}  # fmt: skip
+GROUPS = {"nf4": 64, "fp4": 64, "fp8_weight_only": 128, "int4_weight_only": 128}
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.memory import model_bytes, shares
+from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelConfig
+from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.packed_checkpoints import LAYOUTS, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, edit_config, pack_checkpoint
 from tests.unit.models.test_quantized_models import tensors_of
 from tests.unit.weights.test_packed import edited
 
@@ -31,6 +34,7 @@ pytestmark = pytest.mark.seconds
 
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 24
+GPT_OSS: dict[str, Any] = {"intermediate_size": 96, "head_dim": 64}
 Made = Callable[..., tuple[Path, Path]]
 
 
@@ -106,26 +110,73 @@ def loaded_bytes(runner: Any) -> int:  # noqa: ANN401 - a runner, whose insides 
     return sum(tensor.nbytes for tensor in tensors_of(parts, {}) if tensor.numel() > 16)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["gptq", "gptq, sorted"])
 @pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
-def test_other_families_read_them_too(made: Made, family: str) -> None:
+def test_other_families_read_them_too(made: Made, family: str, layout: str, num_ranks: int) -> None:
     """By the library's modules, and with biases."""
-    packed, plain = made(family, "gptq")
-    ids, logits = greedy(load(plain, Comm.single()))
-    found_ids, found = greedy(load(packed, Comm.single()))
-    assert found_ids == ids
-    assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
+    assert_same_text(*made(family, layout), num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "int8", "fp8"])
+def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path: Path, num_ranks: int) -> None:
+    """Where groups are scattered, keys and values among others of the same file."""
+    packed, plain = made("llama", "gptq, sorted")
+
+    def turn(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("k_proj.g_idx")]:
+            turned = {leaf: name.replace("g_idx", leaf) for leaf in ("scales", "qzeros")}
+            tensors[name] = (tensors[name] + 1) % 3
+            tensors |= {each: tensors[each].roll(1, 0) for each in turned.values()}
+
+    assert_same_text(edited(packed, tmp_path, turn), plain, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8"])
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
     assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks)
 
 
+@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
+def test_experts_in_mxfp4_are_widened_to_the_numbers_that_they_stand_for(made: Made, dtype: Dtype) -> None:
+    found = [
+        greedy(load_model(inspect(folder), dtype=getattr(torch, dtype.value), device=CPU, comm=Comm.single()))
+        for folder in made("gpt_oss", MXFP4, **GPT_OSS)
+    ]
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_plan_counts_experts_in_mxfp4_in_16_bits_where_a_cpu_keeps_them_so(made: Made) -> None:
+    packed, _ = made("gpt_oss", MXFP4, **GPT_OSS)
+    runner: Any = load(packed, Comm.single())
+    experts = [vars(module) for module in runner._model.modules() if type(module) is OwnExperts]
+    biases = 2 * 4 * (2 * 96 + 384)  # of an expert of two layers: those of others share memory, and no plan counts any
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    assert model.quantization == "none"
+    whole = inventory(model.shape)
+    without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
+    model = replace(model, stored=Dtype.bf16)  # as of a config.json that names no number format
+    counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]
+    held = sum(tensor.nbytes for tensor in tensors_of(experts, {}) if tensor.numel() > 16)
+    assert held - biases == counted[0] - counted[1]
+
+
+def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+    folder = edited(made("gpt_oss", MXFP4, **GPT_OSS)[0], tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"no mxfp4 weights for model.layers.1.mlp.experts.down_proj, though"):
+        inspect(folder)
+
+
 def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
     packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=256)
-    with pytest.raises(PlacementError, match=r"the experts model.layers.0.mlp.experts have 85: use fewer ranks"):
-        check_model(inspect(packed), num_ranks=3, quantization="int4_weight_only")
+    assert_refused(
+        packed, 3, r"packs 128 inputs at a time, and .*experts\S* has 64 on one of 3 ranks: use another number"
+    )
 
 
 def test_weights_are_not_quantized_again(made: Made) -> None:
@@ -189,5 +240,17 @@ def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Pa
 def test_a_cut_through_a_group_is_refused(made: Made) -> None:
     """384 MLP units are three groups; of 256 inputs of the attention's output, four ranks would have 64 each."""
     packed, _ = made("llama", "gptq", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
-    with pytest.raises(PlacementError, match=r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint"):
-        check_model(inspect(packed), num_ranks=4, quantization="int4_weight_only")
+    assert_refused(packed, 4, r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint")
+    scattered, _ = made(
+        "llama", "gptq, sorted", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=4
+    )
+    assert_refused(scattered, 8, r"packs 8 inputs at a time, and .*o_proj has 4 on one of 8 ranks")
+
+
+def assert_refused(packed: Path, num_ranks: int, sentence: str) -> None:
+    """By a run and by a plan."""
+    with pytest.raises(PlacementError, match=sentence):
+        check_model(inspect(packed), num_ranks=num_ranks, quantization="int4_weight_only")
+    model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
+    with pytest.raises(PlacementError, match=sentence):
+        rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor)

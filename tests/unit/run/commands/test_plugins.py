@@ -33,8 +33,7 @@ from llama_ssp.settings.formats import StorageFormat, register
 
 register(
     StorageFormat(
-        name="toy16", kernel="toy_kernel:Toy", matrix_bytes=lambda num_weights, value_bytes: 2 * num_weights,
-        row_bytes=lambda value_bytes: 1,
+        name="toy16", kernel="toy_kernel:Toy", weight_bytes=2, row_bytes=1,
     )
 )
 '''

@@ -1,9 +1,9 @@
-"""NormalFloat weights as bitsandbytes stores them, and the same bits in `byte_rows`.
+"""Weights of 4 bits, nf4 or fp4, as bitsandbytes stores them, and the same bits in `byte_rows`.
 
     weight                                     (O I / 2, 1), two codes a byte, row by row
     weight.absmax                              (O I / 64,), the scales in fp32, or in bytes if those are quantized too:
     weight.nested_quant_map, .nested_absmax    the number of each byte, and the scale of each 256 bytes
-    weight.quant_state.bitsandbytes__nf4       JSON: the shape, and what is added to all scales
+    weight.quant_state.bitsandbytes__KIND      JSON: the shape, and what is added to all scales
 
 Shapes: O outputs, I inputs, G groups of 64 inputs.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
-from llama_ssp.settings.stored import NF4_STATE
+from llama_ssp.settings.stored import BNB_STATE
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.source import StoredTensor
 
@@ -27,7 +27,7 @@ _NESTED = 256
 """Scales that share a scale."""
 
 
-def shape_of(parts: Mapping[str, StoredTensor]) -> tuple[int, int] | None:
+def shape_of(parts: Mapping[str, StoredTensor], kind: str) -> tuple[int, int] | None:
     """The shape of a weight, by the last parts of its tensors' names; None if they do not fit each other."""
     state = _state(parts)
     match state.get("shape"):
@@ -36,7 +36,7 @@ def shape_of(parts: Mapping[str, StoredTensor]) -> tuple[int, int] | None:
         case _:
             return None
     weight, scales = parts["weight"], parts[_SCALES]
-    fits = (state.get("quant_type"), state.get("blocksize")) == ("nf4", GROUP)
+    fits = (state.get("quant_type"), state.get("blocksize")) == (kind, GROUP)
     fits &= (weight.kind, weight.shape) == ("U8", (num_scales * GROUP // 2, 1)) and scales.shape == (num_scales,)
     if scales.kind == "U8":
         shapes = [parts[name].shape for name in (_NUMBERS, _OUTER) if name in parts]
@@ -68,7 +68,8 @@ def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
 def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """The JSON of a weight; empty if there is none."""
     try:
-        state = json.loads(bytes(parts[NF4_STATE].read().tolist()))
-    except (KeyError, ValueError, TypeError):
+        (stored,) = (tensor for name, tensor in parts.items() if name.startswith(BNB_STATE))
+        state = json.loads(bytes(stored.read().tolist()))
+    except (ValueError, TypeError):
         return {}
     return state if isinstance(state, dict) else {}
