@@ -227,7 +227,7 @@ class Decoder:
             if is_first:
                 self._state = self._empty_state()
             self._state.put(to_device(rows, self._device), prompts)
-        forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
+        forwards = forwards_per_prompt(self.round.target, lengths)
         owners: list[RowCompletion | None] = []
         for place, request, number in zip(places, requests, forwards, strict=True):
             watch = self.stops.watch(request.prompt_ids) if self.stops else None
