@@ -140,6 +140,12 @@ class Round:
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
 
+    def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
+        """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
+        part = Prompts(prompts.tokens_BS, prompts.lengths_B.new_full((1,), num_tokens), [num_tokens], num_tokens)
+        held = [place.target] if place.target.num_tokens else ()
+        read_prompts(self.target, part._replace(held=held), rows=[place.row], buckets=buckets, taps=self.taps)
+
     def step(
         self,
         executor: Executor,
