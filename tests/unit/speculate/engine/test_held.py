@@ -253,7 +253,7 @@ def test_a_row_that_ends_while_a_prompt_is_read_chunk_by_chunk_gives_the_draft_n
 ) -> None:
     read_in_chunks(5, monkeypatch)
     header = (1, 2, 3, 4, 5, 6, 7, 8)
-    short, others = wanted((*header, 9), num_new=5), wanted((9,), (8,), num_new=60)
+    short, others = wanted((*header, 9), num_new=9), wanted((9,), (8,), num_new=60)
     prompts = [*short, others[0], replace(others[1], max_new_tokens=1), *wanted((*header, *range(10), *range(10)))]
     found = []
     for reuses in (True, False):
