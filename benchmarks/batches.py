@@ -38,8 +38,8 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 
 ROWS, PROMPT_TOKENS, NUM_NEW_TOKENS, TEMPERATURE, K = (1, 8, 32, 64), (16, 512), 32, 0.8, 4
-MOST_TOKENS = 4096
-"""Of the turns of a cell: small batches take more turns."""
+MOST_TURNS, MOST_TOKENS = 6, 4096
+"""Of a cell: small batches take more turns, up to so many tokens, prompts included."""
 PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP = (
     "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp",
 )  # fmt: skip
@@ -154,7 +154,8 @@ def measure(
     with ExitStack() as stack:
         if file:
             candidates[LLAMA_CPP] = stack.enter_context(llama_cpp(file, prompts))
-        num_turns = max(turns, MOST_TOKENS // (num_rows * (num_prompt_tokens + NUM_NEW_TOKENS)))
+        of_a_turn = num_rows * (num_prompt_tokens + NUM_NEW_TOKENS)
+        num_turns = max(turns, min(MOST_TURNS, MOST_TOKENS // of_a_turn))
         found = interleave(candidates, num_repetitions=num_turns, num_warmup=0)
     rounds = {name: each.tokens_per_round for name, each in own.items()}
     return Cell(tokens_per_s=found, tokens_per_round=rounds, plain_share=plain_share(own[AUTO]))
