@@ -21,7 +21,7 @@ LEAST_TOKENS = 32
 
 
 class _Text(NamedTuple):
-    """Tokens that a row of the target's cache holds; the draft's cache has those of the prompt."""
+    """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`."""
 
     ids: tuple[int, ...] = ()
     num_prompt: int = 0
@@ -45,6 +45,11 @@ class HeldTexts:
         """Enter that these rows hold nothing any more."""
         for row in rows:
             self._texts[row] = _Text()
+
+    def forget_drafts(self, rows: Iterable[int]) -> None:
+        """Enter that the draft's cache holds nothing of the prompts in these rows."""
+        for row in rows:
+            self._texts[row] = self._texts[row]._replace(num_prompt=0)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Enter that a row holds new tokens behind its prompt."""

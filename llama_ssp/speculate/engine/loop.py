@@ -123,6 +123,7 @@ class Decoder:
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
+        self._unread: list[set[int]] = [set() for _ in self.round.drafters]
         self._reading = None
         in_flight_BTV, was_round = None, True
         with self.threads.in_use():
@@ -202,11 +203,21 @@ class Decoder:
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
     def _choose(self) -> DraftChoice:
-        """Choose what the next round drafts, and count what each drafter will have skipped after it."""
-        choice = self.length.choose(self._num_skipped)
+        """Choose what the next round drafts, and count what each drafter will have skipped after it.
+
+        A drafter that has not read all prompts reads them now if it drafts.
+        """
+        unread = [{row: self._prompt_length(row) for row in sorted(rows)} for rows in self._unread]
+        longest = [max(lengths.values(), default=0) for lengths in unread]
+        choice = self.length.choose([sum(each) for each in zip(self._num_skipped, longest, strict=True)])
         if choice.num_tokens:
-            unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
-            choice = choice._replace(num_unread=unread)
+            if lengths := unread[choice.source]:
+                self.round.read_late(
+                    choice.source, self._state, [*lengths], lengths=[*lengths.values()], buckets=self._buckets
+                )
+                self._unread[choice.source].clear()
+            num_unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
+            choice = choice._replace(num_unread=num_unread)
         for source, skipped in enumerate(self._num_skipped):
             drafted = choice.num_tokens and source == choice.source
             self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1
@@ -308,7 +319,12 @@ class Decoder:
         if is_first := not any(self._rows):  # all rows are new
             self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
         lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
-        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets)
+        late = [source for source in range(len(self.round.drafters)) if not self.length.reads_at_once(source)]
+        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets, late=late)
+        if late and self.reuses:
+            self._held.forget_drafts(rows)
+        for source in late:
+            self._unread[source].update(rows)
         if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
             self._state = prompts
         else:
@@ -318,6 +334,11 @@ class Decoder:
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
         self._launch(result, [*owners], DraftChoice(0), is_prefill=True)
+
+    def _prompt_length(self, row: int) -> int:
+        owner = self._rows[row]
+        assert owner
+        return len(owner.request.prompt_ids)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
@@ -365,6 +386,8 @@ class Decoder:
                     owner.finish_reason = reason or "length"
                     row = self._rows.index(owner)
                     self._rows[row] = None
+                    for rows in self._unread:
+                        rows.discard(row)
                     self._state.vacate(row)
                     if self.reuses and self.round.reads_alike and self.round.target.is_invariant:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one

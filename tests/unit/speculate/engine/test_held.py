@@ -21,10 +21,11 @@ from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.models import build_checkpoint, tiny_model
@@ -262,6 +263,20 @@ def test_a_row_that_ends_while_a_prompt_is_read_chunk_by_chunk_gives_the_draft_n
         decoder.reuses = reuses
         found.append(outcome(complete(decoder, [replace(each, index=i) for i, each in enumerate(prompts)])))
     assert found[0] == found[1]
+
+
+def test_a_draft_takes_nothing_of_a_prompt_that_it_has_not_read() -> None:
+    """The first run never drafts; the second one reads the prompt, and the same draft is accepted."""
+    target, draft = PrefixRunner(), PrefixRunner()
+    decoder = make_decoder(target, draft)
+    decoder.length = ScriptedLength([DraftChoice(0)], reads_late=True)
+    ids = (1, 2, 3, 4, 5, 6, 7)
+    complete(decoder, wanted(ids))
+    assert draft.num_forwards == 0
+    decoder.length = ScriptedLength([DraftChoice(3)])
+    (done,) = complete(decoder, wanted(ids, num_new=20))
+    assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
+    assert done.num_reused_tokens == 6, "of the target's cache"
 
 
 def test_too_short_a_beginning_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
