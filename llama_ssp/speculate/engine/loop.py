@@ -123,7 +123,8 @@ class Decoder:
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
-        self._unread: list[set[int]] = [set() for _ in self.round.drafters]
+        # Of each drafter, the rows whose prompts it has not read, and their lengths.
+        self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
         self._reading = None
         in_flight_BTV, was_round = None, True
         with self.threads.in_use():
@@ -207,15 +208,18 @@ class Decoder:
 
         A drafter that has not read all prompts reads them now if it drafts.
         """
-        unread = [{row: self._prompt_length(row) for row in sorted(rows)} for rows in self._unread]
-        longest = [max(lengths.values(), default=0) for lengths in unread]
-        choice = self.length.choose([sum(each) for each in zip(self._num_skipped, longest, strict=True)])
+        choice = self.length.choose(
+            [
+                skipped + max(lengths.values(), default=0)
+                for skipped, lengths in zip(self._num_skipped, self._unread, strict=True)
+            ]
+        )
         if choice.num_tokens:
-            if lengths := unread[choice.source]:
+            if unread := self._unread[choice.source]:
                 self.round.read_late(
-                    choice.source, self._state, [*lengths], lengths=[*lengths.values()], buckets=self._buckets
+                    choice.source, self._state, [*unread], lengths=[*unread.values()], buckets=self._buckets
                 )
-                self._unread[choice.source].clear()
+                unread.clear()
             num_unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
             choice = choice._replace(num_unread=num_unread)
         for source, skipped in enumerate(self._num_skipped):
@@ -324,7 +328,7 @@ class Decoder:
         if late and self.reuses:
             self._held.forget_drafts(rows)
         for source in late:
-            self._unread[source].update(rows)
+            self._unread[source].update(zip(rows, lengths, strict=True))
         if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
             self._state = prompts
         else:
@@ -334,11 +338,6 @@ class Decoder:
         for row, owner in zip(rows, owners, strict=True):
             self._rows[row] = owner
         self._launch(result, [*owners], DraftChoice(0), is_prefill=True)
-
-    def _prompt_length(self, row: int) -> int:
-        owner = self._rows[row]
-        assert owner
-        return len(owner.request.prompt_ids)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
@@ -386,8 +385,8 @@ class Decoder:
                     owner.finish_reason = reason or "length"
                     row = self._rows.index(owner)
                     self._rows[row] = None
-                    for rows in self._unread:
-                        rows.discard(row)
+                    for unread in self._unread:
+                        unread.pop(row, None)
                     self._state.vacate(row)
                     if self.reuses and self.round.reads_alike and self.round.target.is_invariant:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
