@@ -28,9 +28,10 @@ from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 
 FOLDER = Path("outputs/threads")
-RANDOM, RANDOM_DRAFT = "random-300M", "random-10M"
+RANDOM, RANDOM_100M, RANDOM_DRAFT = "random-300M", "random-100M", "random-10M"
 LLAMAS = {
     RANDOM: RandomLlama(width=1024, num_layers=20, vocab_size=32000, from_16_bits=True),
+    RANDOM_100M: RandomLlama(width=768, num_layers=8, vocab_size=32000, from_16_bits=True),
     RANDOM_DRAFT: RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
 }
 PROMPT, NEW_TOKENS = "def factorial(n):\n", {"tiny": 256, RANDOM: 64}

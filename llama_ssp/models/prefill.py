@@ -8,7 +8,8 @@ are padded to the longest, or packed where attention goes by the lengths of rows
               | prompt 2 ....... - - -  |
 
 A packed chunk holds as many tokens as a padded one of the same prompts, so it needs no more memory, and there are never
-more of them.
+more of them. Where bits do not depend on what is read together, prompts of nearly one length share a chunk: it is
+padded little, and what it computes stays in a processor's caches.
 
 What a row of the cache holds already is not read again (`Held`): a prompt copies it from there, then reads the rest.
 
@@ -23,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,8 @@ def read_prompts(
     Returns:
         The logits (R, V) after each row's last prompt token.
     """
-    read = partial(_read_packed if runner.packs_prompts else _read_padded, runner, buckets=buckets, taps=taps)
+    padded = _read_by_length if runner.is_invariant else _read_padded
+    read = partial(_read_packed if runner.packs_prompts else padded, runner, buckets=buckets, taps=taps)
     if not any(prompts.starts):
         return read(prompts, rows=rows)
     numbers = [*enumerate(zip(prompts.starts, prompts.lengths, strict=True))]
@@ -155,13 +157,39 @@ def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     return low
 
 
-def forwards_per_prompt(lengths: Sequence[int], *, is_packed: bool) -> list[int]:
+def forwards_per_prompt(runner: Runner, lengths: Sequence[int]) -> list[int]:
     """How many forwards read some of each prompt, for prompts that `read_prompts` reads together, nothing held."""
-    if not is_packed:
-        return [-(-max(lengths) // PREFILL_CHUNK)] * len(lengths)
-    chunk = PREFILL_CHUNK * len(lengths)
-    ends = accumulate(lengths)
-    return [(end - 1) // chunk - (end - length) // chunk + 1 for end, length in zip(ends, lengths, strict=True)]
+    if runner.packs_prompts:
+        chunk = PREFILL_CHUNK * len(lengths)
+        ends = accumulate(lengths)
+        return [(end - 1) // chunk - (end - length) // chunk + 1 for end, length in zip(ends, lengths, strict=True)]
+    groups = _by_length(lengths) if runner.is_invariant else [range(len(lengths))]
+    found = {place: -(-max(lengths[each] for each in group) // PREFILL_CHUNK) for group in groups for place in group}
+    return [found[place] for place in range(len(lengths))]
+
+
+def _by_length(widths: Sequence[int]) -> list[list[int]]:
+    """Divide prompts of so many tokens to read: each group is one prompt, or fits into a chunk."""
+    groups: list[list[int]] = []
+    for place in sorted(range(len(widths)), key=widths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * widths[place] <= PREFILL_CHUNK:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def _read_by_length(
+    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None
+) -> Tensor:
+    widths = [length - start for length, start in zip(prompts.lengths, prompts.starts, strict=True)]
+    groups, found = _by_length(widths), []
+    for group in groups:
+        some = prompts.some(group)._replace(longest=max(prompts.lengths[place] for place in group))
+        found.append(_read_padded(runner, some, rows=[rows[place] for place in group], buckets=buckets, taps=taps))
+    numbers = {place: number for number, place in enumerate(chain(*groups))}
+    order = [numbers[place] for place in range(len(rows))]
+    return torch.cat(found).index_select(0, to_device(order, found[0].device))
 
 
 def _read_padded(

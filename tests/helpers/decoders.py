@@ -82,11 +82,15 @@ def executor_of(round_: Round, replay: Recorder | bool) -> Executor:
 
 
 class ScriptedLength(FixedLength):
-    """Chooses what it is given, over and over."""
+    """Chooses what it is given, over and over; with `reads_late` a drafter reads prompts once it drafts."""
 
-    def __init__(self, choices: Sequence[DraftChoice]) -> None:
+    def __init__(self, choices: Sequence[DraftChoice], *, reads_late: bool = False) -> None:
         self.choices = tuple(choices)
-        self._next = cycle(choices)
+        self._next, self._reads_late = cycle(choices), reads_late
+
+    def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
+        """See `reads_late`."""
+        return not self._reads_late
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
         """The next one."""

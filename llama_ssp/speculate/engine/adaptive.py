@@ -41,8 +41,12 @@ class FixedLength:
         self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
-        """Choose for the next round; `num_skipped` are the tokens since each drafter last drafted."""
+        """Choose for the next round; `num_skipped` are the tokens that each drafter has to read first."""
         return self.choices[0]
+
+    def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
+        """Whether a drafter reads new prompts as they come, and not only once it drafts behind them."""
+        return True
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """Learn how many drafted tokens of a round each running row accepted."""
@@ -86,6 +90,11 @@ class AdaptiveLength(FixedLength):
             return best
         self._budget -= loss
         return probe
+
+    def reads_at_once(self, source: int) -> bool:
+        """See `FixedLength`; a drafter that loses even where it has skipped nothing may never be needed."""
+        best = self._planned([0 for _ in self._sources]).best
+        return best.num_tokens > 0 and best.source == source
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `FixedLength`."""

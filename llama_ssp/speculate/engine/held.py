@@ -21,7 +21,7 @@ LEAST_TOKENS = 32
 
 
 class _Text(NamedTuple):
-    """Tokens that a row of the target's cache holds; the draft's cache has those of the prompt."""
+    """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`."""
 
     ids: tuple[int, ...] = ()
     num_prompt: int = 0
@@ -46,10 +46,20 @@ class HeldTexts:
         for row in rows:
             self._texts[row] = _Text()
 
+    def forget_drafts(self, rows: Iterable[int]) -> None:
+        """Enter that the draft's cache holds nothing of the prompts in these rows."""
+        for row in rows:
+            self._texts[row] = self._texts[row]._replace(num_prompt=0)
+
     def extend(self, row: int, ids: Sequence[int]) -> None:
         """Enter that a row holds new tokens behind its prompt."""
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
+
+    def num_held(self, ids: tuple[int, ...]) -> int:
+        """How many tokens of a prompt a row holds that it can take."""
+        source, most = _longest(ids, dict(enumerate(self._texts)))
+        return 0 if source is None else self._usable(ids, most)
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
         """Give each prompt a free row, that which holds most of it, and enter the prompts."""
@@ -79,11 +89,15 @@ class HeldTexts:
 
     def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
         source, most = _longest(ids, texts)
-        num_tokens = min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
-        if source is None or num_tokens < LEAST_TOKENS:
+        num_tokens = self._usable(ids, most)
+        if source is None or not num_tokens:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
         return PromptRow(row, Held(num_tokens, source), Held(num_of_prompt, source))
+
+    def _usable(self, ids: tuple[int, ...], most: int) -> int:
+        num_tokens = min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
+        return num_tokens if num_tokens >= LEAST_TOKENS else 0
 
 
 def _longest(ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:

@@ -3,11 +3,16 @@
 The lag is one round on a GPU, so that the device never waits for the host, and zero on the CPU. Every rank has the same
 lag; otherwise ranks would leave the loop in different rounds. Results are only displayed, recorded, and used to free
 rows: no round depends on them.
+
+While rows decode, they wait for one chunk of new prompts at a time: as many prompts as fit into it, or a part of one.
+
+    rows decode    | round | chunk | round | chunk | round |      of the target; the draft reads a prompt at once
 """
 
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -45,6 +50,15 @@ class _PendingRound(NamedTuple):
     choice: DraftChoice
     is_prefill: bool
     passed: torch.cuda.Event | None
+
+
+class _Reading(NamedTuple):
+    """A prompt that is read chunk by chunk, while other rows decode; its row is none of theirs yet."""
+
+    request: Request
+    prompts: BatchState
+    place: PromptRow
+    owner: RowCompletion
 
 
 class Decoder:
@@ -92,6 +106,7 @@ class Decoder:
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
         self._num_slots = self._num_rounds = 0
         self._kept: BatchState | None = None
+        self._reading: _Reading | None = None
 
     def run(self, requests: Sequence[Request], *, to_length: bool = False) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
@@ -108,31 +123,32 @@ class Decoder:
         self._rows: list[RowCompletion | None] = [None] * self.batch_size
         self._pending: deque[_PendingRound] = deque()
         self._num_skipped = [0 for _ in self.round.drafters]
-        in_flight_BTV = None
+        # Of each drafter, the rows whose prompts it has not read, and their lengths.
+        self._unread: list[dict[int, int]] = [{} for _ in self.round.drafters]
+        self._reading = None
+        in_flight_BTV, was_round = None, True
         with self.threads.in_use():
-            while (waiting or any(self._rows)) and not self.stopped:
+            while (waiting or self._running()) and not self.stopped:
                 started = time.perf_counter()
-                free = [row for row, owner in enumerate(self._rows) if owner is None] if waiting else []
-                admitted = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
                 if self.stop_request.requested:
                     self.round.verifier.request_stop()
-                if admitted:
-                    self._admit(admitted, free)
-                else:
+                reads = (was_round or not any(self._rows)) and self._read(waiting)
+                was_round = not reads
+                if was_round:
                     if not all(self._rows):
-                        self._held.forget(row for row, owner in enumerate(self._rows) if owner is None)
+                        self._held.forget(self._free_rows())
                     choice = self._choose()
                     bucket = self._bucket(choice)
                     result, in_flight_BTV = self.round.step(
                         self.executor, self._state, in_flight_BTV, choice=choice, bucket=bucket, clock=self.clock
                     )
                     self._launch(result, list(self._rows), choice, is_prefill=False)
-                running = [owner for owner in self._rows if owner]
+                running = self._running()
                 updates = self._collect() if len(self._pending) > self._lag else []
                 seconds = time.perf_counter() - started
-                if not admitted:
+                if was_round:
                     self.threads.after_round((choice, bucket), seconds)
-                self._record_time(running, seconds, is_round=not admitted)
+                self._record_time(running, seconds, is_round=was_round)
                 if updates:
                     yield updates
 
@@ -188,11 +204,24 @@ class Decoder:
             self.time_rounds(self.length.choices * 2, num_slots=width)
 
     def _choose(self) -> DraftChoice:
-        """Choose what the next round drafts, and count what each drafter will have skipped after it."""
-        choice = self.length.choose(self._num_skipped)
+        """Choose what the next round drafts, and count what each drafter will have skipped after it.
+
+        A drafter that has not read all prompts reads them now if it drafts.
+        """
+        choice = self.length.choose(
+            [
+                skipped + max(lengths.values(), default=0)
+                for skipped, lengths in zip(self._num_skipped, self._unread, strict=True)
+            ]
+        )
         if choice.num_tokens:
-            unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
-            choice = choice._replace(num_unread=unread)
+            if unread := self._unread[choice.source]:
+                self.round.read_late(
+                    choice.source, self._state, [*unread], lengths=[*unread.values()], buckets=self._buckets
+                )
+                unread.clear()
+            num_unread = 2 + CATCH_UP_CHUNK * num_chunks(self._num_skipped[choice.source])
+            choice = choice._replace(num_unread=num_unread)
         for source, skipped in enumerate(self._num_skipped):
             drafted = choice.num_tokens and source == choice.source
             self._num_skipped[source] = 0 if drafted else skipped + choice.num_tokens + 1
@@ -208,40 +237,111 @@ class Decoder:
         self._kept = state if self.executor.keeps_state else None
         return state
 
-    def _admit(self, requests: list[Request], free: list[int]) -> None:
-        if is_first := not any(self._rows):  # all rows are new
-            self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
-        prompts = BatchState.of(
+    def _running(self) -> list[RowCompletion]:
+        being_read = [self._reading.owner] if self._reading else []
+        return [owner for owner in self._rows if owner] + being_read
+
+    def _free_rows(self) -> list[int]:
+        being_read = self._reading.place.row if self._reading else None
+        return [row for row, owner in enumerate(self._rows) if owner is None and row != being_read]
+
+    def _read(self, waiting: deque[Request]) -> bool:
+        """Read a chunk of new prompts, or all that rows are free for if none decodes; returns whether there is any."""
+        if not self._reading:
+            free = self._free_rows() if waiting else []
+            most = min(len(waiting), len(free))
+            if not most:
+                return False
+            if any(self._rows):
+                most = self._num_of_a_chunk([*islice(waiting, most)])
+            if most:
+                requests = [waiting.popleft() for _ in range(most)]
+                places = self._place(requests, free)
+                self._admit(requests, self._state_of(requests), places, self._owners(requests, places))
+                return True
+            self._begin(waiting.popleft(), free)
+        self._read_more()
+        return True
+
+    def _num_of_a_chunk(self, requests: Sequence[Request]) -> int:
+        """How many of these requests, from the first on, have prompts that are read in one chunk."""
+        room = PREFILL_CHUNK
+        for number, request in enumerate(requests):
+            room -= len(request.prompt_ids) - (self._held.num_held(request.prompt_ids) if self.reuses else 0)
+            if room < 0:
+                return number
+        return len(requests)
+
+    def _begin(self, request: Request, free: list[int]) -> None:
+        """Take a row for a prompt that is read chunk by chunk."""
+        places = self._place([request], free)
+        [(row, held, _)], [owner] = places, self._owners([request], places)
+        self._held.forget([row])
+        # Rounds write behind the prompt there. What the draft could copy from another row may be gone by its turn.
+        self._state.vacate(row, length=len(request.prompt_ids))
+        self._reading = _Reading(request, self._state_of([request]), PromptRow(row, held, Held()), owner)
+
+    def _read_more(self) -> None:
+        """Read the next chunk of the prompt that is being read; the last one admits it."""
+        assert self._reading
+        request, prompts, place, owner = self._reading
+        num_tokens = place.target.num_tokens + PREFILL_CHUNK
+        if num_tokens < len(request.prompt_ids):
+            self.round.read(prompts, place, num_tokens=num_tokens, buckets=self._buckets)
+            self._reading = self._reading._replace(place=place._replace(target=Held(num_tokens, place.row)))
+            return
+        self._reading = None
+        self._place([request], [place.row])  # from now on the row holds the whole prompt
+        self._admit([request], prompts, [place], [owner])
+
+    def _state_of(self, requests: Sequence[Request]) -> BatchState:
+        return BatchState.of(
             requests, num_slots=self._num_slots, num_rounds=self._num_rounds, table=self.round.uniforms, seed=self.seed
         )
-        lengths = [len(request.prompt_ids) for request in requests]
+
+    def _place(self, requests: Sequence[Request], free: Sequence[int]) -> list[PromptRow]:
         if self.reuses:
-            places = self._held.place([request.prompt_ids for request in requests], free)
-        else:
-            places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
-        rows = [place.row for place in places]
-        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets)
+            return self._held.place([request.prompt_ids for request in requests], free)
+        return [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
+
+    def _owners(self, requests: Sequence[Request], places: Sequence[PromptRow]) -> list[RowCompletion]:
+        forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
+        return [
+            RowCompletion(
+                request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
+                has_bonus=self.round.has_bonus,
+                stop_watch=self.stops.watch(request.prompt_ids) if self.stops else None,
+            )
+            for place, request, number in zip(places, requests, forwards, strict=True)
+        ]  # fmt: skip
+
+    def _admit(
+        self, requests: Sequence[Request], prompts: BatchState, places: Sequence[PromptRow],
+        owners: Sequence[RowCompletion],
+    ) -> None:  # fmt: skip
+        """Read these prompts, or what is left of them, and let their rows decode."""
+        if is_first := not any(self._rows):  # all rows are new
+            self._num_skipped = [0 for _ in self.round.drafters]  # so all drafters will have read them whole
+        lengths, rows = [len(request.prompt_ids) for request in requests], [place.row for place in places]
+        late = [source for source in range(len(self.round.drafters)) if not self.length.reads_at_once(source)]
+        result = self.round.prefill(prompts, places, lengths=lengths, buckets=self._buckets, late=late)
+        if late and self.reuses:
+            self._held.forget_drafts(rows)
+        for source in late:
+            self._unread[source].update(zip(rows, lengths, strict=True))
         if rows == [*range(self.batch_size)] and not self.executor.keeps_state:
             self._state = prompts
         else:
             if is_first:
                 self._state = self._empty_state()
             self._state.put(to_device(rows, self._device), prompts)
-        forwards = forwards_per_prompt(lengths, is_packed=self.round.target.packs_prompts)
-        owners: list[RowCompletion | None] = []
-        for place, request, number in zip(places, requests, forwards, strict=True):
-            watch = self.stops.watch(request.prompt_ids) if self.stops else None
-            owner = RowCompletion(
-                request=request, num_target_forwards=number, has_bonus=self.round.has_bonus, stop_watch=watch,
-                num_reused_tokens=place.target.num_tokens,
-            )  # fmt: skip
-            self._rows[place.row] = owner
-            owners.append(owner)
-        self._launch(result, owners, DraftChoice(0), is_prefill=True)
+        for row, owner in zip(rows, owners, strict=True):
+            self._rows[row] = owner
+        self._launch(result, [*owners], DraftChoice(0), is_prefill=True)
 
     def _bucket(self, choice: DraftChoice) -> int:
         """Cache slots that the next round reads if it drafts by `choice`."""
-        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._rows if owner])
+        known = max([len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self._running()])
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
         return self._buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
@@ -285,6 +385,8 @@ class Decoder:
                     owner.finish_reason = reason or "length"
                     row = self._rows.index(owner)
                     self._rows[row] = None
+                    for unread in self._unread:
+                        unread.pop(row, None)
                     self._state.vacate(row)
                     if self.reuses and self.round.reads_alike and self.round.target.is_invariant:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one

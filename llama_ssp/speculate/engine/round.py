@@ -17,7 +17,7 @@ Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 
 L is a row's length.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
@@ -124,21 +125,37 @@ class Round:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def prefill(
-        self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets
-    ) -> Tensor:
+        self, prompts: BatchState, places: Sequence[PromptRow], *, lengths: Sequence[int], buckets: Buckets,
+        late: Collection[int] = (),
+    ) -> Tensor:  # fmt: skip
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
-        `lengths` are those of the prompts, which the device knows as well. Returns the result of these rows; see
-        `BatchState.commit`.
+        `lengths` are those of the prompts, which the device knows as well. The drafters at the places `late` read them
+        later (`read_late`). Returns the result of these rows; see `BatchState.commit`.
         """
         rows, held, draft_held = zip(*places, strict=True)
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
-        for drafter in self.drafters:
-            drafter.prefill(to_read._replace(held=draft_held), rows=rows, buckets=buckets)
+        for source, drafter in enumerate(self.drafters):
+            if source not in late:
+                drafter.prefill(to_read._replace(held=draft_held), rows=rows, buckets=buckets)
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_RP = self.uniforms.split(prompts.uniforms()).plain_BP
         return prompts.commit(self.verifier.draw(logits_RV, plain_RP, context))
+
+    def read_late(
+        self, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int], buckets: Buckets
+    ) -> None:
+        """Let a drafter read the prompts of these rows of the batch, which have these lengths."""
+        tokens_RS = state.tokens_BS.index_select(0, to_device(rows, self.target.device))
+        prompts = Prompts(tokens_RS, to_device(lengths, self.target.device), lengths, max(lengths))
+        self.drafters[source].prefill(prompts, rows=rows, buckets=buckets)
+
+    def read(self, prompts: BatchState, place: PromptRow, *, num_tokens: int, buckets: Buckets) -> None:
+        """Read the first tokens of one prompt into its row of the target's cache, those that are not held."""
+        part = Prompts(prompts.tokens_BS, prompts.lengths_B.new_full((1,), num_tokens), [num_tokens], num_tokens)
+        held = [place.target] if place.target.num_tokens else ()
+        read_prompts(self.target, part._replace(held=held), rows=[place.row], buckets=buckets, taps=self.taps)
 
     def step(
         self,

@@ -83,23 +83,26 @@ def test_what_has_no_kernel_for_lengths_pads() -> None:
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [9], [1, 1, 1], [24, 24], [1, 40]])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("way", ["packed", "padded", "by length"])
 def test_each_prompt_counts_the_forwards_that_read_it(
-    lengths: list[int], is_packed: bool, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 8)
     runner, _ = pair("llama", batch_size=len(lengths))
     runner.allocate(batch_size=len(lengths), capacity=64)
-    runner.packs_prompts = is_packed
+    runner.packs_prompts, runner.is_invariant = way == "packed", way == "by length"
     runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
     wanted = Prompts(random_ids(len(lengths), 64), torch.tensor(lengths), lengths, longest=max(lengths))
     read_prompts(runner, wanted, rows=range(len(lengths)), buckets=BUCKETS)
     calls = runner.forward.mock_calls
-    found = forwards_per_prompt(lengths, is_packed=is_packed)
-    if not is_packed:
+    found = forwards_per_prompt(runner, lengths)
+    if way == "padded":
         assert found == [len(calls)] * len(lengths)
         return
-    rows = [set(call.kwargs["pieces"].rows_C.tolist()) for call in calls]
+    rows = [
+        set((call.kwargs["pieces"].rows_C if way == "packed" else call.kwargs["cache_rows_B"]).tolist())
+        for call in calls
+    ]
     assert found == [sum(place in each for each in rows) for place in range(len(lengths))]
 
 
@@ -141,3 +144,21 @@ def test_ranks_of_a_model_pack_only_if_all_can(others: list[str], packs: bool) -
 def test_a_rank_without_the_model_reads_packed_prompts_too() -> None:
     absent = NullRunner(device=torch.device("cpu"), vocab_size=11, max_position_embeddings=64, packs_prompts=True)
     assert read_prompts(absent, prompts(), rows=ROWS, buckets=BUCKETS).shape == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("held", "num_tokens"),
+    [((), [2 * 5, 20, 24, 13]), ((Held(4, ROWS[0]), Held(30, ROWS[1]), Held(), Held()), [1, 20, 2 * 7])],
+)
+def test_prompts_of_nearly_one_length_share_a_chunk(
+    held: tuple[Held, ...], num_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_ssp.models.prefill.PREFILL_CHUNK", 24)
+    _, runner = pair("llama", batch_size=4)
+    wanted_RV, wanted_following, _ = read(runner)
+    runner.is_invariant = True
+    runner.forward = Mock(wraps=runner.forward)  # type: ignore[method-assign]
+    assert_close(read_prompts(runner, prompts()._replace(held=held), rows=ROWS, buckets=BUCKETS), wanted_RV)
+    assert [call.args[0].numel() for call in runner.forward.mock_calls] == num_tokens
+    lengths_B1 = torch.tensor(LENGTHS)[torch.tensor(ROWS).argsort()][:, None]
+    assert_close(runner.forward(random_ids(4, 1), lengths_B1, bucket=64), wanted_following)

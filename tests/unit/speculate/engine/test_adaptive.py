@@ -122,17 +122,24 @@ SCRIPTS = {
 }
 
 
-def texts(script: Sequence[DraftChoice], *, draft_seed: int = 0, **options: Any) -> list[Any]:  # noqa: ANN401
+def texts(
+    script: Sequence[DraftChoice],
+    *,
+    draft_seed: int = 0,
+    reads_late: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> list[Any]:
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
-    decoder.length = ScriptedLength(script)
+    decoder.length = ScriptedLength(script, reads_late=reads_late)
     return complete(decoder, REQUESTS)
 
 
+@pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("name", ["lengths", "pauses", "a long pause"])
-def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name: str) -> None:
+def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name: str, reads_late: bool) -> None:
     """A drafter that had not read what it skipped would draft from another text than the target's."""
-    for done in texts(SCRIPTS[name], ngram=False):
+    for done in texts(SCRIPTS[name], ngram=False, reads_late=reads_late):
         assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
 
 
@@ -151,3 +158,19 @@ def test_executors_agree_on_sampled_text(name: str) -> None:
         outcome(texts(SCRIPTS[name], draft_seed=1, replay=replay)) for replay in (False, True, FakeRecorder())
     )
     assert eager == traced == recorded
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_drafter_that_reads_prompts_late_drafts_the_same(name: str) -> None:
+    """Two drafters share what is known of their caches, and later prompts begin like earlier ones."""
+    at_once, late = (outcome(texts(SCRIPTS[name], draft_seed=1, reads_late=each)) for each in (False, True))
+    assert at_once == late
+
+
+@pytest.mark.parametrize("draft_step", [0.02, 5.0])
+def test_a_draft_that_cannot_gain_reads_no_prompt(draft_step: float) -> None:
+    draft = PrefixRunner(seed=1)
+    decoder = make_decoder(PrefixRunner(), draft, num_draft_tokens=8)
+    decoder.length = AdaptiveLength(costs(draft_step=draft_step), acceptance=[0.7])
+    complete(decoder, [Request(index=0, prompt_ids=(2, 3, 4), max_new_tokens=20)])
+    assert (draft.num_forwards > 0) is (draft_step < 1)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,10 +21,11 @@ from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.models import build_checkpoint, tiny_model
@@ -73,10 +75,19 @@ class Conversations:
         self._texts += self._last
 
 
+def read_in_chunks(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("models.prefill", "speculate.engine.loop"):
+        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", num_tokens)
+
+
 @kinds
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(make: Make, batch_size: int, lag: int) -> None:
+@pytest.mark.parametrize(("batch_size", "chunk"), [(1, 512), (3, 512), (3, 5)])
+def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(
+    make: Make, batch_size: int, chunk: int, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And while prompts that are longer than a chunk are read next to rows that decode."""
+    read_in_chunks(chunk, monkeypatch)
     target, made = PrefixRunner(), make(3.0, batch_size=batch_size, eos_ids=[4])
     made._lag = lag
     talk, num_reused = Conversations(7, most_tokens=40), 0
@@ -91,7 +102,11 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(make: Make, 
 
 
 @kinds
-def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(make: Make) -> None:
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(
+    make: Make, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_in_chunks(chunk, monkeypatch)
     reuses, reads = (make(1.0, batch_size=3, temperature=0.9) for _ in range(2))
     reads.reuses = False
     talk, num_reused = Conversations(11, most_tokens=40), 0
@@ -208,8 +223,7 @@ def test_rows_with_little_to_read_end_where_the_longest_does() -> None:
 def test_where_bits_depend_on_what_is_read_together_whole_chunks_of_prompts_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("models.prefill", "speculate.engine.loop"):
-        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 4)
+    read_in_chunks(4, monkeypatch)
     target = PrefixRunner()
     target.is_invariant = False
     decoder = make_decoder(target, None)
@@ -218,6 +232,51 @@ def test_where_bits_depend_on_what_is_read_together_whole_chunks_of_prompts_are_
     (first,) = complete(decoder, wanted((1, 2, 3), num_new=20))
     (second,) = complete(decoder, wanted((1, 2, 3, *first.token_ids)))
     assert reused([second]) == [0], "the answer was not read as a prompt"
+
+
+def test_a_prompt_that_is_not_read_to_its_end_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another row decodes meanwhile, and the consumer leaves the run after the first chunk of three."""
+    read_in_chunks(4, monkeypatch)
+    target = PrefixRunner()
+    decoder = make_decoder(target, None, batch_size=2)
+    ids = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    with torch.inference_mode():
+        run = decoder.run([*wanted((3,), num_new=9), *wanted((4,), num_new=1), *wanted(ids)])
+        for _ in range(3):  # both short prompts, then a round before the first chunk and one behind it
+            next(run)
+        run.close()
+    (done,) = complete(decoder, wanted(ids))
+    assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy(ids, 6))
+
+
+def test_a_row_that_ends_while_a_prompt_is_read_chunk_by_chunk_gives_the_draft_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_in_chunks(5, monkeypatch)
+    header = (1, 2, 3, 4, 5, 6, 7, 8)
+    short, others = wanted((*header, 9), num_new=9), wanted((9,), (8,), num_new=60)
+    prompts = [*short, others[0], replace(others[1], max_new_tokens=1), *wanted((*header, *range(10), *range(10)))]
+    found = []
+    for reuses in (True, False):
+        target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(sharpness=1.0)
+        decoder = make_decoder(target, draft, batch_size=3, temperature=0.9)
+        decoder.reuses = reuses
+        found.append(outcome(complete(decoder, [replace(each, index=i) for i, each in enumerate(prompts)])))
+    assert found[0] == found[1]
+
+
+def test_a_draft_takes_nothing_of_a_prompt_that_it_has_not_read() -> None:
+    """The first run never drafts; the second one reads the prompt, and the same draft is accepted."""
+    target, draft = PrefixRunner(), PrefixRunner()
+    decoder = make_decoder(target, draft)
+    decoder.length = ScriptedLength([DraftChoice(0)], reads_late=True)
+    ids = (1, 2, 3, 4, 5, 6, 7)
+    complete(decoder, wanted(ids))
+    assert draft.num_forwards == 0
+    decoder.length = ScriptedLength([DraftChoice(3)])
+    (done,) = complete(decoder, wanted(ids, num_new=20))
+    assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
+    assert done.num_reused_tokens == 6, "of the target's cache"
 
 
 def test_too_short_a_beginning_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +370,7 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.seconds
 def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("models.prefill", "speculate.engine.loop"):
-        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 8)
+    read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
     assert not target.is_invariant
     assert same_bits(lambda: make_decoder(target, None, temperature=0.8), FirstLogits(monkeypatch)) > 50

@@ -172,6 +172,34 @@ def test_every_chunk_of_a_prompt_is_a_forward_of_the_target(
     assert completion.num_target_forwards == target.num_forwards == num_chunks + 4
 
 
+@pytest.mark.parametrize("lengths", [[10, 3], [2, 2, 2, 2, 2], [1, 9, 1, 2]])
+def test_rows_that_decode_wait_for_one_chunk_at_a_time(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt decodes until all others, which find free rows, have been read, a chunk of 4 before a round."""
+    for module in ("models.prefill", "speculate.engine.loop"):
+        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 4)
+    target, sizes = PrefixRunner(), list[int]()
+    forward = target.forward
+
+    def watched(ids_BT: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:  # noqa: ANN401
+        sizes.append(0 if named.get("cache_rows_B") is None else ids_BT.numel())
+        return forward(ids_BT, *more, **named)
+
+    target.forward = watched  # type: ignore[method-assign]
+    decoder = make_decoder(target, None, batch_size=len(lengths) + 1, replay=False)
+    # At the beginning, when no row decodes, all rows are filled at once.
+    first = [Request(index=0, prompt_ids=(1,), max_new_tokens=40)] * (len(lengths) + 1)
+    first = [replace(each, index=number, max_new_tokens=2 if number else 40) for number, each in enumerate(first)]
+    later = [
+        Request(index=9 + number, prompt_ids=tuple(range(number, number + length)), max_new_tokens=3)
+        for number, length in enumerate(lengths)
+    ]
+    for completion in complete(decoder, [*first, *later]):
+        assert completion.token_ids == target.greedy(completion.request.prompt_ids, completion.request.max_new_tokens)
+    between = [[*group] for is_round, group in groupby(sizes, lambda size: not size) if not is_round][1:]
+    assert sum(map(sum, between)) >= sum(lengths)
+    assert all(sum(chunk) <= 4 for chunk in between)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [0, 3])
 def test_the_numbers_of_a_round_are_keyed_by_the_length_at_which_it_begins(
     num_draft_tokens: int, monkeypatch: pytest.MonkeyPatch

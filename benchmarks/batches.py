@@ -1,0 +1,233 @@
+"""Batches: new tokens a second by rows at once, plain and speculative, next to transformers and llama.cpp.
+
+    .venv/bin/python -m benchmarks.batches          prints the tables
+    .venv/bin/python -m benchmarks.batches --write  writes docs/benchmarks/batches.md
+
+One process, all candidates in turns. llama.cpp takes part where its packages are installed (`benchmarks.llama_cpp`).
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.acceptance import kinds_of_text
+from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
+from benchmarks.llama_cpp import write as write_gguf
+from benchmarks.measured import Goal, markdown, show, table_of_goals
+from benchmarks.threads import RANDOM_100M, RANDOM_DRAFT, random_checkpoint
+from llama_ssp import Pair, load
+from llama_ssp.reports.provenance import processor, versions
+from llama_ssp.run.calibration.interleave import interleave, median_ratio
+from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.jobs import encode
+from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
+from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights import hub
+
+ROWS, PROMPT_TOKENS, NUM_NEW_TOKENS, TEMPERATURE, K = (1, 8, 32, 64), (16, 512), 32, 0.8, 4
+MOST_TURNS, MOST_TOKENS = 6, 4096
+"""Of a cell: small batches take more turns, up to so many tokens, prompts included."""
+PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP = (
+    "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp",
+)  # fmt: skip
+_HEAD = """\
+# Batches
+
+`python -m benchmarks.batches --write` writes this page: new tokens a second, prefill included, of batches of prompts of
+{prompts} tokens with {tokens} new tokens each. One process with {threads} threads of an {processor}, temperature
+{temperature}, all candidates in turns, medians of {turns} or more; torch {torch}, transformers {transformers}{others}.
+The machine was shared: compare columns of one table. transformers assists one row at a time, so its assisted rows stand
+for one row alone. The draft of a random model accepts what it happens to. {absent}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A pair in one number format: what ours, transformers and llama.cpp make of the same files."""
+
+    name: str
+    folders: tuple[Path, Path]
+    quantization: str | None
+    peer_dtype: torch.dtype | None
+    form: str
+
+    def load(self) -> Pair:
+        """Ours; the draft stays in 16 bits."""
+        return load(*map(str, self.folders), quantization=(self.quantization, None))
+
+    def load_peers(self) -> Peers | None:
+        """Those of transformers, if it has the format."""
+        if self.peer_dtype is None:
+            return None
+        target, draft = (
+            load_peer(folder, dtype=self.peer_dtype, device=torch.device("cpu")) for folder in self.folders
+        )
+        return Peers(target=target, draft=draft)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """New tokens a second of each turn, and tokens per round, by candidate; for `plain_share` see the function."""
+
+    tokens_per_s: dict[str, list[float]]
+    tokens_per_round: dict[str, float | None]
+    plain_share: float
+
+    def times(self, candidate: str, of: str) -> float:
+        """How many times the speed of another a candidate has."""
+        return median_ratio(self.tokens_per_s[candidate], self.tokens_per_s[of])
+
+
+def cases() -> list[Case]:
+    """The shipped pair, and a random one in two formats."""
+    shipped = tuple(hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    made = Path(random_checkpoint(RANDOM_100M)), Path(random_checkpoint(RANDOM_DRAFT))
+    return [
+        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(shipped[0], shipped[1]), quantization=None,
+             peer_dtype=torch.float32, form="BF16"),
+        Case(name="Random 100 M with 10 M, 16 bits", folders=made, quantization=None, peer_dtype=torch.bfloat16,
+             form="BF16"),
+        Case(name="Random 100 M with 10 M, 8 bits", folders=made, quantization="int8", peer_dtype=None, form="Q8_0"),
+    ]  # fmt: skip
+
+
+def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
+    """Our candidates for one batch."""
+    speculation = {PLAIN: None, FAST: SpeculationConfig(num_draft_tokens=K),
+                   AUTO: SpeculationConfig(num_draft_tokens=ADAPTIVE)}  # fmt: skip
+    base = replace(
+        pair.config, sampling=SamplingConfig(temperature=TEMPERATURE), ignore_eos=True, batch_size=len(prompts)
+    )
+    found = {}
+    requests = [Request(index=0, prompt_ids=prompts[0], max_new_tokens=NUM_NEW_TOKENS)]
+    for name, each in speculation.items():
+        config = replace(base, speculation=each or base.speculation)
+        decoder = build_decoder(pair.models, config, speculative=each is not None)
+        with torch.inference_mode():
+            make_ready(decoder, requests, config, comm=pair.models.mesh.world)
+            decoder.warm_up(requests)
+        found[name] = Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
+    return found
+
+
+@contextmanager
+def llama_cpp(file: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Callable[[int], float]]:
+    """What completes the prompts in llama.cpp."""
+    num_slots = len(prompts[0]) + NUM_NEW_TOKENS
+    model = LlamaCpp(file, num_rows=len(prompts), num_slots=num_slots, num_threads=torch.get_num_threads())
+    yield lambda turn: model.tokens_per_s(prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE, seed=turn)
+    model.close()
+
+
+def measure(
+    pair: Pair, peers: Peers | None, file: Path | None, *, num_prompt_tokens: int, num_rows: int, turns: int
+) -> Cell:
+    """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
+    text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer, chat=False)
+    prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
+    own = ours(pair, prompts)
+
+    def mine(each: Ours, turn: int) -> float:
+        return 1e3 / each.ms_per_token(turn)
+
+    candidates: dict[str, Callable[[int], float]] = {name: partial(mine, each) for name, each in own.items()}
+    if peers:
+        run = partial(
+            peers.ms_per_token, prompts, num_new_tokens=NUM_NEW_TOKENS, sampling=SamplingConfig(temperature=TEMPERATURE)
+        )
+        candidates[GENERATE] = lambda _: 1e3 / run(num_draft_tokens=None)
+        if num_rows == 1:
+            candidates[ASSISTED] = lambda _: 1e3 / run(num_draft_tokens=K)
+    with ExitStack() as stack:
+        if file:
+            candidates[LLAMA_CPP] = stack.enter_context(llama_cpp(file, prompts))
+        of_a_turn = num_rows * (num_prompt_tokens + NUM_NEW_TOKENS)
+        num_turns = max(turns, min(MOST_TURNS, MOST_TOKENS // of_a_turn))
+        found = interleave(candidates, num_repetitions=num_turns, num_warmup=0)
+    rounds = {name: each.tokens_per_round for name, each in own.items()}
+    return Cell(tokens_per_s=found, tokens_per_round=rounds, plain_share=plain_share(own[AUTO]))
+
+
+def plain_share(auto: Ours) -> float:
+    """Share of plain rounds in the second half of its completions."""
+    drafted = [k for done in auto.done for each in done for k in each.draft_lengths[len(each.draft_lengths) // 2 :]]
+    return drafted.count(0) / len(drafted)
+
+
+def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int) -> str:
+    """The page of the docs, from the cells of each case and prompt length by rows."""
+    made_by = versions()
+    others = f", llama-cpp-python {version('llama-cpp-python')}" if IS_INSTALLED else ""
+    head = _HEAD.format(
+        prompts=" and ".join(map(str, PROMPT_TOKENS)), tokens=NUM_NEW_TOKENS, threads=torch.get_num_threads(),
+        processor=processor(), temperature=TEMPERATURE, turns=turns, torch=made_by["torch"],
+        transformers=made_by["transformers"], others=others,
+        absent="" if IS_INSTALLED else "llama.cpp was not installed.",
+    )  # fmt: skip
+    parts, goals = [head.strip()], []
+    for (name, num_prompt_tokens), cells in tables.items():
+        lines = []
+        for candidate in dict.fromkeys(candidate for cell in cells.values() for candidate in cell.tokens_per_s):
+            speeds = [cell.tokens_per_s.get(candidate) for cell in cells.values()]
+            lines.append([candidate, *(f"{statistics.median(each):.0f}" if each else "" for each in speeds)])
+        lines += [
+            [f"{FAST} / {PLAIN}", *(f"{cell.times(FAST, PLAIN):.2f}" for cell in cells.values())],
+            [f"tokens per round, {FAST}", *(f"{cell.tokens_per_round[FAST] or 1:.2f}" for cell in cells.values())],
+            [f"{AUTO}: plain rounds in the second half", *(f"{cell.plain_share:.0%}" for cell in cells.values())],
+        ]
+        losing = [rows for rows, cell in cells.items() if cell.times(FAST, PLAIN) < 1]
+        said = f"Speculation with {FAST} loses from {losing[0]} rows on." if losing else f"{FAST} gains at all of them."
+        heads = ["rows", *map(str, cells)]
+        parts += [f"## {name}, prompts of {num_prompt_tokens} tokens", markdown(heads, lines), said]
+        for rows, cell in cells.items():
+            best = max(PLAIN, FAST, key=lambda each: statistics.median(cell.tokens_per_s[each]))
+            where = f"{name}, {num_prompt_tokens} tokens, {rows} rows"
+            goals.append(Goal(f"{where}: {best} / {AUTO}", cell.times(best, AUTO), 1.1))
+            goals += [
+                Goal(f"{where}: {other} / {PLAIN}", cell.times(other, PLAIN), 1.0)
+                for other in (GENERATE, LLAMA_CPP)
+                if other in cell.tokens_per_s
+            ]
+    return "\n\n".join([*parts, "## Goals", "Ratios of speeds.", table_of_goals(goals)]) + "\n"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=2, help="of the largest batches")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPT_TOKENS, help="their tokens")
+    parser.add_argument("--only", help="cases whose name has this text")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/batches.md")
+    arguments = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    tables: dict[tuple[str, int], dict[int, Cell]] = {}
+    with tempfile.TemporaryDirectory() as kept:
+        for case in cases():
+            if arguments.only and arguments.only not in case.name:
+                continue
+            pair, peers, file = case.load(), case.load_peers(), None
+            if IS_INSTALLED:
+                write_gguf(case.folders[0], file := Path(kept) / f"{case.form}.gguf", case.form)
+            for length, rows in product(arguments.prompts, arguments.rows):
+                print(f"timing {case.name}, prompts of {length} tokens, {rows} rows", flush=True)
+                cell = measure(pair, peers, file, num_prompt_tokens=length, num_rows=rows, turns=arguments.turns)
+                tables.setdefault((case.name, length), {})[rows] = cell
+    show(page(tables, turns=arguments.turns), page="batches.md", is_written=arguments.write)
+
+
+if __name__ == "__main__":
+    main()
