@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.caches import CACHES
-from llama_ssp.settings.formats import SCALE_BYTES
+from llama_ssp.settings.formats import WORD_BYTES
 
 
 class KeptRows(NamedTuple):
@@ -41,7 +41,7 @@ class KeptRows(NamedTuple):
 
     def width(self, head_dim: int) -> int:
         """W, in elements of `stored_dtype`."""
-        return head_dim + (SCALE_BYTES if self.largest else 0)
+        return head_dim + (WORD_BYTES if self.largest else 0)
 
     def pack(self, x: Tensor) -> Tensor:
         """Rows (..., W) of numbers (..., D); 8 bits are rounded to the nearest, ties to even."""
@@ -57,7 +57,7 @@ class KeptRows(NamedTuple):
         """The numbers (..., D) of rows (..., W), in `dtype`."""
         if self.largest is None:
             return rows.to(dtype)
-        codes, scales = rows[..., :-SCALE_BYTES].view(self.dtype), rows[..., -SCALE_BYTES:].view(torch.float32)
+        codes, scales = rows[..., :-WORD_BYTES].view(self.dtype), rows[..., -WORD_BYTES:].view(torch.float32)
         return codes.float().mul_(scales).to(dtype)
 
 

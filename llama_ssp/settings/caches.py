@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.settings.formats import SCALE_BYTES
+from llama_ssp.settings.formats import WORD_BYTES
 from llama_ssp.settings.registry import Registry
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.
@@ -22,7 +22,7 @@ class CacheFormat:
     def row_bytes(self, head_dim: int, *, value_bytes: int) -> int:
         """Bytes of a key, from D and the bytes of a number of the model."""
         numbers = head_dim * (self.number_bytes if self.dtype else value_bytes)
-        return numbers + (SCALE_BYTES if self.largest else 0)
+        return numbers + (WORD_BYTES if self.largest else 0)
 
 
 CACHES: Registry[CacheFormat] = Registry(setting="model.cache_dtype")
