@@ -320,10 +320,14 @@ def rank_shares(
 
 
 def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
-    """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format."""
+    """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format.
+
+    Of families without a record, whose matrices a plan does not know, runs alone find that.
+    """
     storage, layout, kept = format_of(model.quantization), model.layout, dict(model.kept_shares)
     group = layout.slice_group if layout and layout.slice_group else storage.least_group
-    for matrices in zip(*(share.layer for share in held), strict=True):
+    is_known = record_of(model.shape.model_type).is_written
+    for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
         widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}
         check_inputs(
             storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,

@@ -173,9 +173,9 @@ def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
 
 def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
     if described.get("load_in_8bit") is True:
-        return [*_differences(described, {"load_in_4bit": False})] or PackedLayout(
+        return [*_differences({"load_in_4bit": False} | {**described}, {"load_in_4bit": False})] or PackedLayout(
             name="bitsandbytes int8", storage="int8_weight_only", block=(1, None), weight="weight", scale="SCB",
-            others=("weight_format",), steps=127,
+            others=(BNB_FORM,), steps=127,
         )  # fmt: skip
     wanted: dict[str, object] = {"load_in_4bit": True}
     kind = described.get("bnb_4bit_quant_type", "fp4")
@@ -211,6 +211,8 @@ _OF_ACTIVATIONS = (
     "output_zero_point",
 )  # fmt: skip
 """Tensors of engines that quantize activations."""
+BNB_FORM = "weight_format"
+"""Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
     _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,

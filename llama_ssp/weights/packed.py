@@ -28,7 +28,7 @@ from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS
-from llama_ssp.settings.stored import PackedLayout
+from llama_ssp.settings.stored import BNB_FORM, PackedLayout
 from llama_ssp.weights import bnb_files, byte_rows, int4_rows, mxfp4_files
 from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
@@ -53,8 +53,7 @@ class PackedTensor(TensorFacts):
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
         """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
 
-        This part has whole groups. CheckpointError if a file has changed, or the groups are
-        scattered.
+        This part has whole groups. CheckpointError if a file has changed, or its groups are others than it describes.
         """
         outputs, inputs = (range(size) for size in self.shape)
         if wanted.get("dim") == 1:
@@ -219,6 +218,8 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.GAP)
     if zero := parts.get(layout.zero):
         fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
+    if form := parts.get(BNB_FORM):
+        fits &= form.shape == () and int(form.read()) == 0
     if order := parts.get(layout.order):
         fits &= order.shape == (num_inputs,)
     return make(dtype=dtype, shape=shape) if fits else None

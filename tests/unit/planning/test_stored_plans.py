@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from llama_ssp.architectures.family import inventory
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
-from llama_ssp.planning.memory import fits, model_bytes
+from llama_ssp.planning.memory import fits, model_bytes, rank_shares
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import compare, search
 from llama_ssp.planning.spec import (
@@ -321,6 +321,14 @@ def test_synthetic_weights_have_only_the_sizes_of_a_checkpoint(tmp_path: Path) -
     config = config_of(tmp_path, SMALL, AWQ, weights=WeightsKind.synthetic, synthetic=SyntheticConfig())
     target = job_of_plan(config, H100).target
     assert (target.stored_format, target.quantization) == (None, "none")
+
+
+def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_path: Path) -> None:
+    """Eight ranks have 64 inputs of attention's output each, and AWQ shares scales among 128."""
+    asked: dict[str, Any] = {"num_ranks": 8, "kind": TargetKind.tensor}
+    with pytest.raises(PlacementError, match="packs 128 inputs at a time, and o_proj has 64 on one of 8 ranks"):
+        rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8}, AWQ), **asked)
+    rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": "nanochat"}, AWQ), **asked)
 
 
 def test_an_entry_with_sizes_of_its_own_is_still_stored_as_its_folder_says(tmp_path: Path) -> None:

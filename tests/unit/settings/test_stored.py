@@ -99,6 +99,7 @@ READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LA
     "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
     "three groups of 64": (changed("gptq", group_size=192), INT4, 64),
     "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
+    "bytes alone": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, INT8, 0),
     "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
 }
 

@@ -149,6 +149,14 @@ def test_parts_of_another_kind_are_refused(made: Made, tmp_path: Path, layout: s
         inspect(edited(made(layout)[0], tmp_path, convert))
 
 
+def test_bytes_of_bitsandbytes_in_the_order_of_old_gpus_are_refused(made: Made, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{NAME}_format"].fill_(2)
+
+    with pytest.raises(CheckpointError, match=r"no int8_weight_only weight for model.layers.1.*k_proj"):
+        inspect(edited(made("int8 of bitsandbytes")[0], tmp_path, change))
+
+
 @pytest.mark.parametrize(("layout", "leaf"), [("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx")])
 def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(
     made: Made, tmp_path: Path, layout: str, leaf: str

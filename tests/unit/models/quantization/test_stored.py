@@ -241,10 +241,9 @@ def test_a_cut_through_a_group_is_refused(made: Made) -> None:
     """384 MLP units are three groups; of 256 inputs of the attention's output, four ranks would have 64 each."""
     packed, _ = made("llama", "gptq", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
     assert_refused(packed, 4, r"packs 128 .* has 64 on one of 4 ranks: .* or an unquantized checkpoint")
-    scattered, _ = made(
-        "llama", "gptq, sorted", hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=4
-    )
-    assert_refused(scattered, 8, r"packs 8 inputs at a time, and .*o_proj has 4 on one of 8 ranks")
+    sizes = {"hidden_size": 256, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 4}
+    scattered, _ = made("llama", "gptq, sorted", **sizes)
+    assert_refused(scattered, 32, r"packs 8 inputs at a time, and .*o_proj has 4 on one of 32 ranks")
 
 
 def assert_refused(packed: Path, num_ranks: int, sentence: str) -> None:

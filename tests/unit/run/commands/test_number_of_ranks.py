@@ -112,11 +112,7 @@ def test_amds_gpus_are_counted_without_its_cpus(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     ("described", "words", "sentence"),
     [
-        (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
-            [],
-            "cannot be read (desc_act true)",
-        ),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": True}, [], "cannot be read (bits 8)"),
         ({"quant_method": "fbgemm_fp8"}, ["model.quantization=nf4"], "holds fp8_weight_only weights, "),
     ],
 )
