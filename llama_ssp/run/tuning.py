@@ -4,6 +4,7 @@ All ranks use the times that rank 0 measured. A run folder keeps them for when t
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -100,31 +101,47 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
 
 
 def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> dict[str, object]:
-    """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line`."""
+    """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line`.
+
+    In large batches a drafted token may cost as much as a plain one. Drafts that would lose even if all their tokens
+    were accepted are the slowest rounds: they are not timed again, and do not decide what others cost.
+    """
     sources = range(len(decoder.round.drafters))
     behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in sources]
-    seconds: list[list[float]] = []
+    timed = [*choices, *behind, DraftChoice(0)]  # plain rounds, with which all are compared, count twice
+    fastest = dict.fromkeys(timed, math.inf)
     started = time.perf_counter()
     for repetition in range(_NUM_WARM + _NUM_TIMED):
-        took = decoder.time_rounds([*choices, *behind], num_slots=num_slots)
+        took = decoder.time_rounds(timed, num_slots=num_slots)
         if repetition >= _NUM_WARM:
-            seconds.append(took)
+            for choice, seconds in zip(timed, took, strict=True):
+                fastest[choice] = min(fastest[choice], seconds)
+        if repetition > _NUM_WARM:
             is_enough = time.perf_counter() - started > _ENOUGH_S
-            if comm.broadcast_text("enough" if is_enough else "", src=0):
+            left = [] if is_enough else [place for place, each in enumerate(timed) if _may_gain(each, fastest)]
+            timed = [timed[place] for place in json.loads(comm.broadcast_text(json.dumps(left), src=0))]
+            if not timed:
                 break
-    fastest = dict(zip([*choices, *behind], map(min, zip(*seconds, strict=True)), strict=True))
     catch_up = [max(fastest[choice] - fastest[DraftChoice(1, choice.source)], 0.0) for choice in behind]
     costs = {DraftChoice(0): fastest[DraftChoice(0)]}
     for source in sources:
-        costs |= _on_a_line({choice: fastest[choice] for choice in choices[1:] if choice.source == source})
+        own = {choice: fastest[choice] for choice in choices[1:] if choice.source == source}
+        costs |= _on_a_line(own, fitted=[choice for choice in own if _may_gain(choice, fastest)])
     rounds = [{"num_tokens": each.num_tokens, "source": each.source, "seconds": s} for each, s in costs.items()]
     return {"rounds": rounds, "catch_up_seconds": catch_up}
 
 
-def _on_a_line(seconds: dict[DraftChoice, float]) -> dict[DraftChoice, float]:
+def _may_gain(choice: DraftChoice, fastest: dict[DraftChoice, float]) -> bool:
+    """Whether rounds of a choice could gain over plain ones, if all drafted tokens were accepted."""
+    drafted = choice._replace(num_unread=DraftChoice(1).num_unread)
+    return not choice.num_tokens or fastest[drafted] < (choice.num_tokens + 1) * fastest[DraftChoice(0)]
+
+
+def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) -> dict[DraftChoice, float]:
     """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a row of verification."""
-    lengths = [choice.num_tokens for choice in seconds]
-    slope, first = linear_regression(lengths, [*seconds.values()])
+    if len(fitted) < 2:  # noqa: PLR2004 - points of a line
+        return seconds
+    slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[each] for each in fitted])
     least = min(seconds.values()) / 2
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
