@@ -233,11 +233,8 @@ class Matrix:
         return round(self.copies * self.num_rows * self.num_columns)
 
     def num_used(self, num_tokens: float) -> float:
-        """The copies that some of so many tokens use, which choose independently and evenly.
-
-        Source: arXiv:2506.20675.
-        """
-        return self.copies * (1 - (1 - self.num_chosen / self.copies) ** num_tokens) if self.num_chosen else self.copies
+        """The copies that some of so many tokens use."""
+        return distinct(self.copies, self.num_chosen, num_tokens) if self.num_chosen else self.copies
 
     def of_rank(self, shard: RankShard) -> "Matrix":
         """The slice that a rank holds."""
@@ -246,6 +243,15 @@ class Matrix:
         width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns)
+
+
+def distinct(num_experts: float, num_chosen: float, num_tokens: float) -> float:
+    """The experts that some of so many tokens choose, if each chooses `num_chosen` of them evenly, and on its own.
+
+    Source: arXiv:2506.20675.
+    """
+    left_out: float = (1 - num_chosen / num_experts) ** num_tokens
+    return num_experts * (1 - left_out)
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")

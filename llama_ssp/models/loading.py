@@ -36,7 +36,7 @@ from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
+from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
@@ -269,7 +269,7 @@ def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> 
             assert quantize
             weights.fill(f"{name}.")
             model.set_submodule(name, QuantizedLinear(module, quantize))
-        for name, module in list(_experts(model)):
+        for name, module in list(experts_of(model)):
             if can_be_own(module) and (quantize or weights.device.type == "cpu"):
                 weights.fill(f"{name}.")
                 model.set_submodule(name, OwnExperts(module, quantize))
@@ -473,7 +473,7 @@ def check_packed(
         parent, _, leaf = name.rpartition(".")
         of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
     odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
-    experts = {f"{name}.{part}" for name, module in _experts(model) if can_be_own(module) for part in _OF_EXPERTS}
+    experts = {f"{name}.{part}" for name, module in experts_of(model) if can_be_own(module) for part in _OF_EXPERTS}
     odd += sorted(packed - {f"{name}.weight" for name in layers} - experts)
     if odd:
         raise CheckpointError(
@@ -487,7 +487,7 @@ def check_packed(
 def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, is_stored: bool) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
     storage, model_type = format_of(quantization), model.config.model_type
-    for name, module in _experts(model) if storage.is_quantized else ():
+    for name, module in experts_of(model) if storage.is_quantized else ():
         if not can_be_own(module):
             raise ConfigError(
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
@@ -548,13 +548,6 @@ def _check_quantizable(
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
 """Tensors of a module of experts, all of them in each."""
-
-
-def _experts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All modules of experts, by name."""
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
-            yield name, module
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -5,11 +5,13 @@ Only experts that some token chose are read. On a GPU without quantization the l
 Shapes: M tokens, X experts, K of them that a token chose, E the model's width, I units of an expert, R tokens of one.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, make_linear
 
 
@@ -17,6 +19,47 @@ def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
     """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I), and nothing behind them."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False) and not module.is_transposed
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All modules of experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, OwnExperts) or isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            yield name, module
+
+
+class ExpertsRead:
+    """Counts the distinct experts that forwards read, on the device and at fixed addresses, as graphs need it.
+
+    Attributes:
+        sums_3: experts of all layers and forwards, those expected of tokens that choose evenly, and layers.
+        num_experts: of a layer; 0 of a model without experts.
+    """
+
+    num_experts = 0
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
+        self._chosen: list[Tensor] = []
+        for _, module in experts_of(model):
+            self.num_experts = module.num_experts
+            module.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args) > 1:  # a few families route before
+            self._chosen.append(args[1])
+
+    def take(self, *, counts: bool) -> None:
+        """Count what the layers of the latest forward chose, or forget it."""
+        chosen, self._chosen = self._chosen, []
+        if counts and chosen:
+            chosen_LX = torch.stack([chosen_MK.flatten().to(self.sums_3.device) for chosen_MK in chosen])
+            (num_layers, _), (num_tokens, num_chosen) = chosen_LX.shape, chosen[0].shape
+            # Tokens that a rank leaves to others choose one more expert.
+            is_read_LX = chosen_LX.new_zeros(num_layers, self.num_experts + 1).scatter_(1, chosen_LX, 1)
+            self.sums_3[0].add_(is_read_LX[:, :-1].sum())
+            self.sums_3[1].add_(num_layers * distinct(self.num_experts, num_chosen, num_tokens))
+            self.sums_3[2].add_(num_layers)
 
 
 class OwnExperts(nn.Module):
@@ -41,12 +84,13 @@ class OwnExperts(nn.Module):
             ]
 
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
+        self.num_experts = len(self._down)
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """Add up what the chosen experts compute, weighted; experts of a token are added in their order."""
         y_ME = torch.zeros_like(x_ME)
         for expert in chosen_MK.unique().tolist():
-            if expert >= len(self._down):
+            if expert >= self.num_experts:
                 continue
             tokens_R, places_R = (chosen_MK == expert).nonzero(as_tuple=True)
             gated_RI = self._gate(self._gate_up[expert](x_ME[tokens_R]))
