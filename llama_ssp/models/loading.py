@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
@@ -34,7 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
+from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
@@ -248,31 +249,42 @@ def load_model(
                 model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED),
                 fuses=loading.get("fuses", False),
             )  # fmt: skip
-    fill_modules(model, weights, loading)
+    on_cpu = device.type == "cpu"
+    fill_modules(model, weights, loading.get("precision", UNQUANTIZED).kernel or (make_linear if on_cpu else None))
+    if on_cpu:
+        head: Any = model.get_output_embeddings()
+        is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
+        name = next(name for name, module in model.named_modules() if module is head)
+        model.set_submodule(name, OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
     return ModuleRunner(model, comm=comm)
 
 
 def load_modules(
     origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
 ) -> PreTrainedModel:
-    """Load this rank's slices of a model into the modules of transformers; see `load_model`."""
+    """Load this rank's slices of a model into the modules of transformers; see `load_model`.
+
+    Linear layers that are not quantized are the library's on a CPU too.
+    """
     model, weights = _prepare(origin, device=device, comm=comm, **loading)
-    fill_modules(model, weights, loading)
+    fill_modules(model, weights, loading.get("precision", UNQUANTIZED).kernel)
     return model
 
 
-def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
-    """Fill the modules of transformers with weights in the given precision, linear layers and experts one by one."""
-    quantize = loading.get("precision", UNQUANTIZED).kernel
-    with _returning_memory():
-        for name, module in list(_linear_layers(model)) if quantize else []:
-            assert quantize
-            weights.fill(f"{name}.")
-            model.set_submodule(name, QuantizedLinear(module, quantize))
-        for name, module in list(experts_of(model)):
-            if can_be_own(module) and (quantize or weights.device.type == "cpu"):
+def fill_modules(model: PreTrainedModel, weights: Weights, kernel: Kernel | None) -> None:
+    """Fill the modules of transformers with weights, linear layers and experts one by one.
+
+    The linear layers of a decoder layer, and of experts, get this kernel; None leaves them the library's.
+    """
+    if kernel:
+        with _returning_memory():
+            for name, module in list(_linear_layers(model)):
                 weights.fill(f"{name}.")
-                model.set_submodule(name, OwnExperts(module, quantize))
+                model.set_submodule(name, OwnLinear(module, kernel))
+            for name, module in list(experts_of(model)):
+                if can_be_own(module):
+                    weights.fill(f"{name}.")
+                    model.set_submodule(name, OwnExperts(module, kernel))
     weights.fill()
 
 
@@ -412,20 +424,20 @@ def _model_names(
     return renamed
 
 
-class QuantizedLinear(nn.Module):
+class OwnLinear(nn.Module):
     """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
 
-    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, quantize: Kernel) -> None:
+    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, kernel: Kernel) -> None:
         super().__init__()
         weight_OI, bias_O = module.weight.detach(), module.bias
         del module.weight
-        self._row = module if isinstance(module, RowLinear) else None
-        self._form: Linear = quantize(weight_OI, None if self._row else bias_O)
+        self._shared = module if isinstance(module, RowLinear | GatheredLinear) else None
+        self._form: Linear = kernel(weight_OI, None if isinstance(module, RowLinear) else bias_O)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the input (B, T, I), or this rank's part of it, to (B, T, O)."""
         y_BTO = self._form(x_BTI.flatten(0, -2)).unflatten(0, x_BTI.shape[:-1])
-        return self._row.summed(y_BTO) if self._row else y_BTO
+        return self._shared.joined(y_BTO) if self._shared else y_BTO
 
 
 def check_model(

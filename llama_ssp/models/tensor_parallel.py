@@ -90,7 +90,11 @@ class GatheredLinear(ColumnLinear):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
-        return self._comm.all_gather_last(super().forward(x_BTI), self.sizes)
+        return self.joined(super().forward(x_BTI))
+
+    def joined(self, y_BTO: Tensor) -> Tensor:
+        """The outputs of all ranks."""
+        return self._comm.all_gather_last(y_BTO, self.sizes)
 
 
 class RowLinear(LocalModule):
@@ -102,9 +106,9 @@ class RowLinear(LocalModule):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map this rank's inputs (B, T, I) to all outputs (B, T, O)."""
-        return self.summed(functional.linear(x_BTI, self.weight))
+        return self.joined(functional.linear(x_BTI, self.weight))
 
-    def summed(self, y_BTO: Tensor) -> Tensor:
+    def joined(self, y_BTO: Tensor) -> Tensor:
         """Sum the outputs of all ranks, and add the bias."""
         y_BTO = self._comm.all_reduce(y_BTO)
         return y_BTO if self.bias is None else y_BTO.add_(self.bias)

@@ -100,16 +100,15 @@ def weight_bytes(
     dtype: Dtype,
     quantization: str,
     matrix_dtype: Dtype | None = None,
-    expert_dtype: Dtype | None = None,
     packed: StoredFormat | None = None,
     kept_shares: tuple[tuple[str, float], ...] = (),
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
-    is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
-    module in `kept_shares`, and `packed` to those that a checkpoint quantizes. Embeddings, norms, biases and
-    nearly every head stay in the model's number format.
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
+    applies to the matrices of layers, except for the share of layers that keeps a module in `kept_shares`, and `packed`
+    to those that a checkpoint quantizes. Embeddings, norms, biases and nearly every head stay in the model's number
+    format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -120,8 +119,7 @@ def weight_bytes(
         if packed:
             stored = packed_bytes(kept(matrix), packed, value_bytes=matrix_size)
         else:
-            unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
-            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized)
+            stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size)
         row_scales = round(storage.row_bytes(size) * matrix.num_rows * matrix.copies)
         if share := dict(kept_shares).get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
@@ -178,7 +176,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        expert_dtype=model.expert_dtype(device), packed=model.packed, kept_shares=model.kept_shares,
+        packed=model.packed, kept_shares=model.kept_shares,
     )  # fmt: skip
 
 

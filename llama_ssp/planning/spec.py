@@ -135,11 +135,7 @@ class PlannedModel:
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
-        return self.expert_dtype(device) if self.is_lean else self.dtype
-
-    def expert_dtype(self, device: str) -> Dtype:
-        """The same of experts, whose linear layers are the lean decoder's on a CPU."""
-        is_kept = device == "cpu" and self.dtype is Dtype.fp32
+        is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules, find_sources
+from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.planning.memory import LayerPlacement, RowBytes, check_offload, split_row
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
@@ -85,7 +86,7 @@ def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loadin
     weights = Weights(model, origin, sources, place.devices[0], places=places, **loading)
     on_disk = [names.layers[number] for number in row.waiting] if place.offload is Offload.disk else []
     index = _write_to_disk(model, weights, on_disk, place.folder)
-    fill_modules(model, weights, loading)
+    fill_modules(model, weights, loading.get("precision", UNQUANTIZED).kernel)
     _dispatch(model, placed, place, index)
     return ModuleRunner(model, comm=Comm.single())
 

@@ -5,14 +5,15 @@ Only experts that some token chose are read. On a GPU without quantization the l
 Shapes: M tokens, X experts, K of them that a token chose, E the model's width, I units of an expert, R tokens of one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llama_ssp.architectures.matrices import distinct
-from llama_ssp.kernels.linear import Kernel, make_linear
+from llama_ssp.kernels.linear import Kernel, native_of
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
@@ -26,6 +27,13 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, OwnExperts) or isinstance(getattr(module, "down_proj", None), nn.Parameter):
             yield name, module
+
+
+def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a gate is that of the compiled product."""
+    gated_1I = torch.arange(-4.0, 4.0)[None]
+    gate_1I, up_1I = gated_1I.chunk(2, 1)
+    return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)
 
 
 class ExpertsRead:
@@ -67,10 +75,10 @@ class OwnExperts(nn.Module):
 
     Args:
         module: whole, or with this rank's units of each expert.
-        kernel: of the linear layers; None takes the fastest for each shape.
+        kernel: of the linear layers.
     """
 
-    def __init__(self, module: Any, kernel: Kernel | None) -> None:  # noqa: ANN401 - of transformers
+    def __init__(self, module: Any, kernel: Kernel) -> None:  # noqa: ANN401 - of transformers
         super().__init__()
         self._gate = module._apply_gate
         self._forward_hooks = module._forward_hooks  # which add up what the ranks compute
@@ -79,21 +87,29 @@ class OwnExperts(nn.Module):
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
             return [
-                make_linear(weight_OI.clone(), None if biases is None else biases[number], kernel=kernel)
+                kernel(weight_OI.clone(), None if biases is None else biases[number])
                 for number, weight_OI in enumerate(weights)
             ]
 
+        gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
         self.num_experts = len(self._down)
+        natives = [native for linear in self._gate_up if (native := native_of(linear))] if gates else []
+        self._fused = natives == self._gate_up and all(
+            native.take_in(torch.empty(0), 0.0, gates=True) for native in natives
+        )
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Add up what the chosen experts compute, weighted; experts of a token are added in their order."""
-        y_ME = torch.zeros_like(x_ME)
-        for expert in chosen_MK.unique().tolist():
-            if expert >= self.num_experts:
-                continue
-            tokens_R, places_R = (chosen_MK == expert).nonzero(as_tuple=True)
-            gated_RI = self._gate(self._gate_up[expert](x_ME[tokens_R]))
-            part_RE = self._down[expert](gated_RI) * weights_MK[tokens_R, places_R, None]
-            y_ME.index_add_(0, tokens_R, part_RE.to(y_ME.dtype))
-        return y_ME
+        """Add up what the chosen experts compute, weighted."""
+        chosen_R = chosen_MK.flatten()
+        order_R = chosen_R.argsort()
+        counts = chosen_R.bincount(minlength=self.num_experts + 1).tolist()
+        *rows, elsewhere_RE = x_ME[order_R // chosen_MK.shape[1]].split(counts)
+        parts = [self._of_expert(number, x_RE) for number, x_RE in enumerate(rows) if counts[number]]
+        y_RE = torch.cat([*parts, torch.zeros_like(elsewhere_RE)])[order_R.argsort()]
+        return (y_RE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
+
+    def _of_expert(self, number: int, x_RE: Tensor) -> Tensor:
+        gate_up = self._gate_up[number]
+        y_RE: Tensor = self._down[number](gate_up.fused(x_RE) if self._fused else self._gate(gate_up(x_RE)))
+        return y_RE
