@@ -42,25 +42,25 @@ class ExpertsRead:
     Attributes:
         sums_3: experts of all layers and forwards, those expected of tokens that choose evenly, and layers.
         num_experts: of a layer; 0 of a model without experts.
+        chosen: (M, K) by layer since it was cleared.
     """
 
     num_experts = 0
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
-        self._chosen: list[Tensor] = []
+        self.chosen: list[Tensor] = []
         for _, module in experts_of(model):
             self.num_experts = module.num_experts
             module.register_forward_pre_hook(self._keep)
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) > 1:  # a few families route before
-            self._chosen.append(args[1])
+            self.chosen.append(args[1])
 
-    def take(self, *, counts: bool) -> None:
-        """Count what the layers of the latest forward chose, or forget it."""
-        chosen, self._chosen = self._chosen, []
-        if counts and chosen:
+    def count(self) -> None:
+        """Count what the layers of a forward have `chosen`."""
+        if chosen := self.chosen:
             chosen_LX = torch.stack([chosen_MK.flatten().to(self.sums_3.device) for chosen_MK in chosen])
             (num_layers, _), (num_tokens, num_chosen) = chosen_LX.shape, chosen[0].shape
             # Tokens that a rank leaves to others choose one more expert.

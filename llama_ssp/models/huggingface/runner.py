@@ -114,12 +114,14 @@ class ModuleRunner(CachedRunner):
         else:
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
+        self._experts_read.chosen.clear()
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
             ).logits
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
-        self._experts_read.take(counts=score_positions_BR is None and cache_rows_B is None and ids_BT.shape[1] > 1)
+        if score_positions_BR is None and cache_rows_B is None and ids_BT.shape[1] > 1:
+            self._experts_read.count()
         return logits_BRV.float()
 
     @contextmanager
