@@ -95,7 +95,7 @@ HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
-    **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
@@ -124,31 +124,27 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in blocks of `group`.
+    Units are cut in blocks of `group`. Heads are as wide as the `num_heads` of all ranks make a matrix.
     """
 
     rank: int
     num_ranks: int
     heads: HeadShard
-    head_dim: int
+    num_heads: int
     group: int
 
     def features(self, cut: Cut, size: int) -> tuple[range, ...]:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
-        dim = self.head_dim
-        queries, keys = (
-            range(heads.start * dim, heads.stop * dim) for heads in (self.heads.query_heads, self.heads.kv_heads)
-        )
+        num_heads, num_kv_heads = self.num_heads, self.heads.num_kv_heads
         match cut:
-            case Cut.query_heads:
-                return (queries,)
+            case Cut.query_heads | Cut.fused_qkv:  # the latter is [head][q, k, v][dim]
+                return (_times(self.heads.query_heads, size // num_heads),)
             case Cut.kv_heads:
-                return (keys,)
-            case Cut.fused_qkv:
-                return (range(3 * queries.start, 3 * queries.stop),)  # [head][q, k, v][dim]
+                return (_times(self.heads.kv_heads, size // num_kv_heads),)
             case Cut.qkv:
-                num_keys = self.heads.num_kv_heads * dim
-                return queries, _behind(size - 2 * num_keys, keys), _behind(size - num_keys, keys)
+                dim = size // (num_heads + 2 * num_kv_heads)
+                queries, keys = _times(self.heads.query_heads, dim), _times(self.heads.kv_heads, dim)
+                return queries, _behind(num_heads * dim, keys), _behind((num_heads + num_kv_heads) * dim, keys)
             case Cut.gate_up:
                 (units,) = self.features(Cut.mlp_units, size // 2)
                 return units, _behind(size // 2, units)
@@ -160,6 +156,10 @@ class RankShard:
     def num_features(self, cut: Cut, size: int) -> int:
         """The number of them."""
         return sum(map(len, self.features(cut, size)))
+
+
+def _times(units: range, width: int) -> range:
+    return range(units.start * width, units.stop * width)
 
 
 def _behind(start: int, part: range) -> range:
@@ -182,7 +182,7 @@ def split_model(
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     group = math.lcm(BLOCK, format_of(quantization).group)
     shards = tuple(
-        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, group=group)
+        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], num_heads=num_heads, group=group)
         for rank in range(num_ranks)
     )
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):

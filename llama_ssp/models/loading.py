@@ -297,6 +297,8 @@ def _prepare(
     quantization = loading.get("precision", UNQUANTIZED).quantization
     whole = _whole_parts(origin, loading.get("whole", WholeParts.none))
     shard(model, origin.shape, comm, quantization=quantization, whole=whole)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sources = {name: source for name, source in sources.items() if name in parameters}  # some are other ranks' alone
     if shared := _shared_embedding(origin, loading, device):
         model.set_input_embeddings(shared)
         del sources[EMBEDDING]

@@ -13,6 +13,7 @@ import re
 from copy import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -164,9 +165,22 @@ def shard(
             continue
         if stays_whole(name, whole):
             continue
+        parent, cut = model.get_submodule(name.rpartition(".")[0]), cut_of(name)
+        if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
+            _check_heads(name, _size_of(module, style), cut, shape)
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
-        if cut_of(name) in HEAD_CUTS:
-            _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
+        if cut in HEAD_CUTS:
+            _set_local_heads(parent, shards[comm.rank].heads)
+
+
+def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape) -> None:
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    said = shape.head_dim * {
+        Cut.query_heads: queries, Cut.kv_heads: keys, Cut.fused_qkv: 3 * queries, Cut.qkv: queries + 2 * keys
+    }[cut]  # fmt: skip
+    if size != said:
+        message = f"{name} has {size} features where the config says {said} ({cut.value}): run this model on one rank"
+        raise PlacementError(message)
 
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
@@ -185,7 +199,7 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     """Make this rank's sharded module."""
     cut = cut_of(name)
     size = _size_of(module, style)
-    parts, end = shards[comm.rank].features(cut, size), shards[-1].features(cut, size)[-1].stop
+    parts = shards[comm.rank].features(cut, size)
     local: LocalModule
     match style, module:
         case "colwise", nn.Linear():
@@ -200,9 +214,6 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
             raise PlacementError(message)
-    if end != size:
-        message = f"{name} has {size} features where the config says {end} ({cut.value}): run this model on one rank"
-        raise PlacementError(message)
     return local
 
 
@@ -214,17 +225,31 @@ def _size_of(module: nn.Module, style: str) -> int:
 
 
 def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's units of each expert, all as (experts, outputs, inputs), and add up what the ranks compute."""
-    cuts = {"gate_up_proj": (1, Cut.gate_up), "down_proj": (2, Cut.mlp_units)}
-    slices = {}
-    for name, (dim, cut) in cuts.items():
-        whole: Tensor = getattr(experts, name)
-        slices[name] = Slice(dim, shard.features(cut, whole.shape[dim]))
-        sizes = list(whole.shape)
-        sizes[dim] = sum(map(len, slices[name].parts))
-        setattr(experts, name, nn.Parameter(whole.new_empty(sizes), requires_grad=False))
-    experts.slices = slices  # read by `loading`, as those of a `LocalModule`
+    """Keep this rank's units of each expert, and add up what the ranks compute; the first one adds the last bias."""
+    outputs, inputs = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
+    (units,) = shard.features(Cut.mlp_units, experts.down_proj.shape[inputs])
+    if getattr(experts, "is_concatenated", True):
+        gate_up = shard.features(Cut.gate_up, experts.gate_up_proj.shape[outputs])
+    else:  # columns of gate and up take turns
+        gate_up = (range(2 * units.start, 2 * units.stop),)
+    slices = {"gate_up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,))}
+    if getattr(experts, "has_bias", False):
+        slices["gate_up_proj_bias"] = Slice(1, gate_up)
+        if comm.rank:
+            zeros = torch.zeros(experts.down_proj_bias.shape)
+            del experts.down_proj_bias
+            experts.register_buffer("down_proj_bias", zeros, persistent=False)
+    _cut_parameters(experts, slices)
     experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
+
+
+def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN401 - of transformers
+    """Keep slices of parameters of a module that is no linear layer."""
+    for name, (dim, parts) in slices.items():
+        sizes = list(getattr(module, name).shape)
+        sizes[dim] = sum(map(len, parts))
+        setattr(module, name, nn.Parameter(getattr(module, name).new_empty(sizes), requires_grad=False))
+    module.slices = slices  # read by `loading`, as those of a `LocalModule`
 
 
 def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers
@@ -238,6 +263,8 @@ def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 
     }
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
+    if hasattr(attention, "sinks") and not hasattr(attention, "slices"):
+        _cut_parameters(attention, {"sinks": Slice(0, (heads.query_heads,))})
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         attention.config = copy(attention.config)
         attention.config.num_attention_heads = num_heads

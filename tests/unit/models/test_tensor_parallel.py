@@ -79,6 +79,37 @@ def test_every_rank_gets_the_whole_model_s_logits(
 
 
 @pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        (
+            "gpt_oss",
+            {"self_attn.sinks": (4,), "mlp.experts.gate_up_proj_bias": (4, 256), "self_attn.q_proj.bias": (64,)},
+        ),
+        ("deepseek_v2", {"self_attn.kv_b_proj.weight": (4 * 32, 16), "self_attn.kv_a_proj_with_mqa.weight": (24, 64)}),
+        ("deepseek_v3", {"self_attn.q_b_proj.weight": (4 * 24, 24), "self_attn.o_proj.weight": (64, 4 * 16)}),
+    ],
+)
+def test_sinks_biases_of_experts_and_heads_of_latents_are_cut(
+    saved: SavedModels, family: str, parts: dict[str, tuple[int, ...]]
+) -> None:
+    """Columns of gate and up take turns in GPT-OSS; heads have widths of their own in DeepSeek's attention."""
+    folder, model = saved(family)
+    comms = thread_comms(2)
+    modules = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    found = dict(modules[0].named_parameters())
+    assert {name: tuple(found[f"model.layers.1.{name}"].shape) for name in parts} == parts
+    ids_BT, positions_BT = torch.arange(3, 15)[None], torch.arange(12)[None]
+
+    def forward(comm: Comm) -> torch.Tensor:
+        runner = ModuleRunner(modules[comm.rank], comm=comm)
+        runner.allocate(batch_size=1, capacity=16)
+        return runner.forward(ids_BT, positions_BT, bucket=16)[0]
+
+    for logits_TV in on_ranks(comms, forward):
+        torch.testing.assert_close(logits_TV, library_logits(model, ids_BT[0]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
         ("gpt2", {}, "gpt2 has no tensor-parallel plan: run it on one rank, not on 2"),

@@ -58,7 +58,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 
 
 NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
-NO_PLAN = ("gpt_oss", "deepseek_v2", "xglm")
+NO_PLAN = ("xglm",)
 LIGHT = ("mistral", "phi3", "mixtral", "nanochat")
 
 
