@@ -507,8 +507,10 @@ def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int,
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
             )
         shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
-        units = module.down_proj.shape[2]
-        widths = {module.gate_up_proj.shape[2], *(each.num_features(Cut.mlp_units, units) for each in shards)}
+        width, units = (
+            matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
+        )
+        widths = {width, *(each.num_features(Cut.mlp_units, units) for each in shards)}
         if odd := [width for width in widths if width % storage.group]:
             other = "an unquantized checkpoint" if is_stored else "quantization=int8_weight_only"
             raise PlacementError(

@@ -17,9 +17,9 @@ from llama_ssp.kernels.linear import Kernel, native_of
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
-    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I), and nothing behind them."""
+    """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and nothing behind."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
-    return bool(has_gate) and not getattr(module, "has_post_expert_norm", False) and not module.is_transposed
+    return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -86,9 +86,11 @@ class OwnExperts(nn.Module):
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
+            weights = weights.transpose(1, 2) if module.is_transposed else weights
+            biases = [None] * len(weights) if biases is None else biases.detach().to(weights.dtype)
             return [
-                kernel(weight_OI.clone(), None if biases is None else biases[number])
-                for number, weight_OI in enumerate(weights)
+                kernel(weight_OI.clone(memory_format=torch.contiguous_format), bias_O)
+                for weight_OI, bias_O in zip(weights, biases, strict=True)
             ]
 
         gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
