@@ -49,7 +49,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.settings.stored import kept_format
-from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
+from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, storage_of
 
@@ -459,7 +459,7 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
-    _check_experts(model, quantization, num_ranks=num_ranks, is_stored=storage_of(origin) is not None)
+    _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, is_stored=storage_of(origin) is not None)
     _check_quantizable(
         model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
         is_stored=storage_of(origin) is not None,
@@ -498,7 +498,9 @@ def check_packed(
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
-def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, is_stored: bool) -> None:
+def _check_experts(
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, is_stored: bool
+) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
     storage, model_type = format_of(quantization), model.config.model_type
     for name, module in experts_of(model) if storage.is_quantized else ():
@@ -506,7 +508,7 @@ def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int,
             raise ConfigError(
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
             )
-        shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
+        shards = split_model(shape, num_ranks=1 if shape.spreads_experts else num_ranks, quantization=quantization)
         width, units = (
             matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
         )

@@ -11,6 +11,7 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 
 import re
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from llama_ssp.architectures.matrices import (
     widths,
 )
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION
@@ -225,7 +227,17 @@ def _size_of(module: nn.Module, style: str) -> int:
 
 
 def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's units of each expert, and add up what the ranks compute; the first one adds the last bias."""
+    """Keep this rank's units of each expert, or its experts, and add up what the ranks compute.
+
+    The first one adds the last bias of experts that are cut.
+    """
+    experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
+    if shard.spreads_experts:
+        experts.num_routed, own = experts.num_experts, shard.own_experts(experts.num_experts)
+        experts.num_experts, parts = len(own), tuple(range(number, number + 1) for number in own)
+        _cut_parameters(experts, {name: Slice(0, parts) for name, _ in experts.named_parameters()})
+        experts.register_forward_pre_hook(partial(_keep_own, shard))
+        return
     outputs, inputs = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
     (units,) = shard.features(Cut.mlp_units, experts.down_proj.shape[inputs])
     if getattr(experts, "is_concatenated", True):
@@ -240,7 +252,14 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
             del experts.down_proj_bias
             experts.register_buffer("down_proj_bias", zeros, persistent=False)
     _cut_parameters(experts, slices)
-    experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
+
+
+def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+    """Leave what other ranks compute to them; the library's modules multiply their first expert by 0 instead."""
+    x_ME, chosen_MK, weights_MK = args
+    is_own_MK = chosen_MK % shard.num_ranks == shard.rank
+    elsewhere = experts.num_experts if isinstance(experts, OwnExperts) else 0
+    return x_ME, (chosen_MK // shard.num_ranks).where(is_own_MK, elsewhere), weights_MK * is_own_MK
 
 
 def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN401 - of transformers

@@ -36,6 +36,7 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     DraftLayout,
     Dtype,
+    ExpertParts,
     ModelConfig,
     ModelShape,
     Offload,
@@ -306,6 +307,8 @@ def make_job(
     tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
+    spreads = placement.target.experts is ExpertParts.spread
+    target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
     if config.weights is WeightsKind.synthetic:
         target = replace(target, stored_format=None, quantization=config.model.quantization)
         if draft and config.draft.model:

@@ -51,8 +51,8 @@ class ExpertsRead:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
         self.chosen: list[Tensor] = []
         for _, module in experts_of(model):
-            self.num_experts = module.num_experts
-            module.register_forward_pre_hook(self._keep)
+            self.num_experts = getattr(module, "num_routed", module.num_experts)
+            module.register_forward_pre_hook(self._keep, prepend=True)
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) > 1:  # a few families route before
@@ -63,9 +63,8 @@ class ExpertsRead:
         if chosen := self.chosen:
             chosen_LX = torch.stack([chosen_MK.flatten().to(self.sums_3.device) for chosen_MK in chosen])
             (num_layers, _), (num_tokens, num_chosen) = chosen_LX.shape, chosen[0].shape
-            # Tokens that a rank leaves to others choose one more expert.
-            is_read_LX = chosen_LX.new_zeros(num_layers, self.num_experts + 1).scatter_(1, chosen_LX, 1)
-            self.sums_3[0].add_(is_read_LX[:, :-1].sum())
+            is_read_LX = chosen_LX.new_zeros(num_layers, self.num_experts).scatter_(1, chosen_LX, 1)
+            self.sums_3[0].add_(is_read_LX.sum())
             self.sums_3[1].add_(num_layers * distinct(self.num_experts, num_chosen, num_tokens))
             self.sums_3[2].add_(num_layers)
 
@@ -81,7 +80,8 @@ class OwnExperts(nn.Module):
     def __init__(self, module: Any, kernel: Kernel) -> None:  # noqa: ANN401 - of transformers
         super().__init__()
         self._gate = module._apply_gate
-        self._forward_hooks = module._forward_hooks  # which add up what the ranks compute
+        # They leave experts to other ranks, and add up what the ranks compute.
+        self._forward_pre_hooks, self._forward_hooks = module._forward_pre_hooks, module._forward_hooks
 
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
@@ -96,13 +96,14 @@ class OwnExperts(nn.Module):
         gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
         self.num_experts = len(self._down)
+        self.num_routed = getattr(module, "num_routed", self.num_experts)
         natives = [native for linear in self._gate_up if (native := native_of(linear))] if gates else []
         self._fused = natives == self._gate_up and all(
             native.take_in(torch.empty(0), 0.0, gates=True) for native in natives
         )
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Add up what the chosen experts compute, weighted."""
+        """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
         chosen_R = chosen_MK.flatten()
         order_R = chosen_R.argsort()
         counts = chosen_R.bincount(minlength=self.num_experts + 1).tolist()
