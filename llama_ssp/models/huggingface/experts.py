@@ -36,7 +36,7 @@ def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
     return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)
 
 
-class ExpertsRead:
+class ExpertCounter:
     """Counts the distinct experts that forwards read, on the device and at fixed addresses, as graphs need it.
 
     Attributes:
