@@ -142,7 +142,7 @@ def fitted_slowdown(bits: int, machine: HardwareConfig) -> float:
 
 def as_library(machine: HardwareConfig) -> HardwareConfig:
     """The machine as the library's modules use it, which launch more operators than the lean decoder."""
-    return replace(machine, launch_s=LIBRARY_SHARE * machine.launch_s)
+    return replace(machine, launch_s=LIBRARY_SHARE[machine.device] * machine.launch_s)
 
 
 def job_of(row: Row) -> PlanSpec:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.decoders import GRANITE, OLMO2
+from llama_ssp.architectures.family import Family, windows_of_layers
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
 from llama_ssp.architectures.matrices import ATTENTION, GATED, decoder
 
@@ -28,6 +29,19 @@ QWEN2_MOE = replace(
 OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=QWEN3.parameters)
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=decoder)
+
+_VOCABULARY = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+_LATENT = {f"model.layers.*.self_attn.{name}": style for name, style in (
+    ("q_proj", "colwise"), ("q_b_proj", "colwise"), ("kv_a_proj_with_mqa", "replicated"), ("kv_b_proj", "colwise"),
+    ("o_proj", "rowwise"),
+)}  # fmt: skip
+"""Every rank has the latents that keys and values are made of, and makes those of its heads."""
+DEEPSEEK_V2 = Family(model_type="deepseek_v2", parameters=decoder, tp_plan=_LATENT, is_written=False)
+DEEPSEEK_V3 = replace(DEEPSEEK_V2, model_type="deepseek_v3")
+GPT_OSS = Family(
+    model_type="gpt_oss", parameters=decoder, windows=windows_of_layers, is_written=False,
+    tp_plan={**_VOCABULARY, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"},
+)  # fmt: skip
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")

@@ -95,7 +95,7 @@ HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
-    **dict.fromkeys(("q_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
@@ -124,31 +124,33 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in the first of `blocks` that there are enough of.
+    Units are cut in the first of `blocks` that there are enough of. Heads are as wide as the `num_heads` of all ranks
+    make a matrix. With `spreads_experts` this rank has whole experts.
     """
 
     rank: int
     num_ranks: int
     heads: HeadShard
-    head_dim: int
+    num_heads: int
     blocks: tuple[int, ...]
+    spreads_experts: bool = False
+
+    def own_experts(self, num_experts: int) -> range:
+        """The experts of a rank that has whole ones."""
+        return range(self.rank, num_experts, self.num_ranks)
 
     def features(self, cut: Cut, size: int) -> tuple[range, ...]:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
-        dim = self.head_dim
-        queries, keys = (
-            range(heads.start * dim, heads.stop * dim) for heads in (self.heads.query_heads, self.heads.kv_heads)
-        )
+        num_heads, num_kv_heads = self.num_heads, self.heads.num_kv_heads
         match cut:
-            case Cut.query_heads:
-                return (queries,)
+            case Cut.query_heads | Cut.fused_qkv:  # the latter is [head][q, k, v][dim]
+                return (_times(self.heads.query_heads, size // num_heads),)
             case Cut.kv_heads:
-                return (keys,)
-            case Cut.fused_qkv:
-                return (range(3 * queries.start, 3 * queries.stop),)  # [head][q, k, v][dim]
+                return (_times(self.heads.kv_heads, size // num_kv_heads),)
             case Cut.qkv:
-                num_keys = self.heads.num_kv_heads * dim
-                return queries, _behind(size - 2 * num_keys, keys), _behind(size - num_keys, keys)
+                dim = size // (num_heads + 2 * num_kv_heads)
+                queries, keys = _times(self.heads.query_heads, dim), _times(self.heads.kv_heads, dim)
+                return queries, _behind(num_heads * dim, keys), _behind((num_heads + num_kv_heads) * dim, keys)
             case Cut.gate_up:
                 (units,) = self.features(Cut.mlp_units, size // 2)
                 return units, _behind(size // 2, units)
@@ -162,6 +164,10 @@ class RankShard:
         return sum(map(len, self.features(cut, size)))
 
 
+def _times(units: range, width: int) -> range:
+    return range(units.start * width, units.stop * width)
+
+
 def _behind(start: int, part: range) -> range:
     return range(start + part.start, start + part.stop)
 
@@ -172,8 +178,13 @@ def split_model(
     """Split a model over the ranks of a tensor-parallel group; PlacementError for more ranks than units of a kind.
 
     MLP units and vocabulary are split in blocks of 64, or of larger groups of the quantization, if there are enough.
-    Where attention stays whole, every rank has all heads.
+    Where attention stays whole, every rank has all heads. Experts that are spread must be as many on every rank.
     """
+    if shape.spreads_experts and (not shape.num_experts or shape.num_experts % num_ranks):
+        raise PlacementError(
+            f"placement.target.experts=spread gives each of {num_ranks} ranks as many whole experts, and a layer of "
+            f"the target has {shape.num_experts or 'none'}: use placement.target.experts=cut, or ranks that divide them"
+        )
     num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     if whole.keeps_attention:
         every = HeadShard(query_heads=range(num_heads), kv_heads=range(num_kv_heads), num_kv_heads=num_kv_heads)
@@ -182,7 +193,14 @@ def split_model(
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
     blocks = tuple(math.lcm(BLOCK, group) for group in format_of(quantization).groups) or (BLOCK,)
     shards = tuple(
-        RankShard(rank=rank, num_ranks=num_ranks, heads=heads[rank], head_dim=shape.head_dim, blocks=blocks)
+        RankShard(
+            rank=rank,
+            num_ranks=num_ranks,
+            heads=heads[rank],
+            num_heads=num_heads,
+            blocks=blocks,
+            spreads_experts=shape.spreads_experts,
+        )
         for rank in range(num_ranks)
     )
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
@@ -238,8 +256,8 @@ class Matrix:
     """One weight matrix (outputs x inputs, or token ids x width) as the library stores it, or a slice of it.
 
     `module` is the last part of the module's name, `cut` the dimension that is sharded, None for no dimension. A layer
-    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all. A slice is of
-    a matrix with `whole_columns`.
+    has `copies` of it in the mean, as one for each expert; of those a token uses `num_chosen`, 0 for all. Each of
+    `num_sharers` ranks may have as many copies of its own. A slice is of a matrix with `whole_columns`.
     """
 
     module: str
@@ -250,6 +268,7 @@ class Matrix:
     copies: float = 1.0
     num_chosen: float = 0.0
     whole_columns: int = 0
+    num_sharers: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -257,19 +276,44 @@ class Matrix:
         return round(self.copies * self.num_rows * self.num_columns)
 
     def num_used(self, num_tokens: float) -> float:
-        """The copies that some of so many tokens use, which choose independently and evenly.
-
-        Source: arXiv:2506.20675.
-        """
-        return self.copies * (1 - (1 - self.num_chosen / self.copies) ** num_tokens) if self.num_chosen else self.copies
+        """The copies that some of so many tokens use, on the rank with the most of several that have some."""
+        if not self.num_chosen:
+            return self.copies
+        mean = distinct(self.copies, self.num_chosen, num_tokens)
+        if self.num_sharers == 1:
+            return mean
+        number = max(round(self.copies), 1)
+        return self.copies / number * most_of(self.num_sharers, number, mean / self.copies)
 
     def of_rank(self, shard: RankShard) -> "Matrix":
         """The slice that a rank holds."""
+        if self.num_chosen and shard.spreads_experts:
+            share = 1 / shard.num_ranks
+            return replace(
+                self, copies=share * self.copies, num_chosen=share * self.num_chosen, num_sharers=shard.num_ranks
+            )
         if self.cut is None:
             return self
         width = shard.num_features(cut_of(self.module), self.num_columns if self.cut else self.num_rows)
         rows, columns = (width, self.num_columns) if self.cut == 0 else (self.num_rows, width)
         return replace(self, num_rows=rows, num_columns=columns, whole_columns=self.num_columns)
+
+
+def distinct(num_experts: float, num_chosen: float, num_tokens: float) -> float:
+    """The experts that some of so many tokens choose, if each chooses `num_chosen` of them evenly, and on its own.
+
+    Source: arXiv:2506.20675.
+    """
+    left_out: float = (1 - num_chosen / num_experts) ** num_tokens
+    return num_experts * (1 - left_out)
+
+
+def most_of(num_ranks: int, number: int, chance: float) -> float:
+    """The most successes of any rank that are expected, if each has so many independent trials."""
+    at_most = accumulate(
+        math.comb(number, count) * chance**count * (1 - chance) ** (number - count) for count in range(number)
+    )
+    return sum(1 - share**num_ranks for share in at_most)
 
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")

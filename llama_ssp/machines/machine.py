@@ -18,13 +18,16 @@ from llama_ssp.settings import catalogue
 THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
 """Variants of a GPU with another bandwidth or memory."""
+_LAPTOP_CORES = 8
+"""Of laptop_cpu, whose rate is by core that of others."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     """Describe the current machine, without its GPUs if `on_cpu`.
 
     In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
-    there is none), and a CPU with this machine's memory, and with its bandwidth once a run has measured that.
+    there is none), and a CPU with this machine's memory and number of cores, and with its bandwidth once a run has
+    measured that.
     """
     gpus = [] if on_cpu else _gpu_names()
     if THIS_MACHINE in hardware.names():
@@ -35,9 +38,11 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
         laptop, bandwidth = hardware.load("laptop_cpu"), known_bandwidth()
         sources = {"copy_bytes_per_s": "measured by the first run on this machine"} if bandwidth else {}
+        share = (os.cpu_count() or 1) / _LAPTOP_CORES
         return replace(
             laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
             copy_bytes_per_s=bandwidth, sources=laptop.sources | sources,
+            flops_per_s={name: share * rate for name, rate in laptop.flops_per_s.items()},
         )  # fmt: skip
     own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):

@@ -382,6 +382,7 @@ class CachedRunner:
     reads_by_length = False
     packs_prompts = False
     uses_masks = True
+    experts_read_3: Tensor | None = None
 
     def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
         self.device = parameter.device

@@ -35,9 +35,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, product_of
+from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
-from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own
+from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
@@ -49,7 +49,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
 from llama_ssp.settings.stored import kept_format
-from llama_ssp.weights.checkpoint import num_mtp_layers, shape_of, summary
+from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, packed_of, storage_of
 
@@ -249,31 +249,42 @@ def load_model(
                 model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED),
                 fuses=loading.get("fuses", False),
             )  # fmt: skip
-    fill_modules(model, weights, loading)
-    return ModuleRunner(model, comm=comm, cache_dtype=loading.get("precision", UNQUANTIZED).cache_dtype)
+    on_cpu, precision = device.type == "cpu", loading.get("precision", UNQUANTIZED)
+    fill_modules(model, weights, precision.kernel or (make_linear if on_cpu else None))
+    if on_cpu:
+        head: Any = model.get_output_embeddings()
+        is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
+        name = next(name for name, module in model.named_modules() if module is head)
+        model.set_submodule(name, OwnLinear(head, partial(make_linear, keeps_weight=is_tied)))
+    return ModuleRunner(model, comm=comm, cache_dtype=precision.cache_dtype)
 
 
 def load_modules(
     origin: WeightSource, *, device: torch.device, comm: Comm, **loading: Unpack[Loading]
 ) -> PreTrainedModel:
-    """Load this rank's slices of a model into the modules of transformers; see `load_model`."""
+    """Load this rank's slices of a model into the modules of transformers; see `load_model`.
+
+    Linear layers that are not quantized are the library's on a CPU too.
+    """
     model, weights = _prepare(origin, device=device, comm=comm, **loading)
-    fill_modules(model, weights, loading)
+    fill_modules(model, weights, loading.get("precision", UNQUANTIZED).kernel)
     return model
 
 
-def fill_modules(model: PreTrainedModel, weights: Weights, loading: Loading) -> None:
-    """Fill the modules of transformers with weights in the given precision, linear layers and experts one by one."""
-    quantize = loading.get("precision", UNQUANTIZED).kernel
-    with _returning_memory():
-        for name, module in list(_linear_layers(model)) if quantize else []:
-            assert quantize
-            weights.fill(f"{name}.")
-            model.set_submodule(name, QuantizedLinear(module, quantize))
-        for name, module in list(_experts(model)):
-            if can_be_own(module) and (quantize or weights.device.type == "cpu"):
+def fill_modules(model: PreTrainedModel, weights: Weights, kernel: Kernel | None) -> None:
+    """Fill the modules of transformers with weights, linear layers and experts one by one.
+
+    The linear layers of a decoder layer, and of experts, get this kernel; None leaves them the library's.
+    """
+    if kernel:
+        with _returning_memory():
+            for name, module in list(_linear_layers(model)):
                 weights.fill(f"{name}.")
-                model.set_submodule(name, OwnExperts(module, quantize))
+                model.set_submodule(name, OwnLinear(module, kernel))
+            for name, module in list(experts_of(model)):
+                if can_be_own(module):
+                    weights.fill(f"{name}.")
+                    model.set_submodule(name, OwnExperts(module, kernel))
     weights.fill()
 
 
@@ -286,6 +297,8 @@ def _prepare(
     quantization = loading.get("precision", UNQUANTIZED).quantization
     whole = _whole_parts(origin, loading.get("whole", WholeParts.none))
     shard(model, origin.shape, comm, quantization=quantization, whole=whole)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sources = {name: source for name, source in sources.items() if name in parameters}  # some are other ranks' alone
     if shared := _shared_embedding(origin, loading, device):
         model.set_input_embeddings(shared)
         del sources[EMBEDDING]
@@ -413,20 +426,20 @@ def _model_names(
     return renamed
 
 
-class QuantizedLinear(nn.Module):
+class OwnLinear(nn.Module):
     """Replaces a linear layer of transformers, or this rank's slice of it, and empties it."""
 
-    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, quantize: Kernel) -> None:
+    def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, kernel: Kernel) -> None:
         super().__init__()
         weight_OI, bias_O = module.weight.detach(), module.bias
         del module.weight
-        self._row = module if isinstance(module, RowLinear) else None
-        self._form: Linear = quantize(weight_OI, None if self._row else bias_O)
+        self._shared = module if isinstance(module, RowLinear | GatheredLinear) else None
+        self._form: Linear = kernel(weight_OI, None if isinstance(module, RowLinear) else bias_O)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the input (B, T, I), or this rank's part of it, to (B, T, O)."""
         y_BTO = self._form(x_BTI.flatten(0, -2)).unflatten(0, x_BTI.shape[:-1])
-        return self._row.summed(y_BTO) if self._row else y_BTO
+        return self._shared.joined(y_BTO) if self._shared else y_BTO
 
 
 def check_model(
@@ -449,7 +462,7 @@ def check_model(
     packed, storage = packed_of(origin), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
-    _check_experts(model, quantization, num_ranks=num_ranks, check=check)
+    _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
     _check_quantizable(
         model, origin.shape, quantization, num_ranks=num_ranks, whole=whole, compiles=compiles, kept=kept,
         check=check,
@@ -477,7 +490,7 @@ def check_packed(
         parent, _, leaf = name.rpartition(".")
         of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
     odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
-    experts = {f"{name}.{part}" for name, module in _experts(model) if can_be_own(module) for part in _OF_EXPERTS}
+    experts = {f"{name}.{part}" for name, module in experts_of(model) if can_be_own(module) for part in _OF_EXPERTS}
     odd += sorted(packed - {f"{name}.weight" for name in layers} - experts)
     if odd:
         raise CheckpointError(
@@ -488,19 +501,22 @@ def check_packed(
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
 
-def _check_experts(model: PreTrainedModel, quantization: str, *, num_ranks: int, check: Callable[..., None]) -> None:
+def _check_experts(
+    model: PreTrainedModel, shape: ModelShape, quantization: str, *, num_ranks: int, check: Callable[..., None]
+) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
     storage, model_type = format_of(quantization), model.config.model_type
-    for name, module in _experts(model) if storage.is_quantized else ():
+    for name, module in experts_of(model) if storage.is_quantized else ():
         if not can_be_own(module):
             raise ConfigError(
                 f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
             )
-        shards = split_model(shape_of(model.config), num_ranks=num_ranks, quantization=quantization)
-        dim = 1 if module.is_transposed else 2
-        units = module.down_proj.shape[dim]
-        widths = {module.gate_up_proj.shape[dim], *(each.num_features(Cut.mlp_units, units) for each in shards)}
-        check(name, widths, is_cut=num_ranks > 1)
+        num_cut = 1 if shape.spreads_experts else num_ranks
+        shards = split_model(shape, num_ranks=num_cut, quantization=quantization)
+        width, units = (
+            matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
+        )
+        check(name, {width, *(each.num_features(Cut.mlp_units, units) for each in shards)}, is_cut=num_cut > 1)
 
 
 def _check_quantizable(
@@ -538,13 +554,6 @@ def _check_quantizable(
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
 """Tensors of a module of experts, all of them in each."""
-
-
-def _experts(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """All modules of experts, by name."""
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "down_proj", None), nn.Parameter):
-            yield name, module
 
 
 def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:

@@ -76,6 +76,8 @@ class Runner(Protocol):
             other tokens it reads at once.
         reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
         packs_prompts: a forward takes `pieces`, on every rank of the model.
+        experts_read_3: sums over all layers of verifications: distinct experts that were read, those expected of tokens
+            that choose evenly, and layers; None without experts.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
         num_uses: how often `allocate` was called, as everybody does before use; only the last caller knows what the
             rows hold.
@@ -90,6 +92,7 @@ class Runner(Protocol):
     is_invariant: bool
     reads_by_length: bool
     packs_prompts: bool
+    experts_read_3: Tensor | None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
@@ -201,6 +204,7 @@ class NullRunner:
     is_invariant: bool = True
     reads_by_length: bool = True
     packs_prompts: bool = False
+    experts_read_3: Tensor | None = None
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:  # noqa: ARG002
         """Count the use."""

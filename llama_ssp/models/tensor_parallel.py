@@ -11,8 +11,10 @@ Shapes: B sequences, T positions, I inputs, O outputs (of the whole or of the sl
 
 import re
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -29,6 +31,7 @@ from llama_ssp.architectures.matrices import (
     widths,
 )
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import NO_QUANTIZATION
@@ -90,7 +93,11 @@ class GatheredLinear(ColumnLinear):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map the whole input (B, T, I) to the outputs of all ranks (B, T, O)."""
-        return self._comm.all_gather_last(super().forward(x_BTI), self.sizes)
+        return self.joined(super().forward(x_BTI))
+
+    def joined(self, y_BTO: Tensor) -> Tensor:
+        """The outputs of all ranks."""
+        return self._comm.all_gather_last(y_BTO, self.sizes)
 
 
 class RowLinear(LocalModule):
@@ -102,9 +109,9 @@ class RowLinear(LocalModule):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Map this rank's inputs (B, T, I) to all outputs (B, T, O)."""
-        return self.summed(functional.linear(x_BTI, self.weight))
+        return self.joined(functional.linear(x_BTI, self.weight))
 
-    def summed(self, y_BTO: Tensor) -> Tensor:
+    def joined(self, y_BTO: Tensor) -> Tensor:
         """Sum the outputs of all ranks, and add the bias."""
         y_BTO = self._comm.all_reduce(y_BTO)
         return y_BTO if self.bias is None else y_BTO.add_(self.bias)
@@ -160,9 +167,22 @@ def shard(
             continue
         if stays_whole(name, whole):
             continue
+        parent, cut = model.get_submodule(name.rpartition(".")[0]), cut_of(name)
+        if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
+            _check_heads(name, _size_of(module, style), cut, shape)
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
-        if cut_of(name) in HEAD_CUTS:
-            _set_local_heads(model.get_submodule(name.rpartition(".")[0]), shards[comm.rank].heads)
+        if cut in HEAD_CUTS:
+            _set_local_heads(parent, shards[comm.rank].heads)
+
+
+def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape) -> None:
+    queries, keys = shape.num_attention_heads, shape.num_key_value_heads
+    said = shape.head_dim * {
+        Cut.query_heads: queries, Cut.kv_heads: keys, Cut.fused_qkv: 3 * queries, Cut.qkv: queries + 2 * keys
+    }[cut]  # fmt: skip
+    if size != said:
+        message = f"{name} has {size} features where the config says {said} ({cut.value}): run this model on one rank"
+        raise PlacementError(message)
 
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
@@ -181,7 +201,7 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
     """Make this rank's sharded module."""
     cut = cut_of(name)
     size = _size_of(module, style)
-    parts, end = shards[comm.rank].features(cut, size), shards[-1].features(cut, size)[-1].stop
+    parts = shards[comm.rank].features(cut, size)
     local: LocalModule
     match style, module:
         case "colwise", nn.Linear():
@@ -196,9 +216,6 @@ def _local(name: str, module: nn.Module, style: str, *, shards: tuple[RankShard,
             kind = type(module).__name__
             message = f"the plan cuts {name} ({kind}) by {style}, which is not supported: run this model on one rank"
             raise PlacementError(message)
-    if end != size:
-        message = f"{name} has {size} features where the config says {end} ({cut.value}): run this model on one rank"
-        raise PlacementError(message)
     return local
 
 
@@ -210,17 +227,48 @@ def _size_of(module: nn.Module, style: str) -> int:
 
 
 def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
-    """Keep this rank's units of each expert, all as (experts, outputs, inputs), and add up what the ranks compute."""
-    cuts = {"gate_up_proj": (1, Cut.gate_up), "down_proj": (2, Cut.mlp_units)}
-    slices = {}
-    for name, (dim, cut) in cuts.items():
-        whole: Tensor = getattr(experts, name)
-        slices[name] = Slice(dim, shard.features(cut, whole.shape[dim]))
-        sizes = list(whole.shape)
-        sizes[dim] = sum(map(len, slices[name].parts))
-        setattr(experts, name, nn.Parameter(whole.new_empty(sizes), requires_grad=False))
-    experts.slices = slices  # read by `loading`, as those of a `LocalModule`
+    """Keep this rank's units of each expert, or its experts, and add up what the ranks compute.
+
+    The first one adds the last bias of experts that are cut.
+    """
     experts.register_forward_hook(lambda _module, _inputs, y_ME: comm.all_reduce(y_ME))
+    if shard.spreads_experts:
+        experts.num_routed, own = experts.num_experts, shard.own_experts(experts.num_experts)
+        experts.num_experts, parts = len(own), tuple(range(number, number + 1) for number in own)
+        _cut_parameters(experts, {name: Slice(0, parts) for name, _ in experts.named_parameters()})
+        experts.register_forward_pre_hook(partial(_keep_own, shard))
+        return
+    outputs, inputs = (2, 1) if getattr(experts, "is_transposed", False) else (1, 2)
+    (units,) = shard.features(Cut.mlp_units, experts.down_proj.shape[inputs])
+    if getattr(experts, "is_concatenated", True):
+        gate_up = shard.features(Cut.gate_up, experts.gate_up_proj.shape[outputs])
+    else:  # columns of gate and up take turns
+        gate_up = (range(2 * units.start, 2 * units.stop),)
+    slices = {"gate_up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,))}
+    if getattr(experts, "has_bias", False):
+        slices["gate_up_proj_bias"] = Slice(1, gate_up)
+        if comm.rank:
+            zeros = torch.zeros(experts.down_proj_bias.shape)
+            del experts.down_proj_bias
+            experts.register_buffer("down_proj_bias", zeros, persistent=False)
+    _cut_parameters(experts, slices)
+
+
+def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+    """Leave what other ranks compute to them; the library's modules multiply their first expert by 0 instead."""
+    x_ME, chosen_MK, weights_MK = args
+    is_own_MK = chosen_MK % shard.num_ranks == shard.rank
+    elsewhere = experts.num_experts if isinstance(experts, OwnExperts) else 0
+    return x_ME, (chosen_MK // shard.num_ranks).where(is_own_MK, elsewhere), weights_MK * is_own_MK
+
+
+def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN401 - of transformers
+    """Keep slices of parameters of a module that is no linear layer."""
+    for name, (dim, parts) in slices.items():
+        sizes = list(getattr(module, name).shape)
+        sizes[dim] = sum(map(len, parts))
+        setattr(module, name, nn.Parameter(getattr(module, name).new_empty(sizes), requires_grad=False))
+    module.slices = slices  # read by `loading`, as those of a `LocalModule`
 
 
 def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 - of transformers
@@ -234,6 +282,8 @@ def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 
     }
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
+    if hasattr(attention, "sinks") and not hasattr(attention, "slices"):
+        _cut_parameters(attention, {"sinks": Slice(0, (heads.query_heads,))})
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         attention.config = copy(attention.config)
         attention.config.num_attention_heads = num_heads

@@ -102,18 +102,17 @@ def weight_bytes(
     dtype: Dtype,
     quantization: str,
     matrix_dtype: Dtype | None = None,
-    expert_dtype: Dtype | None = None,
     kept_shares: tuple[tuple[str, float], ...] = (),
     layout: PackedLayout | None = None,
     fuses: bool = False,
 ) -> WeightBytes:
     """Count the bytes of a rank's parameters.
 
-    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `expert_dtype`
-    is that of experts. `quantization` applies to the matrices of layers, except for the share of layers that keeps a
-    module in `kept_shares`; `layout` is that of files that are kept as they are. If it scatters groups, each product
-    has an order of its inputs; matrices with one input are one product if the model `fuses` them. Embeddings, norms,
-    biases and heads stay in the model's number format.
+    `matrix_dtype` is the number format of the linear layers, if different; a tied head is then a copy. `quantization`
+    applies to the matrices of layers, except for the share of layers that keeps a module in `kept_shares`; `layout` is
+    that of files that are kept as they are. If it scatters groups, each product has an order of its inputs; matrices
+    with one input are one product if the model `fuses` them. Embeddings, norms, biases and heads stay in the model's
+    number format.
     """
     storage, size = format_of(quantization), DTYPE_BYTES[dtype]
     matrix_size = DTYPE_BYTES[matrix_dtype or dtype]
@@ -122,15 +121,14 @@ def weight_bytes(
     sharded = repeated = scales = 0
     products = set[str]()
     for matrix in held.layer:
-        unquantized = DTYPE_BYTES[expert_dtype or dtype] if matrix.num_chosen else matrix_size
         in_group = layout.group if layout else storage.group_of(matrix.num_columns)
-        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, unquantized, group=in_group)
+        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size, group=in_group)
         if layout and layout.is_scattered:
             columns = matrix.num_columns
             if columns < matrix.whole_columns:
                 columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
                 elements = replace(matrix, num_columns=columns).num_elements
-                stored = storage.matrix_bytes(elements, unquantized, group=storage.least_group)
+                stored = storage.matrix_bytes(elements, matrix_size, group=storage.least_group)
             product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
             products.add(product)
@@ -176,8 +174,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     """Bytes of a rank's parameters of a model, as stored on `device`."""
     return weight_bytes(
         held, dtype=model.dtype, quantization=model.quantization, matrix_dtype=model.matrix_dtype(device),
-        expert_dtype=model.expert_dtype(device), kept_shares=model.kept_shares, layout=model.layout,
-        fuses=model.is_lean,
+        kept_shares=model.kept_shares, layout=model.layout, fuses=model.is_lean,
     )  # fmt: skip
 
 

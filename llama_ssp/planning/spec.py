@@ -38,6 +38,7 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     DraftLayout,
     Dtype,
+    ExpertParts,
     ModelConfig,
     ModelShape,
     Offload,
@@ -153,11 +154,7 @@ class PlannedModel:
 
     def matrix_dtype(self, device: str) -> Dtype:
         """The number format of the linear layers; a CPU keeps those of 16-bit files in 16 bits even in fp32."""
-        return self.expert_dtype(device) if self.is_lean else self.dtype
-
-    def expert_dtype(self, device: str) -> Dtype:
-        """The same of experts, whose linear layers are the lean decoder's on a CPU."""
-        is_kept = device == "cpu" and self.dtype is Dtype.fp32
+        is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
 
@@ -328,6 +325,8 @@ def make_job(
     tree = speculation.tree_shape if drafts(config.draft) else None
     target, draft = (planned_model(model, device=device) if model else None for model in models)
     assert target, "only a draft may be missing"
+    spreads = placement.target.experts is ExpertParts.spread
+    target = replace(target, shape=replace(target.shape, spreads_experts=spreads))
     if config.weights is WeightsKind.synthetic:
         target = replace(target, stored_format=None, quantization=config.model.quantization)
         if draft and config.draft.model:

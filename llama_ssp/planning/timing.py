@@ -166,8 +166,10 @@ def _by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
-"""Operators that the lean decoder launches per layer, including views; the library's modules launch about 50."""
-LIBRARY_SHARE = 2.0
+"""Operators that the lean decoder launches per layer, including views."""
+LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
+"""Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
+calls, 57 to 142 in the families with records, those of experts included."""
 MEASURED_SLOTS = 64
 """Cache slots that were read while the layers of a profile were timed."""
 
@@ -291,20 +293,8 @@ def _matrices_s(
         )  # fmt: skip
         linear, tied = _tables_of(profile)
         layer = sum(
-            price(linear, elements, rows=rows, arithmetic=arithmetic, quantization=model.quantization)
-            for elements in held.products
-        )
-        layer += sum(
-            used
-            * price(
-                linear,
-                each,
-                rows=each_rows,
-                arithmetic=arithmetic,
-                quantization=model.quantization,
-                dtype=model.expert_dtype(hardware.device),
-            )
-            for each, used, each_rows in _experts_of(held, rows)
+            used * price(linear, elements, rows=each, arithmetic=arithmetic, quantization=model.quantization)
+            for elements, used, each in (*((elements, 1, rows) for elements in held.products), *_experts_of(held, rows))
         )
         is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
         heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
@@ -316,7 +306,7 @@ def _matrices_s(
             price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
             layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
         layer += sum(
-            used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows, of_experts=True)
+            used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
             for each, used, each_rows in _experts_of(held, rows)
         )
         head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
@@ -337,12 +327,10 @@ def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig,
-    *,
-    rows: int, of_experts: bool = False,
-) -> float:  # fmt: skip
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
+) -> float:
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    value_bytes = DTYPE_BYTES[(model.expert_dtype if of_experts else model.matrix_dtype)(hardware.device)]
+    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
@@ -407,7 +395,7 @@ def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, dev
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
-    share = 1.0 if placement.model.is_lean else LIBRARY_SHARE
+    share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if profile := hardware.profile_of(placement.num_active):
         return share * _by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:

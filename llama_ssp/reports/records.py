@@ -142,6 +142,14 @@ class PromptTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsRead:
+    """Distinct experts of a layer that a verification read, in the mean, and those that plans expect."""
+
+    num_read: float
+    num_expected: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartUp:
     """Seconds from the start of rank 0 to the end of each step; null for a step that was not reached.
 
@@ -334,6 +342,7 @@ class RunFacts:
     forecast: Forecast = field(default_factory=Forecast)
     memory: list[RankMemory]
     prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+    experts: ExpertsRead | None = None
     startup: StartUp | None = None
 
 
@@ -342,7 +351,7 @@ class Summary(RunFacts):
     """All of `summary.json`; `plain`, `speculative` and `speedup` are null for a mode that did not run.
 
     `cells` holds the rows of task=benchmark, whose prompts and new tokens count one completion of each cell's prompts.
-    `startup` and `prompt_tokens` describe the last part of a resumed run. `evaluation` is the verdict of
+    `startup`, `prompt_tokens` and `experts` describe the last part of a resumed run. `evaluation` is the verdict of
     task=evaluate, `excerpts` are a few completions for the report.
     """
 

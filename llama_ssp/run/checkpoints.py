@@ -24,7 +24,7 @@ from llama_ssp.settings.model_files import (
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.settings.schema import Dtype, ExpertParts, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
 from llama_ssp.settings.stored import kept_format
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
@@ -100,6 +100,8 @@ def find_sources(
             replace(entry, quantization=kept_format(entry.quantization, storage_of(origin), where=origin.folder))
             for entry, origin in zip(entries, origins, strict=True)
         ]
+        if config.placement.target.experts is ExpertParts.spread and isinstance(files := origins[0], Checkpoint):
+            origins[0] = replace(files, shape=replace(files.shape, spreads_experts=True))
         if kind is TargetKind.deepspeed:
             from llama_ssp.models.huggingface.auto_tp import check_auto_tp, choose_accelerator  # noqa: PLC0415 - slow import
 

@@ -14,6 +14,7 @@ from llama_ssp.reports.records import (
     SPECULATIVE,
     CompletionLine,
     Excerpt,
+    ExpertsRead,
     Forecast,
     PromptTokens,
     RankActivity,
@@ -40,8 +41,12 @@ def finalize(session: Session) -> None:
     """
     comm, folder, config = session.world.comm, session.folder, session.config
     session.memory.sample()
-    own = (session.memory.peak_bytes, session.num_read_tokens, session.num_reused_tokens)
-    peaks, num_read, num_reused = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
+    experts_read_3 = session.experts_read_3
+    own = (
+        session.memory.peak_bytes, session.num_read_tokens, session.num_reused_tokens,
+        [0.0] * 3 if experts_read_3 is None else experts_read_3.tolist(),
+    )  # fmt: skip
+    peaks, num_read, num_reused, experts = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
         return
@@ -49,6 +54,7 @@ def finalize(session: Session) -> None:
     planned = planned_bytes(plan) if plan else [None] * comm.size
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
     replica_size = comm.size // num_replicas
+    num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
     parts: dict[str, Any] = {"target": (config.placement.target.kind, layout.target_ranks, len(layout.target_ranks))}
     if layout.draft_ranks:
         draft_size = 1 if layout.splits_batch else len(layout.draft_ranks)
@@ -68,6 +74,8 @@ def finalize(session: Session) -> None:
         prompt_tokens=PromptTokens(
             num_read=sum(num_read[::replica_size]), num_reused=sum(num_reused[::replica_size])
         ),
+        experts=ExpertsRead(num_read=num_experts / num_layers, num_expected=num_expected / num_layers)
+        if num_layers else None,
         forecast=forecast(plan.timing) if plan and not task.largest_cell else Forecast(),
         startup=session.start_clock.times,
     )  # fmt: skip

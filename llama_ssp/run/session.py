@@ -60,6 +60,7 @@ class Session:
         plan: None for an unknown machine.
         evaluation: the verdict of `task=evaluate`, on rank 0, once there is one.
         num_read_tokens, num_reused_tokens: see `PromptTokens`; of this replica.
+        experts_read_3: see `Runner`, of the completions of this run; None without experts on this rank.
         has_gate: a failed evaluation ends the run with an error, once all is recorded.
     """
 
@@ -82,6 +83,8 @@ class Session:
         self.memory.sample()
         self.decoders: dict[str, Decoder] = {}
         self.num_read_tokens = self.num_reused_tokens = 0
+        counted_3 = self.models.target.experts_read_3
+        self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
         self._progress: RunProgress | None = None
 
@@ -169,11 +172,19 @@ class Session:
             decoder = self.ready_decoder(mode, whole)
             recorder = _Recorder(self, viewer, whole, mode)
             share = [job.request for job in whole][mesh.number :: num_replicas]
+            self._count_experts(-1)
             for updates in decoder.run(share) if share else ():
                 for update in updates:
                     recorder.take(update)
+            self._count_experts(1)
             if recorder.close(stopped=decoder.stopped):
                 raise InterruptedRun.in_folder(self.config.run_dir)
+
+    def _count_experts(self, sign: int) -> None:
+        """Add what the target has counted so far, or subtract it, so that warm-ups are left out."""
+        counted_3 = self.models.target.experts_read_3
+        if self.experts_read_3 is not None and counted_3 is not None:
+            self.experts_read_3.add_(counted_3, alpha=sign)
 
     def _with_answers(self, jobs: Sequence[PromptTask], mode: str) -> list[PromptTask]:
         """Put the answers to earlier turns, which rank 0 has recorded, into the prompts of later ones."""

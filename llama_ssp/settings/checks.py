@@ -471,6 +471,12 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "with a draft that is whole on its ranks anyway: use it with placement=sharded",
     ),
     (
+        "placement.target.experts",
+        lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
+        "without placement.target.kind=tensor, which cuts a target",
+    ),
+    ("placement.target.experts", is_synthetic, "with weights=synthetic, whose models have no experts"),
+    (
         "sampling.top_k sampling.top_p sampling.min_p",
         lambda c: c.sampling.temperature == 0,
         "at temperature 0, which always takes the most probable token",

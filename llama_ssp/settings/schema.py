@@ -111,6 +111,7 @@ class ModelShape:
     moe_intermediate_size: int = 0  # units of an expert.
     shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
     num_dense_layers: int = 0  # layers without experts.
+    spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
@@ -188,6 +189,13 @@ class TargetKind(Enum):
     deepspeed = "deepspeed"
 
 
+class ExpertParts(Enum):
+    """What each of several ranks holds of a layer's experts: some units of each, or some experts whole."""
+
+    cut = "cut"
+    spread = "spread"
+
+
 class Offload(Enum):
     """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
 
@@ -206,6 +214,8 @@ class TargetPlacement:
     kind: TargetKind = TargetKind.tensor
     ranks: list[int] | None = None  # ranks of the target; null takes all that an own_gpu draft leaves.
     tp_size: int | None = None  # or how many of them.
+    # with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the others.
+    experts: ExpertParts = ExpertParts.cut
     # with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run folder;
     # each forward reads them again.
     offload: Offload = Offload.none

@@ -66,6 +66,9 @@ def summary_table(summary: Summary) -> RenderableType:
         idle = f"target idle {_share(overlap.target_idle_share)}, draft idle {_share(overlap.draft_idle_share)}"
         dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
         parts.append(Text(f"overlap:  {idle}; {dropped}"))
+    if experts := summary.experts:
+        line = Text(f"experts:  a verification read {experts.num_read:.1f} in each layer")
+        parts.append(line.append(f", forecast {experts.num_expected:.1f}", style="bright_black"))
     if measured := [rank for rank in summary.memory if rank.measured_peak_bytes]:
         fullest = max(measured, key=lambda rank: rank.measured_peak_bytes or 0)
         line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} on rank {fullest.rank}")

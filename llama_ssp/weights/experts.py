@@ -40,13 +40,13 @@ class JoinedTensor(TensorFacts):
     stored: tuple[tuple[StoredTensor | PackedTensor, ...], ...]
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """See `WeightSource.read`; parts are of the outputs (dim 1) or of the inputs (dim 2) of every expert."""
+        """See `WeightSource.read`; parts are of the experts, of their outputs (dim 1) or of their inputs (dim 2)."""
         dim, dtype = wanted.get("dim"), wanted.get("dtype") or self.dtype
         num_rows = self.stored[0][0].shape[0]
-        wholes = [[range(size)] for size in self.shape[1:]]
-        outputs, inputs = ([*wanted["parts"]] if dim == place else wholes[place - 1] for place in (1, 2))
+        wholes = [[range(size)] for size in self.shape]
+        chosen, outputs, inputs = ([*wanted["parts"]] if dim == place else wholes[place] for place in (0, 1, 2))
         experts = []
-        for matrices in self.stored:
+        for matrices in (self.stored[number] for part in chosen for number in part):
             rows = []
             for part in outputs:
                 for number, matrix in enumerate(matrices):

@@ -37,6 +37,7 @@ class PrefixRunner:
     is_invariant = True
     reads_by_length = False
     packs_prompts = False
+    experts_read_3: Tensor | None = None
 
     def __init__(self, vocab_size: int = 11, *, seed: int = 0, sharpness: float = 3.0, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -86,7 +86,7 @@ def load_device_map(origin: WeightSource, place: Place, **loading: Unpack[Loadin
     weights = Weights(model, origin, sources, place.devices[0], places=places, **loading)
     on_disk = [names.layers[number] for number in row.waiting] if place.offload is Offload.disk else []
     index = _write_to_disk(model, weights, on_disk, place.folder)
-    fill_modules(model, weights, loading)
+    fill_modules(model, weights, loading.get("precision", UNQUANTIZED).kernel)
     _dispatch(model, placed, place, index)
     return ModuleRunner(model, comm=Comm.single(), cache_dtype=loading.get("precision", UNQUANTIZED).cache_dtype)
 

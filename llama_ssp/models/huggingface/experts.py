@@ -5,12 +5,15 @@ Only experts that some token chose are read. On a GPU without quantization the l
 Shapes: M tokens, X experts, K of them that a token chose, E the model's width, I units of an expert, R tokens of one.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from llama_ssp.kernels.linear import Kernel, make_linear
+from llama_ssp.architectures.matrices import distinct
+from llama_ssp.kernels.linear import Kernel, native_of
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
@@ -19,41 +22,97 @@ def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
 
 
+def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All modules of experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, OwnExperts) or isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            yield name, module
+
+
+def _is_silu(gate: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a gate is that of the compiled product."""
+    gated_1I = torch.arange(-4.0, 4.0)[None]
+    gate_1I, up_1I = gated_1I.chunk(2, 1)
+    return torch.allclose(gate(gated_1I), functional.silu(gate_1I) * up_1I)
+
+
+class ExpertCounter:
+    """Counts the distinct experts that forwards read, on the device and at fixed addresses, as graphs need it.
+
+    Attributes:
+        sums_3: experts of all layers and forwards, those expected of tokens that choose evenly, and layers.
+        num_experts: of a layer; 0 of a model without experts.
+        chosen: (M, K) by layer since it was cleared.
+    """
+
+    num_experts = 0
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
+        self.chosen: list[Tensor] = []
+        for _, module in experts_of(model):
+            self.num_experts = getattr(module, "num_routed", module.num_experts)
+            module.register_forward_pre_hook(self._keep, prepend=True)
+
+    def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if len(args) > 1:  # a few families route before
+            self.chosen.append(args[1])
+
+    def count(self) -> None:
+        """Count what the layers of a forward have `chosen`."""
+        if chosen := self.chosen:
+            chosen_LX = torch.stack([chosen_MK.flatten().to(self.sums_3.device) for chosen_MK in chosen])
+            (num_layers, _), (num_tokens, num_chosen) = chosen_LX.shape, chosen[0].shape
+            is_read_LX = chosen_LX.new_zeros(num_layers, self.num_experts).scatter_(1, chosen_LX, 1)
+            self.sums_3[0].add_(is_read_LX.sum())
+            self.sums_3[1].add_(num_layers * distinct(self.num_experts, num_chosen, num_tokens))
+            self.sums_3[2].add_(num_layers)
+
+
 class OwnExperts(nn.Module):
     """Takes the weights out of a module of experts, for which `can_be_own` holds, and leaves it empty.
 
     Args:
         module: whole, or with this rank's units of each expert.
-        kernel: of the linear layers; None takes the fastest for each shape.
+        kernel: of the linear layers.
     """
 
-    def __init__(self, module: Any, kernel: Kernel | None) -> None:  # noqa: ANN401 - of transformers
+    def __init__(self, module: Any, kernel: Kernel) -> None:  # noqa: ANN401 - of transformers
         super().__init__()
         self._gate = module._apply_gate
-        self._forward_hooks = module._forward_hooks  # which add up what the ranks compute
+        # They leave experts to other ranks, and add up what the ranks compute.
+        self._forward_pre_hooks, self._forward_hooks = module._forward_pre_hooks, module._forward_hooks
 
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
             weights = weights.transpose(1, 2) if module.is_transposed else weights
+            biases = [None] * len(weights) if biases is None else biases.detach().to(weights.dtype)
             return [
-                make_linear(
-                    weight_OI.clone(memory_format=torch.contiguous_format),
-                    None if biases is None else biases[number], kernel=kernel,
-                )
-                for number, weight_OI in enumerate(weights)
-            ]  # fmt: skip
+                kernel(weight_OI.clone(memory_format=torch.contiguous_format), bias_O)
+                for weight_OI, bias_O in zip(weights, biases, strict=True)
+            ]
 
+        gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
+        self.num_experts = len(self._down)
+        self.num_routed = getattr(module, "num_routed", self.num_experts)
+        natives = [native for linear in self._gate_up if (native := native_of(linear))] if gates else []
+        self._fused = natives == self._gate_up and all(
+            native.take_in(torch.empty(0), 0.0, gates=True) for native in natives
+        )
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Add up what the chosen experts compute, weighted; experts of a token are added in their order."""
-        y_ME = torch.zeros_like(x_ME)
-        for expert in chosen_MK.unique().tolist():
-            if expert >= len(self._down):
-                continue
-            tokens_R, places_R = (chosen_MK == expert).nonzero(as_tuple=True)
-            gated_RI = self._gate(self._gate_up[expert](x_ME[tokens_R]))
-            part_RE = self._down[expert](gated_RI) * weights_MK[tokens_R, places_R, None]
-            y_ME.index_add_(0, tokens_R, part_RE.to(y_ME.dtype))
-        return y_ME
+        """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
+        chosen_R = chosen_MK.flatten()
+        order_R = chosen_R.argsort()
+        counts = chosen_R.bincount(minlength=self.num_experts + 1).tolist()
+        *rows, elsewhere_RE = x_ME[order_R // chosen_MK.shape[1]].split(counts)
+        parts = [self._of_expert(number, x_RE) for number, x_RE in enumerate(rows) if counts[number]]
+        y_RE = torch.cat([*parts, torch.zeros_like(elsewhere_RE)])[order_R.argsort()]
+        return (y_RE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
+
+    def _of_expert(self, number: int, x_RE: Tensor) -> Tensor:
+        gate_up = self._gate_up[number]
+        y_RE: Tensor = self._down[number](gate_up.fused(x_RE) if self._fused else self._gate(gate_up(x_RE)))
+        return y_RE

@@ -16,6 +16,7 @@ from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
+from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.ranks.comms import Comm
@@ -51,6 +52,9 @@ class ModuleRunner(CachedRunner):
         self._library_cache = LibraryCache(self._num_layers)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
+        self._counter = ExpertCounter(model, self.device)
+        if self._counter.num_experts:
+            self.experts_read_3 = self._counter.sums_3
         if not record_of(model.config.model_type).is_written:
             self._compare()
         self._cache, self._kept = None, rows_of(cache_dtype, self.dtype)
@@ -114,10 +118,14 @@ class ModuleRunner(CachedRunner):
         else:
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
+        self._counter.chosen.clear()
         with self._tapped(taps, slots_BT, cache_rows_B):
             logits_BRV: Tensor = self._model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True
             ).logits
+        # A verification scores all of several tokens in all rows; a prompt's forward does not.
+        if score_positions_BR is None and cache_rows_B is None and ids_BT.shape[1] > 1:
+            self._counter.count()
         return logits_BRV.float()
 
     @contextmanager

@@ -9,6 +9,7 @@ the token buffer is text, and the next round overwrites the rest.
 Shapes: B sequences, S slots, K drafted tokens, M rounds that a row can have, N uniforms of a round.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.engine.verifier import Decision
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import UniformTable, prompt_key, row_key
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""The fractions of its multiples are spread evenly, also over a few of them in sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +80,15 @@ class BatchState(NamedTuple):
 
     @classmethod
     def empty(cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable) -> "BatchState":
-        """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows."""
+        """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows.
+
+        Their uniforms differ, the same on every rank, so that a timed round drafts the different tokens of a text.
+        """
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
-        uniforms_BMN = torch.zeros(batch_size, num_rounds, table.num_uniforms, dtype=torch.float64, device=table.device)
+        shape = batch_size, num_rounds, table.num_uniforms
+        uniforms_BMN = torch.arange(math.prod(shape), dtype=torch.float64, device=table.device).mul_(_GOLDEN).frac_()
         lengths_B, limits_B, first_round_B, keys_B, ahead_B = tokens_BS.new_zeros(5, batch_size).unbind()
-        state = cls(tokens_BS, lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN)
+        state = cls(tokens_BS, lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN.view(shape))
         state.vacate(slice(None))
         return state
 

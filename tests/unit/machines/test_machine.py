@@ -89,9 +89,12 @@ def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
     assert machine.machine_of_run(two, 1) == laptop
 
 
-def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    laptop = hardware.load("laptop_cpu")
     monkeypatch.setattr(hardware, "names", lambda: ["laptop_cpu"])
     monkeypatch.setattr(machine, "_gpu_names", list)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     found = machine.detect_hardware()
     assert found.device == "cpu"
-    assert found.memory_bytes != hardware.load("laptop_cpu").memory_bytes
+    assert found.memory_bytes != laptop.memory_bytes
+    assert found.flops_per_s["fp32"] == laptop.flops_per_s["fp32"] / 4

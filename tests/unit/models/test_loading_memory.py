@@ -45,12 +45,11 @@ from llama_ssp.planning.memory import shares, weight_bytes
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 bitsandbytes()
 check_model(inspect(folder), num_ranks=num_ranks)
-is_lean = inspect(folder).config.model_type == "llama"
 
 def measure(rank, form, name):
     torch.set_num_threads(1)  # after a fork torch makes its pool again, which two threads must not do at once
     dtype = Dtype[name]
-    halves = Dtype.bf16 if is_lean and name == "fp32" and can_halve() else None
+    halves = Dtype.bf16 if name == "fp32" and can_halve() else None
     done, peaks, before = threading.Event(), [0], anonymous_bytes()
     def watch():
         while not done.wait(0.0005):

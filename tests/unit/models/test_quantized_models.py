@@ -16,7 +16,7 @@ from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.loading import QuantizedLinear, check_model, load_modules
+from llama_ssp.models.loading import OwnLinear, check_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
@@ -197,7 +197,7 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
         parts = (
             [runner._layers, runner._norm, runner._head, runner._embed]
             if implementation == "lean"
-            else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is QuantizedLinear]]
+            else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )
         # Constants are not counted: the sixteen values of nf4, the eps of a norm.
         held = [tensor for tensor in tensors_of(parts, {}) if tensor.numel() > 16]

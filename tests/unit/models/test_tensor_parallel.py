@@ -1,20 +1,24 @@
 """Holds the ranks of a group together to the whole model's logits, and each of them to its own slice."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from llama_ssp.architectures.matrices import split_model
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import load_modules
+from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import WholeParts
-from llama_ssp.weights.checkpoint import inspect, shape_of
+from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, library_logits, tiny_config
@@ -76,6 +80,82 @@ def test_every_rank_gets_the_whole_model_s_logits(
     wanted = torch.stack([library_logits(model, ids_T) for ids_T in ids_BT])
     for logits_BTV in on_ranks(comms, two_forwards):
         torch.testing.assert_close(logits_BTV, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        (
+            "gpt_oss",
+            {"self_attn.sinks": (4,), "mlp.experts.gate_up_proj_bias": (4, 256), "self_attn.q_proj.bias": (64,)},
+        ),
+        ("deepseek_v2", {"self_attn.kv_b_proj.weight": (4 * 32, 16), "self_attn.kv_a_proj_with_mqa.weight": (24, 64)}),
+        ("deepseek_v3", {"self_attn.q_b_proj.weight": (4 * 24, 24), "self_attn.o_proj.weight": (64, 4 * 16)}),
+    ],
+)
+def test_sinks_biases_of_experts_and_heads_of_latents_are_cut(
+    saved: SavedModels, family: str, parts: dict[str, tuple[int, ...]]
+) -> None:
+    """Columns of gate and up take turns in GPT-OSS; heads have widths of their own in DeepSeek's attention."""
+    folder, model = saved(family)
+    comms = thread_comms(2)
+    modules = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    found = dict(modules[0].named_parameters())
+    assert {name: tuple(found[f"model.layers.1.{name}"].shape) for name in parts} == parts
+    ids_BT, positions_BT = torch.arange(3, 15)[None], torch.arange(12)[None]
+
+    def forward(comm: Comm) -> torch.Tensor:
+        runner = ModuleRunner(modules[comm.rank], comm=comm)
+        runner.allocate(batch_size=1, capacity=16)
+        return runner.forward(ids_BT, positions_BT, bucket=16)[0]
+
+    for logits_TV in on_ranks(comms, forward):
+        torch.testing.assert_close(logits_TV, library_logits(model, ids_BT[0]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "load"),
+    [
+        ("mixtral", "none", load_model), ("mixtral", "none", load_modules), ("gpt_oss", "none", load_modules),
+        ("gpt_oss", "int8_weight_only", load_modules), ("deepseek_v3", "int8_weight_only", load_modules),
+    ],
+)  # fmt: skip
+def test_experts_that_are_spread_compute_what_cut_ones_do(
+    saved: SavedModels, family: str, quantization: str, load: Callable[..., Any]
+) -> None:
+    """In our products and in the library's modules; the experts that tokens choose are counted alike."""
+    cut = inspect(saved(family)[0])
+    spread, precision = (
+        replace(cut, shape=replace(cut.shape, spreads_experts=True)),
+        Precision(quantization=quantization),
+    )
+    ids_BT, positions_BT = torch.arange(3, 15)[None], torch.arange(12)[None]
+
+    def outcomes(origin: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        comms = thread_comms(2)
+        loaded = [load(origin, dtype=None, device=CPU, comm=comm, precision=precision) for comm in comms]
+
+        def forward(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
+            runner: Any = loaded[comm.rank]
+            runner = ModuleRunner(runner, comm=comm) if load is load_modules else runner
+            runner.allocate(batch_size=1, capacity=16)
+            return runner.forward(ids_BT, positions_BT, bucket=16)[0], runner.experts_read_3
+
+        return on_ranks(comms, forward)
+
+    wanted_TV, wanted_3 = outcomes(cut)[0]
+    for logits_TV, read_3 in outcomes(spread):
+        # Slices have scales of their own.
+        apart = float((logits_TV - wanted_TV).norm() / wanted_TV.norm())
+        assert apart < (1e-5 if quantization == "none" else 0.03)
+        torch.testing.assert_close(read_3, wanted_3)
+
+
+def test_experts_that_are_no_multiple_of_the_ranks_are_not_spread(saved: SavedModels) -> None:
+    for family in ("mixtral", "llama"):
+        shape = replace(inspect(saved(family)[0]).shape, spreads_experts=True)
+        with pytest.raises(PlacementError, match=r"spread gives each of 3 ranks as many whole experts"):
+            split_model(shape, num_ranks=3)
 
 
 @pytest.mark.parametrize(

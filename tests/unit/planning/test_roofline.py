@@ -136,7 +136,7 @@ def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_libra
     assert forward(1).operators_s == 2 * ENGINE_KERNELS.layer + ENGINE_KERNELS.frame
     assert forward(1, cuda_graphs=False).operators_s == 100 * (2 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
     library = forward(1, model=replace(MODEL, by_library=True), cuda_graphs=False)
-    assert library.operators_s == 100 * (2 * LIBRARY_SHARE * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
+    assert library.operators_s == 100 * (2 * LIBRARY_SHARE["cuda"] * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame)
 
 
 @pytest.mark.parametrize(

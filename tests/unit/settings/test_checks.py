@@ -85,6 +85,8 @@ BAD = {
     "placement=own_gpu placement.num_replicas=2": "a GPU in addition to the target's, and each replica has one",
     "placement=auto placement.target.tp_size=1": "placement.target.tp_size has no effect with placement=auto",
     "placement=auto placement.draft.whole=none": "placement.draft.whole has no effect with placement=auto",
+    "placement=deepspeed placement.target.experts=spread": "has no effect without placement.target.kind=tensor",
+    "weights=synthetic placement.target.experts=spread": "weights=synthetic, whose models have no experts",
     "placement.draft.whole=none": "placement.draft.whole has no effect with a draft that is whole on its ranks",
     "placement=own_gpu placement.draft.whole=none": "no effect with a draft that is whole on its ranks anyway",
     "placement=accelerate": "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name",

@@ -113,7 +113,7 @@ def test_quantized_layers_run_layer_wise(form: str, tmp_path: Path) -> None:
         inspect(tmp_path), Place(devices=(CPU,)), dtype=None, precision=Precision(quantization=form)
     )
     names = {type(module).__name__ for module in runner._model.modules()}
-    assert "QuantizedLinear" in names
+    assert "OwnLinear" in names
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,7 +21,7 @@ from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
-from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
@@ -69,19 +69,24 @@ def greedy(runner: Runner) -> tuple[list[int], Tensor]:
     return ids, torch.cat(logits)
 
 
-def load(folder: Path, comm: Comm, precision: Precision | None = None) -> Runner:
+def spread(origin: Checkpoint, *, spreads: bool = True) -> Checkpoint:
+    """A checkpoint whose experts are spread over ranks."""
+    return replace(origin, shape=replace(origin.shape, spreads_experts=spreads))
+
+
+def load(folder: Path, comm: Comm, precision: Precision | None = None, *, spreads: bool = False) -> Runner:
     """In the precision of the files, unless another is given."""
-    origin = inspect(folder)
+    origin = spread(inspect(folder), spreads=spreads)
     storage = storage_of(origin)
     precision = precision or Precision(quantization=storage or "none", is_stored=storage is not None)
     return load_model(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
 
 
-def assert_same_text(packed: Path, plain: Path, *, num_ranks: int) -> None:
+def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool = False) -> None:
     ids, logits = greedy(load(plain, Comm.single()))
     check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
     comms = thread_comms(num_ranks)
-    runners = [load(packed, comm) for comm in comms]
+    runners = [load(packed, comm, spreads=spreads) for comm in comms]
     for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
         assert found_ids == ids
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
@@ -132,10 +137,10 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
     assert_same_text(edited(packed, tmp_path, turn), plain, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "spreads"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8"])
-def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int) -> None:
-    assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks)
+def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int, *, spreads: bool) -> None:
+    assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks, spreads=spreads)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
@@ -172,11 +177,12 @@ def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path
         inspect(folder)
 
 
-def test_experts_whose_units_are_no_whole_groups_are_refused(made: Made) -> None:
-    packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=256)
+def test_experts_whose_units_are_no_whole_groups_are_refused_unless_they_are_spread(made: Made) -> None:
+    packed, _ = made("qwen3_moe", "compressed-tensors", moe_intermediate_size=128)
     assert_refused(
-        packed, 3, r"packs 128 inputs at a time, and .*experts\S* has 64 on one of 3 ranks: use another number"
+        packed, 2, r"packs 128 inputs at a time, and .*experts\S* has 64 on one of 2 ranks: use another number"
     )
+    check_model(spread(inspect(packed)), num_ranks=2, quantization="int4_weight_only")
 
 
 def test_weights_are_not_quantized_again(made: Made) -> None:

@@ -234,6 +234,23 @@ def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     assert ended.status.startswith("2: ")
 
 
+def test_a_run_counts_the_experts_that_its_verifications_read(launch: Launch, tmp_path: Path) -> None:
+    """The target drafts for itself, so that all tokens that are verified are the text's."""
+    model, num_rounds = build_checkpoint(tmp_path / "target", "mixtral"), 4
+    save_tokenizer(tmp_path / "target", VOCAB_SIZE)
+    (tmp_path / "draft").symlink_to(tmp_path / "target")
+    words = ("speculation.num_draft_tokens=3", f"max_new_tokens={1 + 4 * num_rounds}", "ignore_eos=true")
+    ended = launch(*local(tmp_path), "prompt=t5 t7 t9", *words)
+    assert ended.code == 0, ended.err
+    assert ended.lines[1]["accepted_lengths"] == [3] * num_rounds
+    text = [5, 7, 9, *ended.lines[1]["token_ids"]]
+    layers = model(torch.tensor([text]), output_router_logits=True).router_logits
+    chosen = [logits.topk(2).indices[-1 - 4 * num_rounds : -1].view(num_rounds, -1) for logits in layers]
+    num_read = sum(len(set(row)) for rows in chosen for row in rows.tolist()) / num_rounds / len(layers)
+    assert ended.summary["experts"] == pytest.approx({"num_read": num_read, "num_expected": 4 * (1 - 0.5**4)})
+    assert f"a verification read {num_read:.1f} in each layer, forecast 3.8" in ended.out
+
+
 @pytest.mark.parametrize("who", ["target", "draft"])
 def test_a_token_that_only_one_of_a_pair_has_added_does_not_matter(who: str, launch: Launch, tmp_path: Path) -> None:
     """Such as the [PAD] of a fine-tune; the other one drafts for it, or it for the other."""

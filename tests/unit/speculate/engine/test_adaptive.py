@@ -2,15 +2,21 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from llama_ssp.models.loading import load_model
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.adaptive import PROBE_SHARE, AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, complete, make_decoder, outcome
 from tests.helpers.lanes import heavy
+from tests.helpers.models import build_checkpoint
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 
@@ -19,6 +25,23 @@ REQUESTS = [
     Request(index=index, prompt_ids=ids, max_new_tokens=tokens)
     for index, (ids, tokens) in enumerate([((2, 3), 90), ((4, 4, 4), 31), ((5, 6, 7), 12), ((1,), 20)])
 ]
+
+
+def test_a_round_that_is_timed_reads_about_as_many_experts_as_one_of_a_text(tmp_path: Path) -> None:
+    """Equal tokens would choose alike, and K that do not pay would seem cheap."""
+    build_checkpoint(tmp_path / "target", "mixtral", num_local_experts=8, num_hidden_layers=6)
+    build_checkpoint(tmp_path / "draft", "llama")
+    target, draft = (
+        load_model(inspect(tmp_path / name), dtype=None, device=torch.device("cpu"), comm=Comm.single())
+        for name in ("target", "draft")
+    )
+    decoder = make_decoder(target, draft, num_draft_tokens=8, temperature=0.8)
+    with torch.inference_mode():
+        decoder.make_room(REQUESTS)
+        decoder.time_rounds([DraftChoice(8)], num_slots=20)
+    assert target.experts_read_3 is not None
+    num_read, num_expected, _ = target.experts_read_3.tolist()
+    assert 0.6 < num_read / num_expected < 1.1
 
 
 def costs(*, draft_step: float, catch_up: float = 0.0, verified: float = 0.02) -> RoundCosts:

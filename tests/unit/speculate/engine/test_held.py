@@ -241,7 +241,7 @@ def test_a_prompt_that_is_not_read_to_its_end_is_not_taken(monkeypatch: pytest.M
     decoder = make_decoder(target, None, batch_size=2)
     ids = (1, 2, 3, 4, 5, 6, 7, 8, 9)
     with torch.inference_mode():
-        run = decoder.run([*wanted((3,), num_new=9), *wanted((4,), num_new=1), *wanted(ids)])
+        run: Any = decoder.run([*wanted((3,), num_new=9), *wanted((4,), num_new=1), *wanted(ids)])
         for _ in range(3):  # both short prompts, then a round before the first chunk and one behind it
             next(run)
         run.close()

@@ -1,0 +1,92 @@
+"""Writes docs/benchmarks/experts.md: verifications by a random model with experts on this CPU, and their plans."""
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from benchmarks.measured import markdown, show
+from llama_ssp.architectures.matrices import distinct
+from llama_ssp.machines.machine import detect_hardware
+from llama_ssp.models.loading import load_model
+from llama_ssp.planning.acceptance import implied_acceptance, tokens_per_round
+from llama_ssp.planning.spec import PlannedModel, read_config
+from llama_ssp.planning.timing import ModelPlacement, forward_time
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.run.calibration.operators import weight_bytes_per_s
+from llama_ssp.settings.schema import Dtype, TargetKind
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.words import counted
+
+MIXTRAL = MixtralConfig(
+    vocab_size=4096, hidden_size=768, intermediate_size=1792, num_hidden_layers=8, num_attention_heads=12,
+    num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024,
+)  # fmt: skip
+SLOTS, FILLED, LENGTHS = 256, 200, range(9)
+_HEAD = """# Experts
+
+`python -m benchmarks.experts --write` writes this page. A random Mixtral of 283 M parameters in 16 bits, with 8 layers
+of 8 experts of which a token chooses 2, verifies K random tokens behind 200 others on {threads} of this CPU. A time is
+the fastest of {turns} turns; about {load:.0f} other threads ran. The plan has the bandwidth of these minutes,
+{bandwidth:.0f} GB/s. A draft that costs nothing pays from the acceptance in the columns "pays from".
+
+"""
+
+
+@torch.inference_mode()
+def page(folder: Path, num_turns: int, num_threads: int) -> str:
+    """Measure, plan, and write both down."""
+    torch.set_num_threads(num_threads)
+    AutoModelForCausalLM.from_config(MIXTRAL).to(torch.bfloat16).save_pretrained(folder)
+    runner = load_model(inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
+    runner.allocate(batch_size=1, capacity=SLOTS)
+    counted_3: Any = runner.experts_read_3
+    took, num_read, bandwidth = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), 0.0
+    for turn in range(num_turns):
+        if turn % 10 == 0:
+            bandwidth = max(bandwidth, weight_bytes_per_s())
+        for number in LENGTHS:
+            ids_BT, before = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), float(counted_3[0])
+            positions_BT = torch.arange(FILLED, FILLED + number + 1)[None]
+            started = time.perf_counter()
+            runner.forward(ids_BT, positions_BT, bucket=SLOTS)
+            took[number] = min(took[number], time.perf_counter() - started)
+            num_read[number] += (float(counted_3[0]) - before) / MIXTRAL.num_hidden_layers / num_turns
+    machine, (shape, stored) = detect_hardware(on_cpu=True), read_config(folder)
+    rate_of = {name: rate * num_threads / (os.cpu_count() or 1) for name, rate in machine.flops_per_s.items()}
+    machine = replace(machine, copy_bytes_per_s=bandwidth, flops_per_s=rate_of)
+    model = PlannedModel(name="experts", shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
+    seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False, num_active=1)
+    of = partial(forward_time, seat, machine, batch_size=1, bucket=SLOTS)
+    planned = [of(num_positions=number + 1, num_scored=number + 1).total_s for number in LENGTHS]
+    rows, best = [], []
+    for number in LENGTHS:
+        pays = [implied_acceptance(each[number] / each[0], number) if number else 0.0 for each in (took, planned)]
+        experts = f"{num_read[number]:.1f}" if number else "2.0", f"{distinct(8, 2, number + 1):.1f}"
+        times = took[number], planned[number]
+        ms = *(f"{1e3 * each:.1f}" for each in times), f"{times[0] / times[1]:.2f}"
+        rows.append([number, *experts, *ms, *(f"{each:.2f}" for each in pays)])
+    for rate in (0.6, 0.7, 0.8, 0.9):
+        per_token = [[each[number] / tokens_per_round(rate, number) for number in LENGTHS] for each in (took, planned)]
+        best.append([rate, *(each.index(min(each)) for each in per_token)])
+    load = max(os.getloadavg()[0] - num_threads, 0.0)
+    found = _HEAD.format(threads=counted(num_threads, "thread"), turns=num_turns, load=load, bandwidth=bandwidth / 1e9)
+    found += markdown(["K", "experts", "plan", "ms", "plan", "ms / plan", "pays from", "plan"], rows)
+    return f"{found}\n\n{markdown(['acceptance', 'best K', 'plan'], best)}\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/experts.md")
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as place:
+        show(page(Path(place), arguments.turns, arguments.threads), page="experts.md", is_written=arguments.write)
