@@ -191,7 +191,7 @@ def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
 
 
 def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="", scale="")
+    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="_blocks", scale="_scales")
 
 
 BNB_STATE = "weight.quant_state.bitsandbytes__"

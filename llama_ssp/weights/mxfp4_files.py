@@ -11,16 +11,14 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.stored import PackedLayout
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP, _BIAS = 32, 127
 _NUMBERS = torch.tensor([sign * number for sign in (1, -1) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
 
@@ -55,19 +53,10 @@ class WidenedTensor(TensorFacts):
         return numbers_OGI.ldexp_(exponents_OG[..., None]).flatten(1)
 
 
-def widen(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredTensor | WidenedTensor]:
-    """Replace the blocks and scales of experts by their numbers; CheckpointError if they do not fit each other."""
-    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
-    widened = {name: _widened(tensors[name + _BLOCKS], tensors.get(name + _SCALES)) for name in names}
-    found = {name: tensor for name, tensor in widened.items() if tensor}
-    if len(found) < len(names) or not names:
-        unfit = next((name for name in names if name not in found), "any experts")
-        raise CheckpointError(
-            f"{folder} holds no mxfp4 weights for {unfit}, though its config.json describes them: blocks and scales "
-            "that fit each other are required"
-        )
-    parts = {f"{name}{part}" for name in names for part in (_BLOCKS, _SCALES)}
-    return {name: tensor for name, tensor in tensors.items() if name not in parts} | found
+def widened(tensors: Mapping[str, StoredTensor], layout: PackedLayout) -> dict[str, WidenedTensor | None]:
+    """The numbers of experts by name; None for those whose blocks and scales do not fit each other."""
+    names = [name.removesuffix(layout.weight) for name in tensors if name.endswith(layout.weight)]
+    return {name: _widened(tensors[name + layout.weight], tensors.get(name + layout.scale)) for name in names}
 
 
 def _widened(blocks: StoredTensor, scales: StoredTensor | None) -> WidenedTensor | None:

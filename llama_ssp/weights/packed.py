@@ -168,22 +168,25 @@ def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
 ) -> Mapping[str, StoredTensor | PackedTensor | WidenedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
-    if not layout.storage:
-        return mxfp4_files.widen(tensors, folder)
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
-    suffix = f".{layout.scale}"
-    modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-    weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
-    packed = {name: tensor for name, tensor in weights.items() if tensor}
-    if len(packed) < len(weights) or not weights:
-        unfit = next((name for name in weights if name not in packed), "any layer")
+    weights: Mapping[str, PackedTensor | WidenedTensor | None]
+    if layout.storage:
+        suffix = f".{layout.scale}"
+        modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+        weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
+        parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
+    else:
+        weights = mxfp4_files.widened(tensors, layout)
+        parts = {f"{name}{leaf}" for name in weights for leaf in layout.leaves}
+    found = {name: tensor for name, tensor in weights.items() if tensor}
+    if len(found) < len(weights) or not weights:
+        unfit = next((name for name in weights if name not in found), "any layer")
         raise CheckpointError(
-            f"{folder} holds no {layout.storage} weight for {unfit}, though its config.json describes them: "
-            f"{', '.join(layout.leaves)} that fit each other are required"
+            f"{folder} holds no {layout.storage or layout.name} weight for {unfit}, though its config.json describes "
+            f"them: {', '.join(layout.leaves)} that fit each other are required"
         )
-    parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
-    return {name: tensor for name, tensor in tensors.items() if name not in parts} | packed
+    return {name: tensor for name, tensor in tensors.items() if name not in parts} | found
 
 
 def _shapes(num_rows: int, num_columns: int) -> list[tuple[int, ...]]:

@@ -59,7 +59,7 @@ BAD = {
     "device=cpu gpu_kernels=fused": "gpu_kernels has no effect with device=cpu",
     "model.int8_threshold=6": "model.int8_threshold has no effect without model.quantization=int8",
     "verification.rule=blocks": "verification.rule 'blocks': there are block, coupled, greedy, speculative; did you",
-    "model.quantization=int9": "quantization 'int9': there are fp8_weight_only, int4_weight_only, ",
+    "model.quantization=int9": "quantization 'int9': there are fp4, fp8_weight_only, int4_weight_only, ",
     "draft.model.quantization=nf5": "unknown draft.model.quantization 'nf5': ",
     "model.quantization=nf4 model.int8_threshold=6": "model.int8_threshold has no effect without",
     "draft.model.int8_threshold=6": "draft.model.int8_threshold has no effect without draft.model.quantization=int8",

@@ -173,7 +173,7 @@ def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path
         del tensors["model.layers.1.mlp.experts.down_proj_scales"]
 
     folder = edited(made("gpt_oss", MXFP4, **GPT_OSS)[0], tmp_path, change)
-    with pytest.raises(CheckpointError, match=r"no mxfp4 weights for model.layers.1.mlp.experts.down_proj, though"):
+    with pytest.raises(CheckpointError, match=r"no mxfp4 weight for model.layers.1.mlp.experts.down_proj, though"):
         inspect(folder)
 
 
