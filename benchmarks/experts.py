@@ -53,10 +53,9 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
         if turn % 10 == 0:
             bandwidth = max(bandwidth, weight_bytes_per_s())
         for number in LENGTHS:
-            ids_BT, before = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), float(counted_3[0])
-            positions_BT = torch.arange(FILLED, FILLED + number + 1)[None]
-            started = time.perf_counter()
-            runner.forward(ids_BT, positions_BT, bucket=SLOTS)
+            ids_BT, positions_BT = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), FILLED + torch.arange(number + 1)
+            before, started = float(counted_3[0]), time.perf_counter()
+            runner.forward(ids_BT, positions_BT[None], bucket=SLOTS)
             took[number] = min(took[number], time.perf_counter() - started)
             num_read[number] += (float(counted_3[0]) - before) / MIXTRAL.num_hidden_layers / num_turns
     machine, (shape, stored) = detect_hardware(on_cpu=True), read_config(folder)
@@ -70,8 +69,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     for number in LENGTHS:
         pays = [implied_acceptance(each[number] / each[0], number) if number else 0.0 for each in (took, planned)]
         experts = f"{num_read[number]:.1f}" if number else "2.0", f"{distinct(8, 2, number + 1):.1f}"
-        times = took[number], planned[number]
-        ms = *(f"{1e3 * each:.1f}" for each in times), f"{times[0] / times[1]:.2f}"
+        ms = *(f"{1e3 * each[number]:.1f}" for each in (took, planned)), f"{took[number] / planned[number]:.2f}"
         rows.append([number, *experts, *ms, *(f"{each:.2f}" for each in pays)])
     for rate in (0.6, 0.7, 0.8, 0.9):
         per_token = [[each[number] / tokens_per_round(rate, number) for number in LENGTHS] for each in (took, planned)]
