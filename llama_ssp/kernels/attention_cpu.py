@@ -268,7 +268,7 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
 def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
     """Attend from some queries of a row to a head: (keys, values, queries, their positions, count, window)."""
     lay = _lay(module, kind, head_dim)
-    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4)}
+    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4, 8)}
     widest = max(_REGISTERS * LANES // head_dim, 1)
     values_of = {number: _values(module, kind, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
     soften, finish = _soften(module), _finish(module, head_dim)
