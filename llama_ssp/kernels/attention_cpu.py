@@ -278,10 +278,11 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
     (keys, values, queries, their slots, count, window, what each sees from the root on, of how many slots, the root)
     """
     lay = _lay(module, kind, head_dim)
-    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4)}
+    scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4, 8)}
     widest = max(_REGISTERS * LANES // head_dim, 1)
     values_of = {number: _values(module, kind, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
-    soften, finish = _soften(module), _finish(module, head_dim)
+    soften_of = {number: _soften(module, number) for number in (1, 2, 4)}
+    finish = _finish(module, head_dim)
     code, (keys, values, queries, places, count, window, seen, num_behind, root) = function(
         module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
     )
@@ -308,16 +309,17 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
             for query, call in _tiles(code, count, scores_of):
                 into = code.add(code.mul(query, i64(CHUNK)), block)
                 call(laid, code.at(queries, query, I64), code.at(scores, into, F32))
-        with code.loop(i64(0), count, 1) as (query,):
-            line = code.at(scores, code.mul(query, i64(CHUNK)), F32)
-            state = code.at(states, code.mul(query, i64(_STATE)), F32)
-            last = code.sub(code.read(places, I64, query), chunk)
-            hidden = code.larger(root, chunk)
-            with code.loop(hidden, code.smaller(behind, code.add(chunk, length)), 1) as (slot,):
-                is_seen = code.read(code.read(seen, POINTER, query), I8, code.sub(slot, root))
-                with code.if_then(code.icmp_unsigned("==", is_seen, ir.Constant(I8, 0))):
-                    code.write(f32(_LOWEST), line, code.sub(slot, chunk))
-            code.call(soften, [line, length, last, window, state])
+        hidden, end = code.larger(root, chunk), code.smaller(behind, code.add(chunk, length))
+        with code.loop(i64(0), count, 1) as (query,), code.loop(hidden, end, 1) as (slot,):
+            is_seen = code.read(code.read(seen, POINTER, query), I8, code.sub(slot, root))
+            with code.if_then(code.icmp_unsigned("==", is_seen, ir.Constant(I8, 0))):
+                line = code.add(code.mul(query, i64(CHUNK)), code.sub(slot, chunk))
+                code.write(f32(_LOWEST), scores, line)
+        for query, call in _tiles(code, count, soften_of):
+            line, state = (
+                code.at(room, code.mul(query, i64(size)), F32) for room, size in ((scores, CHUNK), (states, _STATE))
+            )
+            call(line, length, code.at(places, query, I64), chunk, window, state)
         first = _row(code, kind, head_dim, values, chunk)
         for query, call in _tiles(code, count, values_of):
             call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
@@ -407,33 +409,50 @@ def _scores(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Va
     return code.end()
 
 
-def _soften(module: ir.Module) -> Value:
-    """Turn a query's scores of a chunk into exponentials: (scores, their number, own place, window, state)."""
-    code, (scores, length, last, window, state) = function(module, "soften", [POINTER, I64, I64, I64, POINTER])
-    first = code.select(code.icmp_signed(">", window, i64(0)), code.sub(last, window), i64(-(2**31)))
-    last, first = (code.splat(code.trunc(place, I32)) for place in (last, first))
+def _soften(module: ir.Module, num_queries: int) -> Value:
+    """Turn scores of a chunk into exponentials: (scores, their number, positions, first slot, window, states).
 
-    def is_seen(index: Value) -> Value:
+    Of several queries at once, since each step of one waits for the step before.
+    """
+    code, (scores, length, positions, chunk, window, states) = function(
+        module, f"soften_{num_queries}", [POINTER, I64, POINTER, I64, I64, POINTER]
+    )
+    numbers, has_window = range(num_queries), code.icmp_signed(">", window, i64(0))
+    own = [code.sub(code.read(positions, I64, i64(number)), chunk) for number in numbers]
+    firsts = [code.select(has_window, code.sub(last, window), i64(-(2**31))) for last in own]
+    firsts, lasts = ([code.splat(code.trunc(slot, I32)) for slot in slots] for slots in (firsts, own))
+    states = [code.at(states, i64(number * _STATE), F32) for number in numbers]
+
+    def seen(index: Value, number: int, score: Value, value: Value, instead: Value) -> Value:
         lanes = code.add(code.splat(code.trunc(index, I32)), ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)]))
-        is_near = code.and_(code.icmp_signed("<=", lanes, last), code.icmp_signed(">", lanes, first))
-        is_shown = code.fcmp_unordered("!=", code.read(scores, F32S, index), floats(_LOWEST))
-        return code.and_(is_near, is_shown)
+        is_near = code.and_(code.icmp_signed("<=", lanes, lasts[number]), code.icmp_signed(">", lanes, firsts[number]))
+        return code.select(code.and_(is_near, code.fcmp_unordered("!=", score, floats(_LOWEST))), value, instead)
 
-    with code.loop(i64(0), length, LANES, [floats(_LOWEST)]) as values:
-        seen = code.select(is_seen(values[0]), code.read(scores, F32S, values[0]), floats(_LOWEST))
-        values[1] = code.maximum(values[1], seen)
-    before = code.read(state, F32, i64(_MOST))
-    most = code.maximum(before, code.halves(values[1], code.maximum))
-    factor = code.exponential(code.splat(code.fsub(before, most)))
-    sums = code.fmul(code.read(state, F32S), factor)
-    with code.loop(i64(0), length, LANES, [sums]) as values:
-        score = code.fsub(code.read(scores, F32S, values[0]), code.splat(most))
-        weight = code.select(is_seen(values[0]), code.exponential(score), floats(0.0))
-        code.write(weight, scores, values[0])
-        values[1] = code.fadd(values[1], weight)
-    code.write(values[1], state)
-    code.write(most, state, i64(_MOST))
-    code.write(code.extract_element(factor, ir.Constant(I32, 0)), state, i64(_FACTOR))
+    def places(index: Value) -> list[Value]:
+        return [code.add(index, i64(number * CHUNK)) for number in numbers]
+
+    with code.loop(i64(0), length, LANES, [floats(_LOWEST)] * num_queries) as values:
+        for number, place in enumerate(places(values[0])):
+            score = code.read(scores, F32S, place)
+            score = seen(values[0], number, score, score, floats(_LOWEST))
+            values[1 + number] = code.maximum(values[1 + number], score)
+    before = [code.read(state, F32, i64(_MOST)) for state in states]
+    largest = [code.halves(vector, code.maximum) for vector in values[1:]]
+    most = [code.maximum(*each) for each in zip(before, largest, strict=True)]
+    factors = [code.exponential(code.splat(code.fsub(*each))) for each in zip(before, most, strict=True)]
+    sums = [code.fmul(code.read(state, F32S), factor) for state, factor in zip(states, factors, strict=True)]
+    shifts = [code.splat(each) for each in most]
+    with code.loop(i64(0), length, LANES, sums) as values:
+        for number, place in enumerate(places(values[0])):
+            score = code.read(scores, F32S, place)
+            weight = code.exponential(code.fsub(score, shifts[number]))
+            weight = seen(values[0], number, score, weight, floats(0.0))
+            code.write(weight, scores, place)
+            values[1 + number] = code.fadd(values[1 + number], weight)
+    for state, total, score, factor in zip(states, values[1:], most, factors, strict=True):
+        code.write(total, state)
+        code.write(score, state, i64(_MOST))
+        code.write(code.extract_element(factor, ir.Constant(I32, 0)), state, i64(_FACTOR))
     return code.end()
 
 

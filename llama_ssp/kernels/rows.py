@@ -49,7 +49,8 @@ class KeptRows(NamedTuple):
             return x.to(self.dtype)
         x = x.float()
         most = x.abs().amax(-1, keepdim=True)
-        steps = x * torch.where(most > 0, self.largest / most, 0.0)
+        factor = torch.full_like(most, self.largest).div_(most)  # a number over a tensor would be rounded twice
+        steps = x * factor.masked_fill_(most == 0, 0.0)
         codes = steps.to(self.dtype) if self.dtype.is_floating_point else steps.round_().to(self.dtype)
         return torch.cat([codes.view(torch.uint8), (most / self.largest).view(torch.uint8)], -1)
 

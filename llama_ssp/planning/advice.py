@@ -42,6 +42,7 @@ from llama_ssp.planning.search import (
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.formats import format_of, formats
 from llama_ssp.settings.schema import DraftLayout, Dtype, Offload, TargetKind, WholeParts
 from llama_ssp.words import counted, rounded
@@ -334,6 +335,10 @@ def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
     yield from _sizes(job, hardware)
     for step in _formats(job, hardware):
         yield from _placed(step)
+    if job.target.cache_dtype == OWN_DTYPE:
+        narrow = replace(job, target=replace(job.target, cache_dtype="int8"))
+        start = _Way(kind="cache", loss=Loss.little, job=job, hardware=hardware)
+        yield start.then("model.cache_dtype=int8", job=narrow)
     yield from _first_with_room(_more_ranks(job, hardware))
     yield from _first_with_room(_other_machines(job, hardware))
     yield from _offloaded(job, hardware)

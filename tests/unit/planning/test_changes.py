@@ -169,3 +169,13 @@ def test_more_gpus_are_advised_until_something_is_left(share: float, has_room: b
     machine = replace(ONE_A10G, memory_bytes=int(share * fullest_rank(job, ONE_A10G).needed_bytes))
     way = changes._Way(kind="GPUs", loss=Loss.nothing, settings=(), job=job, hardware=machine)
     assert changes._has_room(way) is has_room
+
+
+def test_a_cache_in_8_bits_is_named_where_the_cache_is_what_does_not_fit() -> None:
+    one = replace(A10G, num_gpus=1)
+    job = make_job("llama3_8B", prompt_tokens=60_000)
+    assert not fits(job, one)
+    found = next(change for change in changes_that_fit(job, one) if change.settings == ("model.cache_dtype=int8",))
+    narrow = replace(job, target=replace(job.target, cache_dtype="int8"))
+    assert found.needed_bytes == memory(narrow, one)[0].needed_bytes
+    assert "model.cache_dtype=int8" not in {way.settings[0] for way in changes._ways(narrow, one) if way.settings}
