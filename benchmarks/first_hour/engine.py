@@ -169,7 +169,7 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         texts(where, decoder, pair, number=2)
         executor = decoder.executor
         executor.run = watched(executor.run)  # type: ignore[method-assign]
-        decoder._admit = watched(decoder._admit)  # type: ignore[method-assign]
+        decoder._read = watched(decoder._read)  # type: ignore[method-assign]
         try:
             texts(where, decoder, pair, number=2)
         except RuntimeError as error:

@@ -28,7 +28,7 @@ from their sum, once; most zeros are near 8, so little is lost:
 Of `fp8` the words are scales, and the 16 outputs of each input follow. `from_e4m3` makes numbers 2^-8 times as large,
 and the scales make up for it.
 
-The thread that calls norms and quantizes the rows of a product, since they are few. Memory comes from torch.
+Rows are normed and quantized before the product: few by the thread that calls, many by all. Memory comes from torch.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -73,6 +73,9 @@ _SIGN_BIT = 128
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
 CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
 """Words that the threads of one product share."""
+_UNPREPARED = dict.fromkeys(("given", "room", "norm"), POINTER)
+_UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
+"""Words that the threads share which norm and quantize its rows."""
 _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
@@ -91,26 +94,28 @@ def emit(kind: str) -> ir.Module:
     }
     part = _part(module, kind, tiles, _finish(module, kind))
     part.linkage = "external"  # `layer_cpu` calls it too
-    _entry(module, kind, part)
+    _entry(module, kind, _preparation(module, kind), part)
     return module
 
 
-def _entry(module: ir.Module, kind: str, part: Value) -> None:
+def _entry(module: ir.Module, kind: str, preparation: Value, part: Value) -> None:
     """The operator, as torch calls it: (x, weights, scales, bias, residual, norm, least_square, gates) -> y."""
     operator = Operator(module, "product", num_tensors=6)
     code = operator.code
     x, weights, scales, bias, residual, norm = operator.tensors
-    least_square = code.fptrunc(operator.argument(6, ir.DoubleType()), F32)
     gates = code.and_(operator.argument(7), i64(1))
     num_rows, num_inputs = operator.size(x, 0), operator.size(x, 1)
     num_outputs = code.mul(operator.size(weights, 0), i64(LANES))
     y = operator.empty(num_rows, code.sdiv(num_outputs, code.add(gates, i64(1))))
     # Room for normed rows, and for quantized ones with their scales and sums.
-    room = operator.pointer(operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2)))))
-    rows = prepared(
-        code, kind, operator.pointer(x), room=room, norm=(operator.pointer_or_none(norm), least_square),
-        sizes=(num_rows, num_inputs),
-    )  # fmt: skip
+    room = operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
+    given = {
+        "given": operator.pointer(x), "room": operator.pointer(room), "norm": operator.pointer_or_none(norm),
+        "least_square": operator.argument(6), "num_rows": num_rows, "num_inputs": num_inputs,
+    }  # fmt: skip
+    grain = code.add(code.sdiv(i64(_SERIAL), num_inputs), i64(1))
+    operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
+    rows = _prepared(code, kind, given, i64(0), i64(0))
     words = code.stored(CONTEXT, rows | {
         "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
         "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
@@ -122,18 +127,36 @@ def _entry(module: ir.Module, kind: str, part: Value) -> None:
     operator.give(y)
 
 
+def _preparation(module: ir.Module, kind: str) -> Value:
+    """Prepare the rows from `begin` to `end`."""
+    code, (begin, end, words) = function(module, "preparation", [I64, I64, POINTER])
+    _prepared(code, kind, code.loaded(_UNPREPARED, words), begin, end)
+    return code.end()
+
+
+def _prepared(code: Code, kind: str, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
+    """`prepared` from what `_UNPREPARED` names."""
+    least_square = code.fptrunc(code.bitcast(given["least_square"], ir.DoubleType()), F32)
+    return prepared(
+        code, kind, given["given"], room=given["room"], norm=(given["norm"], least_square),
+        sizes=(given["num_rows"], given["num_inputs"]), only=(begin, end),
+    )  # fmt: skip
+
+
 def prepared(
-    code: Code, kind: str, rows: Value, *, room: Value, norm: tuple[Value, Value] | None, sizes: tuple[Value, Value]
-) -> dict[str, Value]:
-    """The rows as a product of this kind takes them, by their names in CONTEXT.
+    code: Code, kind: str, rows: Value, *, room: Value, norm: tuple[Value, Value] | None, sizes: tuple[Value, Value],
+    only: tuple[Value, Value] | None = None,
+) -> dict[str, Value]:  # fmt: skip
+    """The rows as a product of this kind takes them, by their names in CONTEXT; `only` some are written.
 
     Norms of rows are written into the room, if there is a norm (weight, least square), and the weight is not none. Rows
     of `dots` are rounded into the second half of the room.
     """
     num_rows, num_inputs = sizes
+    begin, end = only or (i64(0), num_rows)
     if norm:
         has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
-        with code.if_then(has_norm), code.loop(i64(0), num_rows, 1) as (row,):
+        with code.if_then(has_norm), code.loop(begin, end, 1) as (row,):
             start = code.mul(row, num_inputs)
             _normalize(code, code.at(rows, start, F32), code.at(room, start, F32), norm, num_inputs)
         rows = code.select(has_norm, room, rows)
@@ -144,7 +167,7 @@ def prepared(
         values = given["rows"] = code.at(room, number, F32)
         scales = given["row_scales"] = code.at(values, number)
         sums = given["row_sums"] = code.at(scales, num_rows, F32)
-        with code.loop(i64(0), num_rows, 1) as (row,):
+        with code.loop(begin, end, 1) as (row,):
             start = code.mul(row, num_inputs)
             scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
             code.write(scale, scales, row)

@@ -176,7 +176,7 @@ def _by_length(widths: Sequence[int]) -> list[list[int]]:
             groups[-1].append(place)
         else:
             groups.append([place])
-    return groups
+    return [sorted(group) for group in groups]
 
 
 def _read_by_length(

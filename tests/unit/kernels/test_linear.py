@@ -214,6 +214,16 @@ def test_norm_and_gate_around_a_product_are_torchs(kind: str, num_rows: int, gat
     assert_close(fused(kind, gates=gates).fused(x), wanted.double(), within=within)
 
 
+@grid(kind=COMPILED, num_threads=[1, 3])
+def test_many_rows_that_threads_share_before_the_product_have_the_bits_of_few(kind: str, num_threads: int) -> None:
+    product, x, before = fused(kind, gates=True).fused, numbers(600, 256), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(product(x), torch.cat([product(rows) for rows in x.split(50)]))
+    finally:
+        torch.set_num_threads(before)
+
+
 @grid(kind=COMPILED, num_rows=[2, 5, 6, 9, 14], is_fused=[False, True])
 def test_a_row_has_the_same_bits_alone(kind: str, num_rows: int, is_fused: bool) -> None:
     product = fused(kind, gates=True).fused if is_fused else native(kind, numbers(272, 256))

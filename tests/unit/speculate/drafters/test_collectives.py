@@ -13,7 +13,6 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.decoders import agree_on_bits
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig, WholeParts
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
@@ -87,7 +86,8 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     wanted, _ = drafted(alone, Comm.single())
     comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]
     runners = [load_model(inspect(tmp_path), dtype=None, device=CPU, comm=comm, whole=whole) for comm in comms]
-    on_ranks(comms, lambda comm: agree_on_bits([runners[comm.rank]], comm))
+    for runner in runners:  # as `agree_on_bits` lets ranks agree
+        runner.is_invariant = all(each.is_invariant for each in runners)
     for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm)):
         assert ids_BK.tolist() == wanted.tolist()
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces

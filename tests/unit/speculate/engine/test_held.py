@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -241,10 +242,8 @@ def test_a_prompt_that_is_not_read_to_its_end_is_not_taken(monkeypatch: pytest.M
     decoder = make_decoder(target, None, batch_size=2)
     ids = (1, 2, 3, 4, 5, 6, 7, 8, 9)
     with torch.inference_mode():
-        run: Any = decoder.run([*wanted((3,), num_new=9), *wanted((4,), num_new=1), *wanted(ids)])
-        for _ in range(3):  # both short prompts, then a round before the first chunk and one behind it
-            next(run)
-        run.close()
+        # Both short prompts, then a round before the first chunk and one behind it.
+        [*islice(decoder.run([*wanted((3,), num_new=9), *wanted((4,), num_new=1), *wanted(ids)]), 3)]
     (done,) = complete(decoder, wanted(ids))
     assert (done.num_reused_tokens, done.token_ids) == (0, target.greedy(ids, 6))
 
