@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.kernels.attention_by_length import capability_of, torch_attention
 from llama_ssp.models.runner import Runner
+from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.layout import FIRST_PAGED_CAPABILITY
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.executors import GraphExecutor
@@ -32,13 +34,16 @@ from llama_ssp.speculate.engine.loop import Decoder
 _T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
 FORMATS = {
-    "bf16": (Dtype.bf16, "none", 0.05),
-    "fp16": (Dtype.fp16, "none", 0.01),
-    "int8_weight_only": (Dtype.fp16, "int8_weight_only", 0.05),
-    "int4_weight_only": (Dtype.fp16, "int4_weight_only", 0.25),
-    "fp8_weight_only": (Dtype.bf16, "fp8_weight_only", 0.15),
+    "bf16": (Dtype.bf16, "none", OWN_DTYPE, 0.05),
+    "fp16": (Dtype.fp16, "none", OWN_DTYPE, 0.01),
+    "int8_weight_only": (Dtype.fp16, "int8_weight_only", OWN_DTYPE, 0.05),
+    "int4_weight_only": (Dtype.fp16, "int4_weight_only", OWN_DTYPE, 0.25),
+    "fp8_weight_only": (Dtype.bf16, "fp8_weight_only", OWN_DTYPE, 0.15),
+    "cache-bf16": (Dtype.fp16, "none", "bf16", 0.05),
+    "cache-int8": (Dtype.fp16, "none", "int8", 0.05),
+    "cache-fp8": (Dtype.bf16, "none", "fp8", 0.15),
 }
-"""Format, quantization, and the most total variation from fp32 on average over positions."""
+"""Format, quantization, format of the cache, and the most total variation from fp32 on average over positions."""
 FEW = 8
 """Positions of a forward: about as many as a round has, whose kernels are others than those of all at once."""
 MOST_FROM_CPU = 1e-3
@@ -53,9 +58,12 @@ def num_tokens(where: Where) -> int:
 
 
 @cache
-def pair_of(where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none") -> Pair:
+def pair_of(
+    where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none", cache_dtype: str = OWN_DTYPE
+) -> Pair:
     """The shipped models."""
-    return load_pair(config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization))
+    config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
+    return load_pair(replace(config, model=replace(config.model, cache_dtype=cache_dtype)))
 
 
 def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
@@ -127,31 +135,33 @@ def greedy_text_is_plain_text(where: Where) -> Iterator[str]:
 
 def far_from_fp32(where: Where, *, name: str) -> Iterator[str]:
     """The probabilities of one of FORMATS, read a few positions at a time and all at once."""
-    dtype, quantization, limit = FORMATS[name]
-    wanted_TV = _probs(where, Dtype.fp32, "none", at_a_time=num_tokens(where))
+    dtype, quantization, cache_dtype, limit = FORMATS[name]
+    wanted_TV = _probs(pair_of(where, Dtype.fp32, draft=None), where, at_a_time=num_tokens(where))
+    pair = pair_of(where, dtype, draft=None, quantization=quantization, cache_dtype=cache_dtype)
     for at_a_time in (FEW, num_tokens(where)):
-        difference_TV = _probs(where, dtype, quantization, at_a_time=at_a_time) - wanted_TV
+        difference_TV = _probs(pair, where, at_a_time=at_a_time) - wanted_TV
         variation = float(0.5 * difference_TV.abs().sum(-1).mean())
         say(positions=at_a_time, variation=variation)
         if not variation <= limit:  # NaN is a fault too
             yield f"{name}, {at_a_time} positions: total variation {variation:.4f} from fp32, at most {limit}"
-    yield from path_faults(where, pair_of(where, dtype, draft=None, quantization=quantization))
+    yield from path_faults(where, pair)
 
 
 def far_from_the_cpu(where: Where) -> Iterator[str]:
     """The probabilities in fp32, held to those of the CPU, whose kernels are all others."""
     cpu = Where(torch.device("cpu"), where.is_small)
-    wanted_TV = _probs(cpu, Dtype.fp32, "none", at_a_time=num_tokens(where))
+    wanted_TV = _probs(pair_of(cpu, Dtype.fp32, draft=None), cpu, at_a_time=num_tokens(where))
+    pair = pair_of(where, Dtype.fp32, draft=None)
     for at_a_time in (FEW, num_tokens(where)):
-        difference = float((_probs(where, Dtype.fp32, "none", at_a_time=at_a_time) - wanted_TV).abs().max())
+        difference = float((_probs(pair, where, at_a_time=at_a_time) - wanted_TV).abs().max())
         if not difference <= MOST_FROM_CPU:
             yield f"fp32, {at_a_time} positions: probabilities differ by {difference:.2g} from the CPU's"
-    yield from path_faults(where, pair_of(where, Dtype.fp32, draft=None))
+    yield from path_faults(where, pair)
 
 
-def _probs(where: Where, dtype: Dtype, quantization: str, *, at_a_time: int) -> Tensor:
+def _probs(pair: Pair, where: Where, *, at_a_time: int) -> Tensor:
     """The target's probabilities (T, V) behind each position of a prompt, fp64 on the CPU."""
-    pair, number = pair_of(where, dtype, draft=None, quantization=quantization), num_tokens(where)
+    number = num_tokens(where)
     target = pair.models.target
     target.allocate(batch_size=1, capacity=number)
     ids_1T = torch.tensor([prompt(pair, number)], device=where.device)

@@ -14,7 +14,7 @@ On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` trie
     between              `between`                        `between_gpu`: norms, rotary embedding and cache, gate
     product              a norm, a product, a gate        `product_gpu`: all in one, with `gpu_kernels=fused`
     linear               weights that are unpacked        `linear_gpu`: a few rows by int8 or int4
-    attention by length  torch's, unsplit                 `attention_gpu`: long rows with few heads
+    attention by length  torch's, unsplit                 `attention_gpu`: long rows with few heads, 8 bits
     draw                 `sampling.processors`            `draw_gpu`: the draw of a token
 
 The kernels are our own because no library was fast with rows that do not depend on each other
