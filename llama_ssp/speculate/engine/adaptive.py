@@ -92,9 +92,8 @@ class AdaptiveLength(FixedLength):
         return probe
 
     def reads_at_once(self, source: int) -> bool:
-        """See `FixedLength`; a drafter that loses even where it has skipped nothing may never be needed."""
-        best = self._planned([0 for _ in self._sources]).best
-        return best.num_tokens > 0 and best.source == source
+        """See `FixedLength`: not if it would lose with all tokens accepted, since others may be worth a try."""
+        return self._sources[source].may_gain(self._plain_cost)
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `FixedLength`."""
@@ -137,6 +136,10 @@ class _Source:
         longest = max(choice.num_tokens for choice in costs)
         self._accepted, self._tried = [0.0] * longest, [0.0] * longest
         self._update()
+
+    def may_gain(self, plain_cost: float) -> bool:
+        """Whether a choice would gain over plain rounds if all its tokens were accepted."""
+        return any((choice.num_tokens + 1) * plain_cost > cost for choice, cost in self._costs.items())
 
     def best(self, chunks: int) -> tuple[DraftChoice, float, float]:
         """The choice that gains most over some rounds, its gain and its cost in each, after `chunks` to catch up."""
