@@ -14,6 +14,7 @@ from llama_ssp.architectures.family import record_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model, load_modules
 from llama_ssp.models.runner import Runner
+from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks
 
@@ -167,10 +168,16 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)[0].float()
 
 
-def load_ranks(folder: Path, comms: Sequence[ThreadComm]) -> list[Runner]:
-    """Load a checkpoint on ranks that are threads: one after the other, but for the comparison of a family."""
+def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts = WholeParts.none) -> list[Runner]:
+    """Load a checkpoint on ranks that are threads: one after the other, but for the comparison of a family.
+
+    As in a run, they agree whether a token's bits depend on others.
+    """
     origin, device = inspect(folder), torch.device("cpu")
     if record_of(origin.shape.model_type).is_written or len(comms) == 1:
-        return [load_model(origin, dtype=None, device=device, comm=comm) for comm in comms]
+        runners = [load_model(origin, dtype=None, device=device, comm=comm, whole=whole) for comm in comms]
+        for runner in runners:
+            runner.is_invariant = all(each.is_invariant for each in runners)
+        return runners
     modules = [load_modules(origin, dtype=None, device=device, comm=comm) for comm in comms]
     return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))

@@ -21,7 +21,7 @@ from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -85,9 +85,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     alone = load_model(inspect(tmp_path), dtype=None, device=CPU, comm=Comm.single())
     wanted, _ = drafted(alone, Comm.single())
     comms = [CountingComm.of(comm) for comm in thread_comms(num_ranks)]
-    runners = [load_model(inspect(tmp_path), dtype=None, device=CPU, comm=comm, whole=whole) for comm in comms]
-    for runner in runners:  # as `agree_on_bits` lets ranks agree
-        runner.is_invariant = all(each.is_invariant for each in runners)
+    runners = load_ranks(tmp_path, comms, whole=whole)
     for ids_BK, _ in on_ranks(comms, lambda comm: drafted(runners[comm.rank], comm)):
         assert ids_BK.tolist() == wanted.tolist()
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
