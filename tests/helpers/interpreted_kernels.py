@@ -149,7 +149,9 @@ def products() -> None:
 
 def rotary_and_cache() -> None:
     """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
-    for head_dim, has_norms, in_order, kept in product((8, 12), (False, True), (False, True), KEPT):
+    both = False, True
+    cases = [*product((8, 12), both, both, KEPT[:1]), *product((12,), both[:1], both, KEPT[1:])]
+    for head_dim, has_norms, in_order, kept in cases:
         num_heads, num_kv, num_slots = 6, 2, 10
         positions = torch.tensor([[3, 4], [0, 1], [8, 9]])
         rows = torch.tensor([[0], [1], [2]] if in_order else [[2], [0], [1]])
@@ -294,12 +296,11 @@ def whole_models() -> None:
     runner = on_gpu(quantized[1], fuses=False)
     for ours, theirs in zip(rounds(runner), rounds(quantized[0]), strict=True):
         assert_near(ours, theirs, tolerance=0.02)
-    for name, tolerance in (("bf16", 0.03), ("int8", 0.05), ("fp8", 0.2)):
-        model, precision = modules("llama", DTYPE), Precision(cache_dtype=name)
-        by_mask = LeanRunner(deepcopy(model), comm=Comm.single(), precision=precision)
-        runner = LeanRunner(model, comm=Comm.single(), precision=precision, varlen=varlen_attention)
-        for ours, theirs in zip(rounds(on_gpu(runner, fuses=False)), rounds(by_mask), strict=True):
-            assert_near(ours, theirs, tolerance=tolerance)
+    model, precision = modules("llama", DTYPE), Precision(cache_dtype="int8")
+    by_mask = LeanRunner(deepcopy(model), comm=Comm.single(), precision=precision)
+    runner = LeanRunner(model, comm=Comm.single(), precision=precision, varlen=varlen_attention)
+    for ours, theirs in zip(rounds(on_gpu(runner, fuses=False)), rounds(by_mask), strict=True):
+        assert_near(ours, theirs, tolerance=0.05)
 
 
 def several_ranks() -> None:
