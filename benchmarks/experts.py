@@ -20,7 +20,7 @@ from llama_ssp.planning.acceptance import implied_acceptance, tokens_per_round
 from llama_ssp.planning.spec import PlannedModel, read_config
 from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.calibration.operators import weight_bytes_per_s
+from llama_ssp.run.calibration.operators import cpu_speed
 from llama_ssp.settings.schema import Dtype, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
@@ -51,7 +51,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     took, num_read, bandwidth = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), 0.0
     for turn in range(num_turns):
         if turn % 10 == 0:
-            bandwidth = max(bandwidth, weight_bytes_per_s())
+            bandwidth = max(bandwidth, cpu_speed().bytes_per_s)
         for number in LENGTHS:
             ids_BT, positions_BT = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), FILLED + torch.arange(number + 1)
             before, started = float(counted_3[0]), time.perf_counter()

@@ -9,6 +9,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
@@ -26,8 +27,8 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     """Describe the current machine, without its GPUs if `on_cpu`.
 
     In order of precedence: what `task=calibrate` wrote, the entry for the GPUs that nvidia-smi lists (ConfigError if
-    there is none), and a CPU with this machine's memory and number of cores, and with its bandwidth once a run has
-    measured that.
+    there is none), and a CPU with this machine's memory and number of cores, and with its speed once a run has measured
+    that.
     """
     gpus = [] if on_cpu else _gpu_names()
     if THIS_MACHINE in hardware.names():
@@ -36,13 +37,18 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             return measured
     if not gpus:
         name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
-        laptop, bandwidth = hardware.load("laptop_cpu"), known_bandwidth()
-        sources = {"copy_bytes_per_s": "measured by the first run on this machine"} if bandwidth else {}
+        laptop, speed = hardware.load("laptop_cpu"), known_speed()
         share = (os.cpu_count() or 1) / _LAPTOP_CORES
-        return replace(
+        found = replace(
             laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
-            copy_bytes_per_s=bandwidth, sources=laptop.sources | sources,
             flops_per_s={name: share * rate for name, rate in laptop.flops_per_s.items()},
+        )  # fmt: skip
+        if speed is None:
+            return found
+        sources = dict.fromkeys(("copy_bytes_per_s", "flops_per_s"), "measured by the first run on this machine")
+        return replace(
+            found, copy_bytes_per_s=speed.bytes_per_s, sources=laptop.sources | sources,
+            flops_per_s=dict.fromkeys(laptop.flops_per_s, speed.flops_per_s),
         )  # fmt: skip
     own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):
@@ -53,23 +59,30 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     )
 
 
-def known_bandwidth() -> float | None:
-    """Bytes/s at which this machine's CPU reads weights, if `keep_bandwidth` has kept that here."""
-    with suppress(OSError, ValueError, AttributeError):
-        kept = json.loads(_bandwidths().read_text(encoding="utf-8")).get(platform.node())
-        return float(kept) if type(kept) is float and kept > 0 else None
+class Speed(NamedTuple):
+    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def known_speed() -> Speed | None:
+    """The speed of this machine's CPU, if `keep_speed` has kept that here."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        kept = Speed(*json.loads(_speeds().read_text(encoding="utf-8")).get(platform.node()))
+        return kept if all(type(figure) is float and figure > 0 for figure in kept) else None
     return None
 
 
-def keep_bandwidth(bytes_per_s: float) -> None:
+def keep_speed(speed: Speed) -> None:
     """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
     with suppress(OSError):
-        _bandwidths().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _bandwidths().write_text(json.dumps({platform.node(): bytes_per_s}) + "\n", encoding="utf-8")
+        _speeds().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _speeds().write_text(json.dumps({platform.node(): speed}) + "\n", encoding="utf-8")
 
 
-def _bandwidths() -> Path:
-    return catalogue.cache_dir() / "bandwidth.json"
+def _speeds() -> Path:
+    return catalogue.cache_dir() / "speed.json"
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.machines.machine import detect_hardware, keep_bandwidth, known_bandwidth
+from llama_ssp.machines.machine import detect_hardware, keep_speed, known_speed
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, raise_on_all_ranks
@@ -168,14 +168,14 @@ def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker:
 
 
 def _measure_once(world: World) -> None:
-    """Measure how fast a CPU that nobody has calibrated reads weights, on its first run: half a second."""
-    if not from_rank_0(world.comm, lambda: bool(known_bandwidth() or detect_hardware(on_cpu=True).profiles)):
-        from llama_ssp.run.calibration.operators import weight_bytes_per_s  # noqa: PLC0415 - once on a machine
+    """Measure the speed of a CPU that nobody has calibrated, on its first run: a second."""
+    if not from_rank_0(world.comm, lambda: bool(known_speed() or detect_hardware(on_cpu=True).profiles)):
+        from llama_ssp.run.calibration.operators import cpu_speed  # noqa: PLC0415 - once on a machine
         from llama_ssp.run.calibration.profiles import rank_0_alone  # noqa: PLC0415
 
         with rank_0_alone(world) as is_alone:
             if is_alone:
-                keep_bandwidth(weight_bytes_per_s())
+                keep_speed(cpu_speed())
 
 
 def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[PromptTask] | None) -> Plan | None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from llama_ssp.kernels.attention import ALL, find_attention
 from llama_ssp.kernels.linear import Linear, NativeLinear, fits, make_linear
+from llama_ssp.machines.machine import Speed
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -90,13 +91,14 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 
 
 @torch.inference_mode()
-def weight_bytes_per_s(num_bytes: int = 2**28) -> float:
-    """Bytes of weights per second that a CPU's product of one row reads, of a matrix too large for any cache."""
-    side = math.isqrt(num_bytes)
+def cpu_speed(num_bytes: int = 2**28) -> Speed:
+    """The speed of a CPU by products with a matrix too large for any cache, of one row and of a round's five."""
+    side, device = math.isqrt(num_bytes), torch.device("cpu")
     if not fits("bytes", torch.Size((side, side))):
-        return copy_bytes_per_s(torch.device("cpu"), num_bytes)
+        return Speed(copy_bytes_per_s(device, num_bytes), flops_per_s(torch.float32, device))
     linear = NativeLinear("bytes", torch.ones(side, side, dtype=torch.int8), torch.ones(side), None)
-    return side**2 / seconds_per_call(partial(linear, torch.ones(1, side)))
+    one_s, few_s = (seconds_per_call(partial(linear, torch.ones(rows, side))) for rows in (1, _NUM_DRAFT_TOKENS + 1))
+    return Speed(side**2 / one_s, 2 * (_NUM_DRAFT_TOKENS + 1) * side**2 / few_s)
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:

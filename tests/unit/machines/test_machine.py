@@ -9,6 +9,7 @@ import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware, machine
+from llama_ssp.machines.machine import Speed
 from tests.helpers.in_process import launch
 
 
@@ -56,29 +57,32 @@ def test_what_calibrate_measured_here_comes_before_the_catalogue(monkeypatch: py
         assert machine.detect_hardware(on_cpu=True).device == "cpu"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"%s": "fast"}', '{"%s": -1.0}'])
-def test_a_damaged_file_of_bandwidths_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"%s": "ab"}', '{"%s": 1.0}', '{"%s": [-1.0, 1.0]}'])
+def test_a_damaged_file_of_speeds_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine.keep_bandwidth(1e10)
-    assert machine.known_bandwidth() == 1e10
+    machine.keep_speed(Speed(1e10, 2e11))
+    assert machine.known_speed() == (1e10, 2e11)
     (file,) = tmp_path.glob("*/*.json")
     file.write_text(text.replace("%s", platform.node()))
-    assert machine.known_bandwidth() is None
+    assert machine.known_speed() is None
 
 
-def test_a_run_keeps_the_bandwidth_that_later_plans_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_keeps_the_speed_that_later_plans_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = [name for name in hardware.names() if name != machine.THIS_MACHINE]
     monkeypatch.setattr(hardware, "names", lambda: names)
     assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s is None
     assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
     shutil.rmtree(tmp_path / "run")
-    found = machine.detect_hardware(on_cpu=True).copy_bytes_per_s
-    assert found
-    assert 1e9 < found < 1e12
-    machine.keep_bandwidth(2e10)
+    found = machine.detect_hardware(on_cpu=True)
+    assert found.copy_bytes_per_s
+    assert 1e9 < found.copy_bytes_per_s < 1e12
+    assert 1e10 < found.flops_per_s["fp32"] < 1e14
+    assert found.flops_per_s["fp32"] == (machine.known_speed() or Speed(0, 0)).flops_per_s
+    machine.keep_speed(Speed(2e10, 3e11))
     assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
     assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s == 2e10, "measured once"
+    assert machine.detect_hardware(on_cpu=True).flops_per_s["bf16"] == 3e11
 
 
 def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
