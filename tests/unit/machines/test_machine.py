@@ -93,7 +93,10 @@ def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
     assert machine.machine_of_run(two, 1) == laptop
 
 
-def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpus_is_a_cpu_with_its_own_memory_and_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no run has measured it
     laptop = hardware.load("laptop_cpu")
     monkeypatch.setattr(hardware, "names", lambda: ["laptop_cpu"])
     monkeypatch.setattr(machine, "_gpu_names", list)
