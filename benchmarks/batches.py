@@ -1,9 +1,10 @@
-"""Batches: new tokens a second by rows at once, plain and speculative, next to transformers and llama.cpp.
+"""Batches: new tokens a second by rows at once, plain and speculative, next to transformers, llama.cpp and vLLM.
 
     .venv/bin/python -m benchmarks.batches          prints the tables
     .venv/bin/python -m benchmarks.batches --write  writes docs/benchmarks/batches.md
 
-One process, all candidates in turns. llama.cpp takes part where its packages are installed (`benchmarks.llama_cpp`).
+All candidates in turns. llama.cpp takes part where its packages are installed (`benchmarks.llama_cpp`), and vLLM where
+`benchmarks.vllm_cpu` finds its interpreter.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import Goal, markdown, show, table_of_goals
 from benchmarks.threads import RANDOM_100M, RANDOM_DRAFT, random_checkpoint
+from benchmarks.vllm_cpu import PYTHON, Vllm
 from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
@@ -40,14 +42,14 @@ from llama_ssp.weights import hub
 ROWS, PROMPT_TOKENS, NUM_NEW_TOKENS, TEMPERATURE, K = (1, 8, 32, 64), (16, 512), 32, 0.8, 4
 MOST_TURNS, MOST_TOKENS = 6, 4096
 """Of a cell: small batches take more turns, up to so many tokens, prompts included."""
-PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP = (
-    "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp",
+PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP, VLLM = (
+    "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp", "vLLM",
 )  # fmt: skip
 _HEAD = """\
 # Batches
 
 `python -m benchmarks.batches --write` writes this page: new tokens a second, prefill included, of batches of prompts of
-{prompts} tokens with {tokens} new tokens each. One process with {threads} threads of an {processor}, temperature
+{prompts} tokens with {tokens} new tokens each. {threads} threads of an {processor}, temperature
 {temperature}, all candidates in turns, medians of {turns} or more; torch {torch}, transformers {transformers}{others}.
 The machine was shared: compare columns of one table. transformers assists one row at a time, so its assisted rows stand
 for one row alone. The draft of a random model accepts what it happens to. {absent}
@@ -133,8 +135,9 @@ def llama_cpp(file: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Callab
 
 
 def measure(
-    pair: Pair, peers: Peers | None, file: Path | None, *, num_prompt_tokens: int, num_rows: int, turns: int
-) -> Cell:
+    pair: Pair, peers: Peers | None, file: Path | None, vllm: Vllm | None, *,
+    num_prompt_tokens: int, num_rows: int, turns: int,
+) -> Cell:  # fmt: skip
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
     text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer, chat=False)
     prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
@@ -151,6 +154,10 @@ def measure(
         candidates[GENERATE] = lambda _: 1e3 / run(num_draft_tokens=None)
         if num_rows == 1:
             candidates[ASSISTED] = lambda _: 1e3 / run(num_draft_tokens=K)
+    if vllm:
+        complete = partial(vllm.tokens_per_s, prompts, num_new_tokens=NUM_NEW_TOKENS, temperature=TEMPERATURE)
+        candidates[VLLM] = lambda _: complete()
+        complete()
     with ExitStack() as stack:
         if file:
             candidates[LLAMA_CPP] = stack.enter_context(llama_cpp(file, prompts))
@@ -167,15 +174,17 @@ def plain_share(auto: Ours) -> float:
     return drafted.count(0) / len(drafted)
 
 
-def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int) -> str:
+def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int, vllm: str | None) -> str:
     """The page of the docs, from the cells of each case and prompt length by rows."""
     made_by = versions()
     others = f", llama-cpp-python {version('llama-cpp-python')}" if IS_INSTALLED else ""
+    others += f", vLLM {vllm}" if vllm else ""
+    absent = [name for name, is_there in ((LLAMA_CPP, IS_INSTALLED), (VLLM, vllm)) if not is_there]
     head = _HEAD.format(
         prompts=" and ".join(map(str, PROMPT_TOKENS)), tokens=NUM_NEW_TOKENS, threads=torch.get_num_threads(),
         processor=processor(), temperature=TEMPERATURE, turns=turns, torch=made_by["torch"],
         transformers=made_by["transformers"], others=others,
-        absent="" if IS_INSTALLED else "llama.cpp was not installed.",
+        absent=f"Not installed: {' and '.join(absent)}." if absent else "",
     )  # fmt: skip
     parts, goals = [head.strip()], []
     for (name, num_prompt_tokens), cells in tables.items():
@@ -198,7 +207,7 @@ def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int) -> str:
             goals.append(Goal(f"{where}: {best} / {AUTO}", cell.times(best, AUTO), 1.1))
             goals += [
                 Goal(f"{where}: {other} / {PLAIN}", cell.times(other, PLAIN), 1.0)
-                for other in (GENERATE, LLAMA_CPP)
+                for other in (GENERATE, LLAMA_CPP, VLLM)
                 if other in cell.tokens_per_s
             ]
     return "\n\n".join([*parts, "## Goals", "Ratios of speeds.", table_of_goals(goals)]) + "\n"
@@ -215,6 +224,7 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     tables: dict[tuple[str, int], dict[int, Cell]] = {}
+    vllm_version = None
     with tempfile.TemporaryDirectory() as kept:
         for case in cases():
             if arguments.only and arguments.only not in case.name:
@@ -222,11 +232,28 @@ def main() -> None:
             pair, peers, file = case.load(), case.load_peers(), None
             if IS_INSTALLED:
                 write_gguf(case.folders[0], file := Path(kept) / f"{case.form}.gguf", case.form)
+            vllm = None
+            if PYTHON and case.quantization is None:
+                slots = max(arguments.prompts) + NUM_NEW_TOKENS
+                vllm = Vllm(
+                    case.folders[0], num_rows=max(arguments.rows), num_slots=slots, num_threads=torch.get_num_threads()
+                )
+                vllm_version = vllm.version
             for length, rows in product(arguments.prompts, arguments.rows):
                 print(f"timing {case.name}, prompts of {length} tokens, {rows} rows", flush=True)
-                cell = measure(pair, peers, file, num_prompt_tokens=length, num_rows=rows, turns=arguments.turns)
+                cell = measure(
+                    pair,
+                    peers,
+                    file,
+                    vllm,
+                    num_prompt_tokens=length,
+                    num_rows=rows,
+                    turns=arguments.turns,
+                )
                 tables.setdefault((case.name, length), {})[rows] = cell
-    show(page(tables, turns=arguments.turns), page="batches.md", is_written=arguments.write)
+            if vllm:
+                vllm.close()
+    show(page(tables, turns=arguments.turns, vllm=vllm_version), page="batches.md", is_written=arguments.write)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def cell(plain: float, fast: float, auto: float, **others: float) -> Cell:
 
 def test_the_page_says_from_which_batch_on_speculation_loses() -> None:
     cells = {1: cell(100, 150, 140), 8: cell(400, 390, 350, **{GENERATE: 40, LLAMA_CPP: 480}), 32: cell(800, 400, 790)}
-    page = batches.page({("one pair", 16): cells, ("another", 16): {1: cell(1, 2, 2)}}, turns=1)
+    page = batches.page({("one pair", 16): cells, ("another", 16): {1: cell(1, 2, 2)}}, turns=1, vllm=None)
     assert f"| {PLAIN} | 100 | 400 | 800 |" in page
     assert f"| {LLAMA_CPP} |  | 480 |  |" in page
     assert f"| {FAST} / {PLAIN} | 1.50 | 0.97 | 0.50 |" in page
