@@ -139,13 +139,9 @@ def load_models(
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-        tokenizers=_tokenizers(config, target_source, draft_source),
+        tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
+        if draft_source and matching_of(config.draft) else None,
     )  # fmt: skip
-
-
-def _tokenizers(config: RunConfig, target: Source, draft: Source | None) -> TokenizerPair | None:
-    """Both models' tokenizers, if the draft has its own."""
-    return TokenizerPair(target.tokenizer, draft.tokenizer) if draft and matching_of(config.draft) else None
 
 
 def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
