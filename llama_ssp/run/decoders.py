@@ -165,11 +165,7 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
 
 
 def build_decoder(
-    models: Models,
-    config: RunConfig,
-    *,
-    speculative: bool,
-    stop_request: StopRequest | None = None,
+    models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device

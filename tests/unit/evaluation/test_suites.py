@@ -103,8 +103,7 @@ def test_rates_must_be_shown_to_be_equivalent(counts: tuple[int, ...], passed: b
 
 
 @pytest.mark.parametrize(
-    ("plain", "fast", "place"),
-    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([2], [1], 0)],
+    ("plain", "fast", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([2], [1], 0)]
 )
 def test_texts_part_at_their_first_difference(plain: list[int], fast: list[int], place: int | None) -> None:
     assert agreement.place_of_difference(CompletionPair(*both(plain, fast))) == place

@@ -159,9 +159,7 @@ def test_ranks_on_cpus_meet_through_gloo_and_gpus_have_nccl_for_tensors(
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
 
 
-def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(
-    formed: dict[str, Any],
-) -> None:
+def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(formed: dict[str, Any]) -> None:
     formed["store"].delete_key("llama_ssp/here/0")
     with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1"):
         form_group(SECOND, device=CPU, timeout_s=0.1)

@@ -76,10 +76,7 @@ def test_ranks_that_may_use_the_same_cores_share_them(
 
 @pytest.mark.parametrize(
     ("others", "num_sharers", "crowded"),
-    [
-        ([("here", (0, 1))] * 3, 4, True),
-        ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False),
-    ],
+    [([("here", (0, 1))] * 3, 4, True), ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False)],
     ids=["one mask for all", "a mask for each socket, and another host"],
 )
 def test_ranks_of_a_host_with_the_same_mask_share_cores(
