@@ -24,6 +24,8 @@ from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):  # no test is a rank of what starts the tests
+    os.environ.pop(name, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
 sys.dont_write_bytecode = False
 # Models, machines and the history of whoever runs the tests stay out of them.

@@ -48,9 +48,6 @@ def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
     def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
         log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"

@@ -163,8 +163,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @amounts(*NUM_PLANS)

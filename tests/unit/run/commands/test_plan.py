@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from llama_ssp.run.commands import plan as entry
 from llama_ssp.run.tasks import dry_run
+from tests.helpers.in_process import Ended
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -22,15 +22,6 @@ ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = ROOT / "launch" / "plan.py"
 # Packages that an engineer without a GPU need not have; None makes their import fail.
 BLOCKED = ("torch", "transformers", "numpy", "rich", "matplotlib", "accelerate", "safetensors", "scipy", "psutil")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a call ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 Call = Callable[..., Ended]

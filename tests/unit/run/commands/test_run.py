@@ -18,7 +18,6 @@ from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
-from tests.helpers.commands import run as start_run
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -50,10 +49,7 @@ def _handlers() -> Iterator[None]:
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
     def launch_one(
         *arguments: str, fails: BaseException | None = None, stops: bool = False, **environment: str
@@ -117,16 +113,6 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
         ended = launch(argument, RANK="1", WORLD_SIZE="2")
         assert (ended.code, ended.out, ended.err) == (2, "", "")
         assert time.monotonic() - start >= 0.3
-
-
-@pytest.mark.heavy
-def test_torchrun_lists_rank_0_alone_with_its_sentence() -> None:
-    ended = start_run(["model=nosuch"], num_ranks=4)
-    assert ended.returncode == 1
-    lines = ended.stderr.splitlines()
-    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
-    assert sum("exitcode  :" in line for line in lines) == 1
-    assert "traceback : unknown model 'nosuch'" in lines[-2]
 
 
 @pytest.mark.parametrize(
