@@ -18,6 +18,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from llama_ssp.ranks.process import signals_kept
 from llama_ssp.settings import catalogue
 from tests.helpers import slurm
 from tests.helpers.own_conf import OwnConf, writer
@@ -54,6 +55,13 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
         if nodeid.startswith(STUBS):
             return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+
+
+@pytest.fixture
+def _signal_handlers() -> Iterator[None]:
+    """Restore the handlers of signals, which a run sets and its end sets aside."""
+    with signals_kept():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

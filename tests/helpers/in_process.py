@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import signal
 import sys
 import traceback
 import warnings
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from llama_ssp.ranks.process import STOP_SIGNALS
+from llama_ssp.ranks.process import signals_kept
 from llama_ssp.run.commands import run
 from tests.helpers.disturbed import lines
 
@@ -54,18 +53,15 @@ def launch(*arguments: str) -> Ended:
     """Run `launch/run.py` with these arguments, on one rank, as python would start it."""
     said, written = io.StringIO(), io.StringIO()
     run_dir = Path(next((word[8:] for word in reversed(arguments) if word.startswith("run_dir=")), ""))
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with (
             mock.patch.object(sys, "argv", ["run.py", *arguments]),
             contextlib.redirect_stdout(written),
             contextlib.redirect_stderr(said),
             warnings.catch_warnings(),
+            signals_kept(),
         ):
             warnings.simplefilter("ignore")  # of libraries: a run shows them and goes on
             return Ended(code=run.main(), err=said.getvalue(), out=written.getvalue(), run_dir=run_dir)
     except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
         return Ended(code=None, err=traceback.format_exc())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.ranks.process import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
 from tests.helpers.in_process import Ended
 from tests.helpers.repository import ROOT
@@ -22,7 +22,6 @@ Call = Callable[..., Ended]
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
     """A function that calls the program in this process."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def call_once(*words: str) -> Ended:
         with pytest.raises(SystemExit) as ended:
@@ -30,9 +29,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
         said = capsys.readouterr()
         return Ended(code=int(str(ended.value.code or 0)), out=said.out, err=said.err)
 
-    yield call_once
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield call_once
 
 
 def test_help_names_every_command_and_each_explains_itself(call: Call) -> None:

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,13 @@ import pytest
 
 import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
-from llama_ssp.ranks.process import STOP_SIGNALS
 from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("_signal_handlers")]
 
 
 @dataclass
@@ -34,15 +33,6 @@ class Ended:
 
 
 Launch = Callable[..., Ended]
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The handlers of signals, which each run sets."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
