@@ -6,13 +6,14 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from llama_ssp.ranks.process import signals_kept
-from llama_ssp.run.commands import run
+from llama_ssp.run.commands import plan, run
 from tests.helpers.disturbed import lines
 
 
@@ -47,6 +48,27 @@ class Ended:
     def status(self) -> str:
         """How it says that it has ended."""
         return (self.run_dir / "status").read_text()
+
+
+def call(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
+    """Call a command's main function, as its file does."""
+    said, written = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(said):
+            return Ended(code=main(arguments), err=said.getvalue(), out=written.getvalue())
+    except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
+        return Ended(code=None, err=traceback.format_exc())
+    except SystemExit as stop:
+        code = 0 if stop.code is None else stop.code
+        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue())
+
+
+def planned(*settings: str) -> dict[str, Any]:
+    """The document of a plan that fits, or of a search or a comparison of machines."""
+    ended = call(plan.main, [*settings, "format=json"])
+    assert ended.code == 0, ended.err
+    content: dict[str, Any] = json.loads(ended.out)
+    return content
 
 
 def launch(*arguments: str) -> Ended:
