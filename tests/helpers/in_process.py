@@ -60,7 +60,7 @@ def call(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
         return Ended(code=None, err=traceback.format_exc())
     except SystemExit as stop:
         code = 0 if stop.code is None else stop.code
-        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue())
+        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue(), out=written.getvalue())
 
 
 def planned(*settings: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
-from llama_ssp.ranks.process import Ranks, listen
+from llama_ssp.ranks.process import Ranks, listen, signals_kept
 from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, open_store, seen_by_all, wait_for_all
 from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners
@@ -196,14 +196,12 @@ def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is
 def test_a_signal_ends_the_wait_for(wait: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     begin_s = time.monotonic()
-    try:
+    with signals_kept():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         stop.start()
         with pytest.raises(KeyboardInterrupt):
             wait()
-    finally:
         stop.join()
-        signal.signal(signal.SIGTERM, before)
     assert time.monotonic() - begin_s < 20
