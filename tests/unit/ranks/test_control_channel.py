@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from threading import Event, Thread
 
 import pytest
@@ -16,8 +15,6 @@ from llama_ssp.ranks.process import Agent
 from tests.helpers.disturbed import wait_for
 
 pytestmark = pytest.mark.seconds
-
-Watches = Callable[..., list[ControlChannel]]
 
 
 @pytest.fixture

@@ -34,10 +34,6 @@ class Peers(ControlChannel):
         return (1,) if is_silent else ()
 
 
-class Ended(BaseException):
-    """Instead of the end of this process."""
-
-
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The exit codes that the watchdog chose."""
