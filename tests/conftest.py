@@ -18,12 +18,15 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from llama_ssp.ranks.process import signals_kept
 from llama_ssp.settings import catalogue
 from tests.helpers import slurm
 from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
 os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):  # no test is a rank of what starts the tests
+    os.environ.pop(name, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
 sys.dont_write_bytecode = False
 # Models, machines and the history of whoever runs the tests stay out of them.
@@ -52,6 +55,13 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
         if nodeid.startswith(STUBS):
             return nodeid.partition("::")[0]
         return JOBS[0] if nodeid.startswith(JOBS) else nodeid
+
+
+@pytest.fixture
+def _signal_handlers() -> Iterator[None]:
+    """Restore the handlers of signals, which a run sets and its end sets aside."""
+    with signals_kept():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,9 +8,10 @@ narrow.
 
 from collections.abc import Iterable, Iterator
 
-from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.statistics import wilson
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.summary import CompletionPair, counted_rounds
 from llama_ssp.settings.schema import Dtype, RunConfig
 from llama_ssp.settings.tasks import EvaluateConfig, Suite
 
@@ -65,13 +66,10 @@ def _gap(evidence: Evidence, pair: CompletionPair) -> float:
 
 def _drafted(evidence: Evidence) -> list[Measure]:
     """How often the draft's best token is the target's, over the tokens that verification examined."""
-    lines = [pair.speculative for pair in evidence.pairs]
-    examined = sum(sum(line.examined_lengths) for line in lines)
-    accepted = sum(
-        kept for line in lines for kept, seen in zip(line.accepted_lengths, line.examined_lengths, strict=True) if seen
-    )
-    if not examined:
+    rounds = counted_rounds([pair.speculative for pair in evidence.pairs])
+    if not rounds:
         return []
+    accepted, examined = map(sum, zip(*rounds, strict=True))
     name = "drafted tokens that are the target's best"
     return [Measure.within(name, accepted / examined, wilson(accepted, examined))]
 

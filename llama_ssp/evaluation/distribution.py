@@ -9,7 +9,7 @@ over all tokens. Each kind gets half of the rate of false alarms, in equal share
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from llama_ssp.evaluation.evidence import CompletionPair, Evidence
+from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import powers, sums_of
 from llama_ssp.evaluation.statistics import (
     PairedGroup,
@@ -21,6 +21,7 @@ from llama_ssp.evaluation.statistics import (
     total_variation,
 )
 from llama_ssp.reports.records import CompletionLine, Evaluation, Measure
+from llama_ssp.reports.summary import CompletionPair
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import Suite

@@ -10,7 +10,6 @@ from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import (
     DrafterConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -86,8 +85,9 @@ class ModelArguments:
             "batch_size": self.batch_size,
             "seed": self.seed,
         }
-        others: dict[str, Any] = {"task": GenerateConfig(), "draft": DrafterConfig(), "placement": PlacementConfig()}
-        check_values(RunConfig(model=ModelConfig(name=self.target), **others, **decided))
+        check_values(
+            RunConfig(task=GenerateConfig(), model=ModelConfig(name=self.target), draft=DrafterConfig(), **decided)
+        )
         return decided
 
 

@@ -4,7 +4,8 @@ torchrun, as `llama-ssp run` uses it too, notices that a process of its node has
 Its exit code is 1 for every failure; it knows neither ranks that are stopped nor ranks that srun has started. The tests
 that kill and stop ranks in every phase (tests/distributed/test_kill_matrix.py) need more:
 
-    raise_on_all_ranks   one rank's error reaches all ranks at the next meeting point, without a timeout
+    raise_on_all_ranks   one rank's error reaches all ranks at the next meeting point, without a timeout; `from_rank_0`
+                         sends what rank 0 alone can know with it
     ControlChannel       names the ranks that do not answer, since the error of a collective says only that a connection
                          was closed or a timeout passed; agrees on the error and on the rank that reports it; forwards
                          the SIGTERM of one rank to all; ends ranks whose main thread waits for ever
@@ -24,6 +25,7 @@ main thread is doing, until its rank leaves the run: a rank that does not answer
 """
 
 import atexit
+import json
 import logging
 import os
 import secrets
@@ -35,7 +37,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -72,6 +74,15 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
     if failed:
         where = "" if len(failed) == comm.size else f" (rank {failed[0]})"
         raise _from_message(messages[failed[0]] + where) from mine
+
+
+def from_rank_0(comm: Comm, make: Callable[[], object]) -> Any:  # noqa: ANN401 - whatever JSON can hold
+    """Return what `make` returns on rank 0, as JSON holds it, on every rank; an SspError of it is raised on all."""
+    text = ""
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            text = json.dumps(make())
+    return json.loads(comm.broadcast_text(text, src=0))
 
 
 def _to_message(error: SspError) -> str:

@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv6Address, ip_address
@@ -128,6 +129,17 @@ def handle_signals(handler: Callable[[int, FrameType | None], object] | signal.H
     """Call `handler` on the signals that this process handles, from now on."""
     for number in heeded_signals():
         signal.signal(number, handler)
+
+
+@contextmanager
+def signals_kept() -> Iterator[None]:
+    """Let `STOP_SIGNALS` do after the block what they did before it."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_signals() -> None:

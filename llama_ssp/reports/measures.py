@@ -13,7 +13,7 @@ import numpy as np
 
 from llama_ssp.reports.folder import Run
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
-from llama_ssp.reports.summary import counted_rounds, ms_per_token
+from llama_ssp.reports.summary import counted_rounds, ms_per_token, pairs_of
 
 CONFIDENCE = 0.95
 LEAST_PROMPTS = 6
@@ -74,10 +74,8 @@ class RunMeasures(NamedTuple):
 def measure(run: Run) -> RunMeasures:
     """Compute the measures of a run from its completions."""
     by_mode = {mode: [line for line in run.lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
-    in_both = set.intersection(*({(line.index, line.sample) for line in lines} for lines in by_mode.values()))
-    plain, fast = (
-        dict(_times([line for line in lines if (line.index, line.sample) in in_both])) for lines in by_mode.values()
-    )
+    both = pairs_of(run.lines)
+    plain, fast = (dict(_times([pair[side] for pair in both])) for side in (0, 1))
     pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
     rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]
     counts = [(float(sum(kept for kept, _ in each)), float(sum(seen for _, seen in each))) for each in rounds if each]

@@ -6,9 +6,8 @@ settings that plan or run each of its choices.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -280,38 +279,25 @@ def _in_brackets(found: Sequence[float] | None) -> str:
     return f" ({found[0]:.2f}-{found[1]:.2f})" if found else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobRow:
-    """A job of a sweep.
-
-    Attributes:
-        ms_per_token: of its faster mode.
-        hours: of its decoding; None if they are not known.
-        num_gpus: 0 on CPUs.
-    """
+class JobRow(NamedTuple):
+    """A job of a sweep: its name, ms/token in its faster mode, and hours of decoding where they are known."""
 
     name: str
     fits: bool
     ms_per_token: float
     hours: float | None
-    num_gpus: int
-
-    @property
-    def gpu_hours(self) -> float | None:
-        """The hours of all its GPUs."""
-        return self.hours * self.num_gpus if self.hours is not None and self.num_gpus else None
+    gpu_hours: float | None
 
 
 def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
     """Print one table of all jobs of a sweep."""
     title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
     table = Table(title=title, title_justify="left", title_style="", show_footer=True)
-    hours, gpu_hours = ([getattr(job, name) for job in jobs] for name in ("hours", "gpu_hours"))
     table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
     table.add_column("fits", footer=f"{sum(job.fits for job in jobs)} of {len(jobs)}", no_wrap=True)
     table.add_column("ms/token", justify="right", no_wrap=True)
-    table.add_column("hours", justify="right", footer=_sum_of_hours(hours), no_wrap=True)
-    table.add_column("GPU-hours", justify="right", footer=_sum_of_hours(gpu_hours), no_wrap=True)
+    table.add_column("hours", justify="right", footer=_sum_of_hours([job.hours for job in jobs]), no_wrap=True)
+    table.add_column("GPU-hours", justify="right", footer=_sum_of_hours([job.gpu_hours for job in jobs]), no_wrap=True)
     for job in jobs:
         verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
         spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]

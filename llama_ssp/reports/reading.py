@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
+from llama_ssp.settings.model_files import is_deep
+
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""
 MOST_CHARS = 1 << 20
@@ -76,7 +78,7 @@ def _restored(expected: Any, value: object, *, where: str) -> object:  # noqa: A
 
 def _fits(expected: object, value: Any, *, signed: bool) -> bool:  # noqa: ANN401 - any parsed JSON
     if expected is Any:
-        return _is_shallow(value, _MOST_DEPTH)
+        return not is_deep(value, _MOST_DEPTH)
     if expected is float and type(value) in (int, float):
         return value == 0 or (_LEAST < abs(value) < _MOST and (signed or value > 0))  # false for NaN and infinity
     if expected is int and type(value) is int:
@@ -90,13 +92,7 @@ def is_storable(value: object) -> bool:
         json.dumps(value, allow_nan=False)
     except ValueError:  # 1e999 is infinity to Python's parser
         return False
-    return _is_shallow(value, _MOST_DEPTH - 1)
-
-
-def _is_shallow(value: object, most: int) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return not isinstance(value, list) or (most > 0 and all(_is_shallow(item, most - 1) for item in value))
+    return not is_deep(value, _MOST_DEPTH - 1)
 
 
 def read_settings(text: str) -> dict[str, object]:

@@ -375,11 +375,6 @@ class Summary(RunFacts):
         version = content.get("schema_version") if isinstance(content, dict) else None
         if not isinstance(content, dict) or version != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {reprlib.repr(version)}, not {SCHEMA_VERSION}")
-        if isinstance(forecast := content.get("forecast"), dict):  # earlier versions wrote ranges
-            content["forecast"] = {key: value for key, value in forecast.items() if not key.endswith(("_low", "_high"))}
-        if isinstance(overlap := content.get("overlap"), dict):  # and two kinds of overlapped rounds
-            for each in (overlap, *(rank for rank in overlap.get("ranks") or () if isinstance(rank, dict))):
-                each.pop("waits", None)
         summary = restore(cls, content)
         fast = summary.speculative
         if fast and not 1 <= len(fast.accepted_histogram) - 1 <= MOST_DRAFTED:

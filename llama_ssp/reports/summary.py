@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import (
@@ -60,12 +61,25 @@ def acceptance_rate(lines: Sequence[CompletionLine]) -> float | None:
 
 def speedup(lines: Sequence[CompletionLine]) -> float | None:
     """Plain over speculative `ms_per_token`, over the completions that exist in both modes."""
+    pairs = pairs_of(lines)
+    plain_ms, fast_ms = (ms_per_token([pair[side] for pair in pairs]) for side in (0, 1))
+    return _ratio(plain_ms or 0.0, fast_ms or 0.0)
+
+
+class CompletionPair(NamedTuple):
+    """The plain and the speculative completion of the same prompt and sample."""
+
+    plain: CompletionLine
+    speculative: CompletionLine
+
+
+def pairs_of(lines: Iterable[CompletionLine]) -> list[CompletionPair]:
+    """Pair the lines of a run, whatever their order; those without a counterpart are left out."""
     by_mode: dict[str, dict[tuple[int, int], CompletionLine]] = {PLAIN: {}, SPECULATIVE: {}}
     for line in lines:
         by_mode[line.mode][line.index, line.sample] = line
-    common = by_mode[PLAIN].keys() & by_mode[SPECULATIVE].keys()
-    plain_ms, fast_ms = (ms_per_token([by_mode[mode][key] for key in common]) for mode in (PLAIN, SPECULATIVE))
-    return _ratio(plain_ms or 0.0, fast_ms or 0.0)
+    plain, fast = by_mode.values()
+    return [CompletionPair(plain[key], fast[key]) for key in sorted(plain.keys() & fast.keys())]
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:

@@ -139,13 +139,9 @@ def load_models(
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
         context=min(source.origin.context for source in sources if source),
         sources=tuple(source for source in sources if source),
-        tokenizers=_tokenizers(config, target_source, draft_source),
+        tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
+        if draft_source and matching_of(config.draft) else None,
     )  # fmt: skip
-
-
-def _tokenizers(config: RunConfig, target: Source, draft: Source | None) -> TokenizerPair | None:
-    """Both models' tokenizers, if the draft has its own."""
-    return TokenizerPair(target.tokenizer, draft.tokenizer) if draft and matching_of(config.draft) else None
 
 
 def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
@@ -169,11 +165,7 @@ def agree_on_packing(runner: Runner, comm: Comm) -> None:
 
 
 def build_decoder(
-    models: Models,
-    config: RunConfig,
-    *,
-    speculative: bool,
-    stop_request: StopRequest | None = None,
+    models: Models, config: RunConfig, *, speculative: bool, stop_request: StopRequest | None = None
 ) -> Decoder:
     """Build a decoder from the models and the config; plain decoding uses the target alone."""
     mesh, device = models.mesh, models.target.device

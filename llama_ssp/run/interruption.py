@@ -1,11 +1,10 @@
 """Signals that ask a run to stop: they set a flag, and the loop ends after the current round on every rank alike."""
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from llama_ssp.ranks.process import heeded_signals
+from llama_ssp.ranks.process import handle_signals, heeded_signals, signals_kept
 from llama_ssp.speculate.engine.completion import StopRequest
 
 
@@ -39,7 +38,8 @@ def stopping_on_signals(
         raise
     finally:
         if not is_agreed:
-            _restore(before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     if stop_request.requested and not is_agreed:  # it came after the agreement: raise it again for later code
         stop_request.requested = False
         signal.raise_signal(signal.SIGTERM)
@@ -49,13 +49,6 @@ def stopping_on_signals(
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt while the block waits for the user's input."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in heeded_signals()}
-    try:
+    with signals_kept():
+        handle_signals(signal.default_int_handler)
         yield
-    finally:
-        _restore(before)
-
-
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler)

@@ -56,10 +56,7 @@ def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termin
                 complain(str(error))
 
         try:
-            with (
-                unify_failure(world.watch, phase),
-                guard(world.watch, world.comm.device_wait, phase, report=report),
-            ):
+            with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
                 if task_of(config).needs_models:
                     folder = _open_folder(config, world, stack)
                     stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)

@@ -17,7 +17,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.machines.machine import detect_hardware, keep_speed, known_speed
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
-from llama_ssp.ranks.failures import Phase, raise_on_all_ranks
+from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
@@ -29,7 +29,6 @@ from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.results import finalize, pass_gate
 from llama_ssp.run.resuming import check_lines, check_models
 from llama_ssp.run.session import Session
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.registry import imported

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
+from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.result_queue import ResultQueue
 from llama_ssp.ranks.world import World
@@ -23,7 +24,6 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evalua
 from llama_ssp.run.decoders import Models, build_decoder
 from llama_ssp.run.jobs import PromptTask, in_turns
 from llama_ssp.run.prompts import Prompt
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import RunConfig

@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from llama_ssp.reports.records import StartUp
@@ -15,19 +14,16 @@ class StartClock:
 
     def __init__(self, *, age_s: float = 0.0) -> None:
         self._zero_s = time.monotonic() - age_s
-        self._began_unix_s = time.time() - age_s
-        steps = [field.name for field in fields(StartUp) if field.name != "began_unix_s"]
-        self._reached_s: dict[str, float | None] = dict.fromkeys(steps)
+        self._times = {"began_unix_s": time.time() - age_s}
 
     def reach(self, step: str) -> None:
         """Record the time of a step, a field of `StartUp`; only the first call counts."""
-        if self._reached_s[step] is None:
-            self._reached_s[step] = time.monotonic() - self._zero_s
+        self._times.setdefault(step, time.monotonic() - self._zero_s)
 
     @property
     def times(self) -> StartUp:
         """The times of all steps so far."""
-        return StartUp(began_unix_s=self._began_unix_s, **self._reached_s)
+        return StartUp(**self._times)
 
 
 def process_age_s() -> float:

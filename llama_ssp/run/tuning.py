@@ -6,18 +6,17 @@ All ranks use the times that rank 0 measured. A run folder keeps them for when t
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import linear_regression
 from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
@@ -52,17 +51,6 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
     acceptance = from_rank_0(comm, lambda: _expected_acceptance(config))
     sources = range(len(round_.drafters))
     choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in ADAPTIVE_LENGTHS)]
-    costs = _kept_or_measured(
-        folder, comm, read=partial(_read_costs, choices=choices),
-        measure=lambda: _measure_costs(decoder, choices, comm=comm, num_slots=num_slots),
-    )  # fmt: skip
-    decoder.length = AdaptiveLength(costs, acceptance=acceptance)
-
-
-def _kept_or_measured(
-    folder: RunFolder | None, comm: Comm, *, read: Callable[[Any], RoundCosts], measure: Callable[[], object]
-) -> RoundCosts:
-    """The costs in the run folder, the same on every rank; `measure` makes a file that is missing."""
 
     def kept() -> object:
         text = folder.read_kept(COSTS_FILE) if folder else None
@@ -70,7 +58,7 @@ def _kept_or_measured(
             return None
         try:
             content = read_json(text)
-            read(content)
+            _read_costs(content, choices)
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{COSTS_FILE} of run_dir is damaged: delete it to measure again") from None
         return content
@@ -82,9 +70,9 @@ def _kept_or_measured(
 
     content = from_rank_0(comm, kept)
     if content is None:
-        measured = measure()
+        measured = _measure_costs(decoder, choices, comm=comm, num_slots=num_slots)
         content = from_rank_0(comm, keep)
-    return read(content)
+    decoder.length = AdaptiveLength(_read_costs(content, choices), acceptance=acceptance)
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:

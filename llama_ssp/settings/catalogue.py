@@ -44,19 +44,24 @@ def conf_dir() -> Path:
     return in_checkout if in_checkout.is_dir() else package / "conf"
 
 
-def user_dir() -> Path:
-    """Return the user's own folder, which need not exist: `llama-ssp` in $XDG_CONFIG_HOME, else in `~/.config`.
+def base_dir(kind: str, default: str) -> Path:
+    """Return a folder of the user, which need not exist: $XDG_`kind`_HOME, else the default.
 
-    Source: XDG Base Directory Specification 0.8, by which a relative $XDG_CONFIG_HOME is ignored.
+    Source: XDG Base Directory Specification 0.8, by which a relative path is ignored.
     """
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path raises an error for users without a home
-    return (base if base.is_absolute() else Path(home) / ".config") / "llama-ssp"
+    base = Path(os.environ.get(f"XDG_{kind}_HOME", ""))
+    # Path itself raises an error for users without a home.
+    return base if base.is_absolute() else Path(os.path.expanduser(default))  # noqa: PTH111
+
+
+def user_dir() -> Path:
+    """Return the user's own folder of options, which need not exist."""
+    return base_dir("CONFIG", "~/.config") / "llama-ssp"
 
 
 def cache_dir() -> Path:
-    """Return the user's folder for what can be made again, which need not exist: `llama_ssp` in $XDG_CACHE_HOME."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama_ssp"  # noqa: PTH111 - as above
+    """Return the user's folder for what can be made again, which need not exist."""
+    return base_dir("CACHE", "~/.cache") / "llama_ssp"
 
 
 def use(folder: str | None) -> None:
@@ -193,7 +198,7 @@ def is_folder(name: str) -> bool:
 
     What could be an id of the hub is one, unless the folder holds a model or an adapter and no entry has this name.
     """
-    path = os.path.expanduser(name)  # noqa: PTH111 - as in `user_dir`
+    path = os.path.expanduser(name)  # noqa: PTH111 - as in `base_dir`
     if not ("/" in name or name.startswith((".", "~"))) or not os.path.isdir(path):  # noqa: PTH112 - as in `_is_dir`
         return False
     holds_model = any(_is_file(Path(path) / file) for file in (CONFIG_FILE, ADAPTER_CONFIG_FILE))

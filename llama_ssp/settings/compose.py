@@ -168,12 +168,8 @@ def _expanded(word: _Word) -> list[_Word]:
     if word.override is not None or word.key not in GROUPS:
         return [word]
     folder = word.text.removeprefix(f"{word.key}=")
-    return [*filter(None, map(_read, (f"{word.key}={LOCAL}", f"{_model_key(word.key)}.path={folder}")))]
-
-
-def _model_key(group: str) -> str:
-    """The key of a model's fields."""
-    return "model" if group == "model" else f"{group}.model"
+    model = "model" if word.key == "model" else f"{word.key}.model"
+    return [*filter(None, map(_read, (f"{word.key}={LOCAL}", f"{model}.path={folder}")))]
 
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:

@@ -160,7 +160,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not JSON ({error}): copy or download it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
-    if _is_deep(content):
+    if is_deep(content, _MAX_DEPTH):
         raise _too_deep(file)
     problems = [
         f"{name} {shown(content[name])}, and {wanted} is required"
@@ -190,14 +190,13 @@ def _read_bytes(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def _is_deep(content: dict[str, Any] | list[Any]) -> bool:
+def is_deep(content: object, most: int) -> bool:
+    """Whether more than so many objects and lists stand inside each other."""
     level = [content]
-    for _ in range(_MAX_DEPTH):
-        inner = [each for item in level for each in (item.values() if isinstance(item, dict) else item)]
-        level = [item for item in inner if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
+    for _ in range(most):
+        outer = [item for item in level if isinstance(item, dict | list)]
+        level = [each for item in outer for each in (item.values() if isinstance(item, dict) else item)]
+    return any(isinstance(item, dict | list) for item in level)
 
 
 def _too_deep(file: Path) -> CheckpointError:

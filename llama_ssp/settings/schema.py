@@ -484,21 +484,18 @@ class SlurmConfig:
     sbatch: list[str] = field(default_factory=list)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes members of enums by their command-line names."""
+
+    def ignore_aliases(self, _value: object) -> bool:
+        """Write everything where it stands; `reports.reading` refuses aliases."""
+        return True
+
+
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
+
+
 def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML, with enum members by their command-line names."""
-    return yaml.safe_dump(_plain(asdict(config, dict_factory=_settings)), sort_keys=False, allow_unicode=True)
-
-
-def _settings(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of a dataclass without what only files say."""
-    return {name: value for name, value in fields if name != "stored_format"}
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value
+    """Write all settings of a run as YAML, without the storage of its models, which only their files say."""
+    settings = asdict(config, dict_factory=lambda entries: {k: value for k, value in entries if k != "stored_format"})
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

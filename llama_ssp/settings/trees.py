@@ -54,7 +54,8 @@ def tree_shape(text: str) -> TreeShape:
     whole = _DEFAULT if text == DYNAMIC else text
     is_dynamic, is_iid = whole.startswith(f"{DYNAMIC}-"), whole.startswith(_INDEPENDENT)
     sizes = whole.removeprefix(_INDEPENDENT if is_iid else f"{DYNAMIC}-")
-    numbers = [int(number) for number in sizes.split("x")] if _is_list(sizes) else []
+    is_list = re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", sizes)
+    numbers = [int(number) for number in sizes.split("x")] if is_list else []
     if not numbers or (is_dynamic and len(numbers) != 3):  # noqa: PLR2004
         raise ValueError(
             f"{text!r} is not the shape of a tree: give the number of children of a node on each level, "
@@ -80,7 +81,3 @@ def tree_shape(text: str) -> TreeShape:
             "give fewer children, or fewer levels"
         )
     return shape
-
-
-def _is_list(sizes: str) -> bool:
-    return bool(re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", sizes))

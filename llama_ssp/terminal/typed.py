@@ -1,12 +1,13 @@
 """Prompts that are typed at a terminal: several lines, line editing, and a history that later runs have too."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+
+from llama_ssp.settings.catalogue import base_dir
 
 _GOES_ON = "\\"
 _MOST_ENTRIES = 1000
@@ -50,9 +51,7 @@ def typed_prompts() -> Iterator[str]:
 
 def history_file() -> Path:
     """Return the file of the history: `llama-ssp/history` in $XDG_STATE_HOME, else in `~/.local/state`."""
-    base = Path(os.environ.get("XDG_STATE_HOME", ""))
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path raises an error for users without a home
-    return (base if base.is_absolute() else home / ".local" / "state") / "llama-ssp" / "history"
+    return base_dir("STATE", "~/.local/state") / "llama-ssp" / "history"
 
 
 def _line_editing() -> ModuleType | None:

@@ -3,17 +3,17 @@
 import contextlib
 import io
 import json
-import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from llama_ssp.ranks.process import STOP_SIGNALS
-from llama_ssp.run.commands import run
+from llama_ssp.ranks.process import signals_kept
+from llama_ssp.run.commands import plan, run
 from tests.helpers.disturbed import lines
 
 
@@ -50,22 +50,40 @@ class Ended:
         return (self.run_dir / "status").read_text()
 
 
+def call(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
+    """Call a command's main function, as its file does."""
+    said, written = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(written), contextlib.redirect_stderr(said):
+            return Ended(code=main(arguments), err=said.getvalue(), out=written.getvalue())
+    except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
+        return Ended(code=None, err=traceback.format_exc())
+    except SystemExit as stop:
+        code = 0 if stop.code is None else stop.code
+        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue(), out=written.getvalue())
+
+
+def planned(*settings: str) -> dict[str, Any]:
+    """The document of a plan that fits, or of a search or a comparison of machines."""
+    ended = call(plan.main, [*settings, "format=json"])
+    assert ended.code == 0, ended.err
+    content: dict[str, Any] = json.loads(ended.out)
+    return content
+
+
 def launch(*arguments: str) -> Ended:
     """Run `launch/run.py` with these arguments, on one rank, as python would start it."""
     said, written = io.StringIO(), io.StringIO()
     run_dir = Path(next((word[8:] for word in reversed(arguments) if word.startswith("run_dir=")), ""))
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         with (
             mock.patch.object(sys, "argv", ["run.py", *arguments]),
             contextlib.redirect_stdout(written),
             contextlib.redirect_stderr(said),
             warnings.catch_warnings(),
+            signals_kept(),
         ):
             warnings.simplefilter("ignore")  # of libraries: a run shows them and goes on
             return Ended(code=run.main(), err=said.getvalue(), out=written.getvalue(), run_dir=run_dir)
     except Exception:  # noqa: BLE001 - whatever gets out is what the caller looks for
         return Ended(code=None, err=traceback.format_exc())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

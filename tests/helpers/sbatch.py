@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.run.commands import run
 from llama_ssp.settings import checks
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.composed import compose_run
+from tests.helpers.in_process import Ended, launch
 
 SBATCH = """#!{python}
 import json, os, sys
@@ -23,13 +23,10 @@ print(100 + len(open({log!r}).readlines()))
 """
 
 
-@dataclass
-class Ended:
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Ended):
     """How a sweep was submitted."""
 
-    code: int
-    out: str
-    err: str
     calls: list[list[str]]
     environments: list[list[str]]
 
@@ -39,36 +36,24 @@ class Ended:
         return [job for call in self.calls for job in tasks(call)]
 
 
-Sweep = Callable[..., Ended]
+Sweep = Callable[..., Submitted]
 
 
-def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sweep:
     """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
-    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Ended:
+    def submit(*arguments: str, installed: bool = True, refusal: str = "never", multirun: bool = True) -> Submitted:
         log, program = tmp_path / "log", tmp_path / "bin" / "sbatch"
         if installed:
             program.write_text(SBATCH.format(python=sys.executable, log=str(log), refusal=refusal))
             program.chmod(0o755)
-        words = ["-m"] if multirun else []
-        monkeypatch.setattr(sys, "argv", ["run.py", *words, "hydra/launcher=slurm", *arguments])
-        code = run.main()
-        said = capsys.readouterr()
+        ended = launch(*(["-m"] if multirun else []), "hydra/launcher=slurm", *arguments)
         calls = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        return Ended(
-            code=code,
-            out=said.out,
-            err=said.err,
-            calls=[job for job, _ in calls],
-            environments=[env for _, env in calls],
-        )
+        return Submitted(**vars(ended), calls=[job for job, _ in calls], environments=[env for _, env in calls])
 
     return submit
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.ranks.process import STOP_SIGNALS, Ranks, heeded_signals, launcher_of, read_ranks
+from llama_ssp.ranks.process import Ranks, heeded_signals, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
@@ -139,10 +139,8 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     if size == 1:
         return run.main(start.words, act=act)
     as_rank_0 = Ranks(rank=0, size=size, local_rank=0, local_size=size)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    exit_code = run.main(start.words, ranks=as_rank_0, act=act, warns=False)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        exit_code = run.main(start.words, ranks=as_rank_0, act=act, warns=False)
     if exit_code or not points:
         return exit_code
     if start.sentence:

@@ -135,13 +135,9 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     for job in jobs:  # each named by the settings that not all have
         plan, timed = job.plan, job.plan.timing
         name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
-        rows.append(
-            JobRow(
-                name=" ".join(name), fits=plan.fits, hours=expected_hours(job.point.run, plan),
-                ms_per_token=1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s),
-                num_gpus=plan.hardware.num_ranks if plan.hardware.device == "cuda" else 0,
-            )
-        )  # fmt: skip
+        ms, hours = 1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s), expected_hours(job.point.run, plan)
+        gpu_hours = hours * plan.hardware.num_ranks if hours is not None and plan.hardware.device == "cuda" else None
+        rows.append(JobRow(" ".join(name), plan.fits, ms, hours, gpu_hours))
     print()
     print_jobs(rows)
 

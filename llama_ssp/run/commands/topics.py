@@ -19,7 +19,6 @@ from llama_ssp.words import visible
 
 _ALL = "all"
 _PLACE = re.compile(r"^ *\{(?P<kind>\w+)(?P<words>[^}\n]*)\}$", re.MULTILINE)
-_NAMES = {"model_names": "model", "hardware_names": "hardware"}
 _WHOLE: Mapping[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 _HEADING = re.compile(r"^([A-Z]+): ", re.MULTILINE)
 _IN_OVERVIEW = ("start", "examples", "exit")
@@ -41,17 +40,17 @@ def show(words: Sequence[str]) -> None:
 
 
 def _filled(place: re.Match[str]) -> str:
-    """Fill a line such as {settings seed sampling.} or {options task}."""
+    """Fill a line such as {settings seed sampling.}, {options draft} or {names model}."""
     kind, words = place["kind"], place["words"].split()
-    if kind in _NAMES:
-        return textwrap.fill(
-            " ".join(catalogue.names(_NAMES[kind])), 118, initial_indent="  ", subsequent_indent="  ", **_WHOLE
-        )
+    if kind == "names":
+        names = " ".join(catalogue.names(words[0]))
+        return textwrap.fill(names, 118, initial_indent="  ", subsequent_indent="  ", **_WHOLE)
     if kind == "options":
         return "\n".join(_entry(f"{words[0]}={name}", said) for name, said in options_of(words[0]).items())
     if kind == "tasks":
         return "\n".join(_of_task(name, said) for name, said in options_of("task").items())
-    return entries(each for each in _settings() if any(_is_of(each.key, word) for word in words))
+    whole = tuple(word for word in words if word.endswith("."))
+    return entries(each for each in _settings() if each.key in words or each.key.startswith(whole))
 
 
 def entries(settings: Iterable[DescribedSetting], indent: str = "") -> str:
@@ -66,10 +65,6 @@ def _entry(name: str, meaning: str) -> str:
 def _of_task(name: str, said: str) -> str:
     own = entries((each for each in task_settings(name) if each.key != "task.default_prompts"), "  ")
     return "\n".join(filter(None, [_entry(f"task={name}", said), own]))
-
-
-def _is_of(key: str, word: str) -> bool:
-    return key == word or (word.endswith(".") and key.startswith(word))
 
 
 def _settings() -> list[DescribedSetting]:

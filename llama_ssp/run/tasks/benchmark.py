@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.timing import timing
+from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.provenance import git_commit, versions
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkRow, CellKey, Forecast
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
@@ -32,7 +33,6 @@ from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.session import Session
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import NgramConfig, draft_name, matching_of
 from llama_ssp.settings.formats import format_of

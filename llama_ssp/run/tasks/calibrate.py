@@ -25,12 +25,11 @@ from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.machines.hardware import build, problems_of
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.machines.profile import SizePoint, text_of
-from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
 from llama_ssp.run.calibration.profiles import Show, all_parts, composed, measure, rank_0_alone
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, RunConfig
 from llama_ssp.settings.tasks import CalibrateConfig

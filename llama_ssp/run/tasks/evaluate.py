@@ -1,11 +1,12 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
-from llama_ssp.evaluation.evidence import Evidence, pairs_of
+from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import Role, roles_of
+from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation
+from llama_ssp.reports.summary import pairs_of
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.run.sharing import from_rank_0
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.tasks import task_and_suite
 

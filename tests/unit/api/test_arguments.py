@@ -53,10 +53,7 @@ def pair() -> Pair:
                 "temperature=0, rule=speculative, rule=block or rule=coupled"
             ),
         ),
-        (
-            {"streamer": 1},
-            "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)",
-        ),
+        ({"streamer": 1}, "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
         (
             {"temperature": "hot", "seed": 1.0},
             (

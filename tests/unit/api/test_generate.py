@@ -94,8 +94,7 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
         f"prompts={tmp_path}/p.jsonl", f"run_dir={tmp_path}/run",
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
-    texts = {(line["index"], line["sample"]): line["token_ids"] for line in lines}
+    texts = {(line["index"], line["sample"]): line["token_ids"] for line in ended.lines}
     found = pair.generate(prompts, max_new_tokens=12, num_samples=2, seed=3)
     assert {(each.index, each.sample): each.token_ids for each in found} == texts
     assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"

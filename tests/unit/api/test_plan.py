@@ -10,19 +10,11 @@ import pytest
 from llama_ssp import compare_machines, plan
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.spec import job_of_plan, resolve_shapes
-from llama_ssp.run.commands.plan import main, read_settings
+from llama_ssp.planning.plan import document
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights import hub
-
-
-def by_command(*settings: str) -> dict[str, Any]:
-    config = read_settings([*settings])
-    resolve_shapes(config)
-    machine = hardware.build(config.hardware)
-    return document(make_plan(job_of_plan(config, machine), machine))
+from tests.helpers.in_process import planned
 
 
 @pytest.mark.parametrize(
@@ -53,14 +45,13 @@ def by_command(*settings: str) -> dict[str, Any]:
             ["model=65B", "draft=tinyllama_1B", "hardware=8xh100", "speculation.text=code"],
         ),
         (
-            {"target": "7B", "draft": "ngram", "hardware": "laptop_cpu"},
-            ["model=7B", "draft=ngram", "hardware=laptop_cpu"],
+            {"target": "llama3_1B", "draft": "ngram", "hardware": "laptop_cpu"},
+            ["model=llama3_1B", "draft=ngram", "hardware=laptop_cpu"],
         ),
     ],
 )  # fmt: skip
 def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list[str]) -> None:
-    found, wanted = document(plan(**arguments)), by_command(*settings)
-    assert found == wanted
+    assert json.loads(json.dumps(document(plan(**arguments)))) == planned(*settings)
 
 
 def test_the_planner_chooses_the_placement() -> None:
@@ -105,13 +96,12 @@ def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     found = plan("~/m", hardware="laptop_cpu")
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
     settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
-    assert by_command(*settings)["target"] == document(found)["target"]
+    assert planned(*settings)["target"] == document(found)["target"]
 
 
-def test_machines_are_compared_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_machines_are_compared_as_by_the_command() -> None:
     settings = ["model=7B", "draft=none", "hardware=g5_12xlarge,1xl4", "objective=price", "prices={1xl4:0.5}"]
-    assert main([*settings, "max_ms_per_token=40", "batch_size=2", "format=json"]) == 0
-    wanted = json.loads(capsys.readouterr().out)["machines"]
+    wanted = planned(*settings, "max_ms_per_token=40", "batch_size=2")["machines"]
     found = compare_machines(
         "7B", hardware=["g5_12xlarge", hardware.load("1xl4")], objective="price", prices={"1xl4": 0.5},
         max_ms_per_token=40, batch_size=2,

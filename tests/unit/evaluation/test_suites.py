@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from llama_ssp.evaluation import agreement, arithmetic, distribution
-from llama_ssp.evaluation.evidence import CompletionPair, Evidence, pairs_of
+from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import FAULTS, SCORES, Role, TextSums, roles_of, sums_of
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
+from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.settings.schema import Dtype, ModelConfig, RunConfig, VerificationConfig
 from llama_ssp.settings.tasks import EvaluateConfig
 from tests.helpers.evaluations import both, line
@@ -102,8 +103,7 @@ def test_rates_must_be_shown_to_be_equivalent(counts: tuple[int, ...], passed: b
 
 
 @pytest.mark.parametrize(
-    ("plain", "fast", "place"),
-    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([2], [1], 0)],
+    ("plain", "fast", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([2], [1], 0)]
 )
 def test_texts_part_at_their_first_difference(plain: list[int], fast: list[int], place: int | None) -> None:
     assert agreement.place_of_difference(CompletionPair(*both(plain, fast))) == place

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from threading import Event, Thread
 
 import pytest
@@ -13,10 +12,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 from llama_ssp.ranks import failures
 from llama_ssp.ranks.failures import ControlChannel
 from llama_ssp.ranks.process import Agent
+from tests.helpers.disturbed import wait_for
 
 pytestmark = pytest.mark.seconds
-
-Watches = Callable[..., list[ControlChannel]]
 
 
 @pytest.fixture
@@ -202,9 +200,7 @@ def test_a_wish_to_stop_reaches_every_rank_once(signals: list[int]) -> None:
     one, two, three = watches(0, 1, 2, size=3)
     for own in (three, one, two):
         own.ask_to_stop()
-    deadline = time.monotonic() + 5
-    while len(signals) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(signals) >= 3, at_most_s=5)
     time.sleep(0.1)
     assert signals == [signal.SIGTERM] * 3
 

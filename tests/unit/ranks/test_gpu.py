@@ -11,8 +11,9 @@ import torch.distributed as dist
 from llama_ssp.errors import LostRankError
 from llama_ssp.ranks import gpu
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
+from llama_ssp.ranks.failures import Phase, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait, ends_run
+from tests.unit.ranks.test_guard import Peers
 
 NEVER = 10**9
 
@@ -62,17 +63,6 @@ def test_a_rank_that_has_ended_is_noticed_long_before_the_timeout(monkeypatch: p
         DeviceWait(lambda: True).until(CountedEvent(NEVER))
 
 
-class Channel(ControlChannel):
-    """A control channel that rank 1 of two does not answer."""
-
-    def __init__(self, *, alarmed: bool) -> None:
-        super().__init__(None, rank=0, size=2, is_first_here=True)
-        self._is_alarmed = alarmed
-
-    def missing(self) -> tuple[int, ...]:
-        return (1,)
-
-
 @pytest.mark.parametrize(
     ("alarmed", "cause"), [(True, "connection closed"), (False, "no answer within timeouts.decode_s=0.2")]
 )
@@ -81,7 +71,7 @@ def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
     alarmed: bool, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.05)
-    watch = Channel(alarmed=alarmed)
+    watch = Peers(alarmed=alarmed)
     comm = Comm(rank=0, size=2, device_wait=DeviceWait(lambda: watch.has_failed))
     assert comm.device_wait
     comm.device_wait.timeout_s = 0.2

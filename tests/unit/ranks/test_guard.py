@@ -11,6 +11,7 @@ from llama_ssp.errors import SspError
 from llama_ssp.ranks import failures
 from llama_ssp.ranks.failures import ControlChannel, Phase, guard
 from llama_ssp.ranks.gpu import DeviceWait
+from tests.helpers.disturbed import wait_for
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -31,10 +32,6 @@ class Peers(ControlChannel):
         self.num_calls += 1
         is_silent = self._answers < self.num_calls <= self._answers + self._silent_calls
         return (1,) if is_silent else ()
-
-
-class Ended(BaseException):
-    """Instead of the end of this process."""
 
 
 @pytest.fixture
@@ -67,10 +64,7 @@ def test_a_stuck_main_thread_ends_with_the_sentence_and_the_code_of_a_lost_rank(
 ) -> None:
     reported = list[SspError]()
     with guard(peers, waits(timeout_s=timeout_s), PHASE, report=reported.append):
-        deadline = time.monotonic() + 10
-        while not codes:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: codes, at_most_s=10)
     assert [str(error) for error in reported] == [SENTENCE.format(cause)]
     assert reported[0].speaks
     assert codes == [1]

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.ranks import failures
 from llama_ssp.ranks.failures import Heartbeat
+from tests.helpers.disturbed import wait_for
 
 pytestmark = pytest.mark.seconds
 
@@ -36,7 +37,7 @@ def ranks() -> Iterator[Ranks]:
     for rank in range(3):
         alarm = partial(all_ranks.alarmed.append, rank)
         all_ranks.ends.append(Heartbeat(store, host="localhost", rank=rank, alarm=alarm))
-    wait_for(lambda: [len(end._open) for end in all_ranks.ends] == [3, 1, 1])
+    wait_for(lambda: [len(end._open) for end in all_ranks.ends] == [3, 1, 1], at_most_s=20)
     yield all_ranks
     for rank, end in enumerate(all_ranks.ends):
         end.part()
@@ -44,16 +45,9 @@ def ranks() -> Iterator[Ranks]:
     all_ranks.ends[0]._open[0].close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_rank_0_learns_of_a_killed_rank_once_and_the_others_are_left_to_it(ranks: Ranks) -> None:
     ranks.kill(2)
-    wait_for(lambda: 0 in ranks.alarmed)
+    wait_for(lambda: 0 in ranks.alarmed, at_most_s=20)
     ranks.kill(1)
     time.sleep(0.2)
     assert ranks.alarmed.count(0) == 1
@@ -61,7 +55,7 @@ def test_rank_0_learns_of_a_killed_rank_once_and_the_others_are_left_to_it(ranks
 
 def test_all_ranks_learn_of_a_killed_rank_0(ranks: Ranks) -> None:
     ranks.kill(0)
-    wait_for(lambda: {1, 2} <= set(ranks.alarmed))
+    wait_for(lambda: {1, 2} <= set(ranks.alarmed), at_most_s=20)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -76,7 +70,7 @@ def test_a_rank_that_is_killed_after_another_has_left_is_learnt_of(ranks: Ranks)
     ranks.ends[1].part()
     ranks.kill(1)
     ranks.kill(2)
-    wait_for(lambda: 0 in ranks.alarmed)
+    wait_for(lambda: 0 in ranks.alarmed, at_most_s=20)
 
 
 def test_strangers_may_come_and_go(ranks: Ranks) -> None:
@@ -84,7 +78,7 @@ def test_strangers_may_come_and_go(ranks: Ranks) -> None:
     for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 500):
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(words)
-    wait_for(lambda: len(ranks.ends[0]._open) == 6)
+    wait_for(lambda: len(ranks.ends[0]._open) == 6, at_most_s=20)
     time.sleep(0.2)
     assert ranks.alarmed == []
 

@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch do
 
 from llama_ssp.errors import LostRankError, PlacementError
 from llama_ssp.ranks import rendezvous
-from llama_ssp.ranks.process import Ranks, listen
+from llama_ssp.ranks.process import Ranks, listen, signals_kept
 from llama_ssp.ranks.rendezvous import Seen, choose_device, form_group, open_store, seen_by_all, wait_for_all
 from llama_ssp.settings.schema import DeviceKind
 from tests.helpers.sockets import listeners
@@ -159,9 +159,7 @@ def test_ranks_on_cpus_meet_through_gloo_and_gpus_have_nccl_for_tensors(
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
 
 
-def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(
-    formed: dict[str, Any],
-) -> None:
+def test_a_rank_that_has_ended_since_is_named_before_torch_would_wait_deaf_to_signals(formed: dict[str, Any]) -> None:
     formed["store"].delete_key("llama_ssp/here/0")
     with pytest.raises(LostRankError, match=r"rank 0 did not connect within timeouts\.load_s=0\.1"):
         form_group(SECOND, device=CPU, timeout_s=0.1)
@@ -198,14 +196,12 @@ def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is
 def test_a_signal_ends_the_wait_for(wait: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
     begin_s = time.monotonic()
-    try:
+    with signals_kept():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         stop.start()
         with pytest.raises(KeyboardInterrupt):
             wait()
-    finally:
         stop.join()
-        signal.signal(signal.SIGTERM, before)
     assert time.monotonic() - begin_s < 20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.ranks.process import STOP_SIGNALS, Agent, find_agent, heeded_signals, ignore_signals
+from llama_ssp.ranks.process import STOP_SIGNALS, Agent, find_agent, heeded_signals, ignore_signals, signals_kept
 from tests.helpers.disturbed import wait_for
 from tests.helpers.repository import ROOT
 
@@ -39,11 +39,10 @@ os._exit(0)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGHUP)
     find_agent.cache_clear()
-    yield
+    with signals_kept():
+        yield
     find_agent.cache_clear()
-    signal.signal(signal.SIGHUP, before)
 
 
 def test_every_stop_signal_is_heeded_but_a_hangup_that_is_ignored() -> None:
@@ -54,15 +53,10 @@ def test_every_stop_signal_is_heeded_but_a_hangup_that_is_ignored() -> None:
 
 
 def test_ignored_signals_do_nothing_and_one_that_has_just_come_is_no_error_of_python() -> None:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        ignore_signals()
-        for number in STOP_SIGNALS:
-            signal.raise_signal(number)
-        assert signal.SIG_IGN not in {signal.getsignal(number) for number in heeded_signals()}
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    ignore_signals()
+    for number in STOP_SIGNALS:
+        signal.raise_signal(number)
+    assert signal.SIG_IGN not in {signal.getsignal(number) for number in heeded_signals()}
 
 
 def test_only_torchrun_is_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Who a process is, where it computes, and which cores are its own."""
 
 import os
-import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from llama_ssp.errors import LostRankError
 from llama_ssp.ranks import world
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.process import STOP_SIGNALS, Ranks, read_ranks
+from llama_ssp.ranks.process import Ranks, read_ranks, signals_kept
 from llama_ssp.ranks.rendezvous import Seen
 from llama_ssp.ranks.world import on_all_cores, share_cores
 from llama_ssp.settings.schema import DeviceKind
@@ -76,10 +75,7 @@ def test_ranks_that_may_use_the_same_cores_share_them(
 
 @pytest.mark.parametrize(
     ("others", "num_sharers", "crowded"),
-    [
-        ([("here", (0, 1))] * 3, 4, True),
-        ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False),
-    ],
+    [([("here", (0, 1))] * 3, 4, True), ([("here", (2, 3)), ("here", (0, 1)), ("there", (0, 1))], 2, False)],
     ids=["one mask for all", "a mask for each socket, and another host"],
 )
 def test_ranks_of_a_host_with_the_same_mask_share_cores(
@@ -150,10 +146,8 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setattr(world, "_watch", lambda _: others)
     monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: found.seen)
     monkeypatch.setattr(Comm, "of_world", found.of_world)
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield found
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        yield found
 
 
 @pytest.mark.parametrize("place", ["meeting", "ending"])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.reports.folder import find_runs, read_run
 from llama_ssp.reports.tables import cells_to_csv, to_csv
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
@@ -140,8 +139,3 @@ def test_folders_and_statuses_of_any_name_are_shown_harmlessly(tmp_path: Path) -
     assert {run.name for run in runs} == {"s/²", "s/\\x1b[2J"}
     assert missing.startswith("s/\\udcff has no summary yet: 2: a\\x1b[2J b\ufffd")
     assert len(missing) < 5000
-
-
-def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
-        find_runs([tmp_path])

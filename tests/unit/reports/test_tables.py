@@ -7,24 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import measure
 from llama_ssp.reports.settings import varying_settings
 from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
-from tests.helpers.runs import FAST, PLAIN, summary
+from tests.helpers.runs import FAST, PLAIN, run
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep
 
 pytestmark = pytest.mark.seconds
 
 
-def run_of(*lines: object) -> Run:
-    found = [line for line in lines if isinstance(line, type(PLAIN))]
-    return Run(name="s/0", status="done", summary=summary(*found), lines=tuple(found))
-
-
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
     runs = simulated_sweep(random.Random(0))
-    rows = list(csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(run) for run in runs]))))
+    rows = list(csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(each) for each in runs]))))
     assert [(row["run"], row["sampling.temperature"], row["speculation.num_draft_tokens"]) for row in rows] == [
         ("sweep/0", "0.0", "2"), ("sweep/1", "0.0", "4"), ("sweep/2", "1.0", "2"), ("sweep/3", "1.0", "4"),
     ]  # fmt: skip
@@ -37,16 +31,16 @@ def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> No
 
 
 def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
-    run = run_of(PLAIN)
-    (row,) = csv.DictReader(io.StringIO(runs_to_csv([run], [measure(run)])))
+    found = run(PLAIN)
+    (row,) = csv.DictReader(io.StringIO(runs_to_csv([found], [measure(found)])))
     assert (row["plain_ms_per_token"], row["speculative_ms_per_token"], row["speedup"], row["acceptance"]) == (
         "10.0", "", "", "",
     )  # fmt: skip
 
 
 def test_tables_have_a_cell_for_every_column() -> None:
-    runs = [*simulated_sweep(random.Random(0)), run_of(PLAIN)]
-    measures, settings = [measure(run) for run in runs], varying_settings(runs)
+    runs = [*simulated_sweep(random.Random(0)), run(PLAIN)]
+    measures, settings = [measure(each) for each in runs], varying_settings(runs)
     tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
@@ -60,7 +54,7 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
         replace(FAST, index=1, ms=100.0),
         replace(FAST, index=2, ms=1.0),
     ]
-    measured = measure(run_of(PLAIN, FAST, *slow_and_fast))
+    measured = measure(run(PLAIN, FAST, *slow_and_fast))
     assert measured.speedup
     assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
     assert (len(measured.pairs), measured.num_faster) == (2, 2)
@@ -68,10 +62,10 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
 
 def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
     turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
-    (mode,) = measure(run_of(*turns)).modes.values()
+    (mode,) = measure(run(*turns)).modes.values()
     assert (mode.num_prompts, mode.num_completions) == (1, 6)
 
 
 def test_lines_of_earlier_versions_have_no_time_to_the_first_token() -> None:
-    (mode,) = measure(run_of(PLAIN, replace(PLAIN, index=1, first_token_ms=3.0))).modes.values()
+    (mode,) = measure(run(PLAIN, replace(PLAIN, index=1, first_token_ms=3.0))).modes.values()
     assert mode.first_token_percentiles == (None, None, None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.ranks.process import signals_kept
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.speculate.engine.completion import StopRequest
 
@@ -15,11 +16,9 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signals_kept():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+        yield
 
 
 def alone(wishes: bool) -> bool:

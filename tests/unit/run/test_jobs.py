@@ -7,11 +7,7 @@ import pytest
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.jobs import JobMaker, PromptTask, encode, in_turns
 from llama_ssp.run.prompts import Prompt
-from llama_ssp.settings.schema import (
-    DrafterConfig,
-    ModelConfig,
-    RunConfig,
-)
+from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
 from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.tokenizers import byte_level
 

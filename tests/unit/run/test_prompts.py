@@ -20,12 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.jobs import check_ids, encode, encode_messages, ids_of
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.schema import (
-    DrafterConfig,
-    ModelConfig,
-    RunConfig,
-    TaskConfig,
-)
+from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]

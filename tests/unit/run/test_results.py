@@ -1,6 +1,5 @@
 """The end of a run: excerpts for its report, by who chose each token, and what is left where the report fails."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from transformers import AutoTokenizer
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import Span
-from llama_ssp.run.commands import run
 from llama_ssp.run.results import excerpts
 from llama_ssp.settings.catalogue import conf_dir
+from tests.helpers.in_process import launch
 from tests.helpers.runs import FAST, PLAIN
 
 pytestmark = pytest.mark.seconds
@@ -47,16 +46,14 @@ def test_the_first_prompts_are_shown_once_each_in_the_best_mode() -> None:
 
 
 def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: object) -> None:
         raise ConfigError("drawing needs matplotlib: pip install matplotlib")
 
     monkeypatch.setattr(RunFolder, "write_report", fail)
-    settings = ["task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *settings])
-    assert run.main() == 0
-    last = capsys.readouterr().err.splitlines()[-1]
+    ended = launch("task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run")
+    assert (ended.code, ended.status) == (0, "done\n")
+    last = ended.err.splitlines()[-1]
     assert last == "drawing needs matplotlib: pip install matplotlib; llama-ssp report writes report.html later"
-    assert (tmp_path / "run" / "status").read_text() == "done\n"
     assert (tmp_path / "run" / "summary.json").exists()

@@ -15,10 +15,8 @@ from llama_ssp.settings.schema import (
     NO_DRAFT,
     DeviceKind,
     DrafterConfig,
-    PlacementConfig,
     RunConfig,
     SamplingConfig,
-    VerificationConfig,
     WeightsKind,
 )
 from llama_ssp.settings.tasks import GenerateConfig
@@ -37,9 +35,8 @@ def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pyt
     assert tiny
     entry = replace(entry, shape=replace(tiny, num_hidden_layers=tiny.num_hidden_layers + 1))
     config = RunConfig(
-        task=GenerateConfig(), model=entry, draft=DrafterConfig(kind=NO_DRAFT), placement=PlacementConfig(),
-        sampling=SamplingConfig(temperature=0.0), verification=VerificationConfig(), weights=WeightsKind.synthetic,
-        device=DeviceKind.cpu,
+        task=GenerateConfig(), model=entry, draft=DrafterConfig(kind=NO_DRAFT), weights=WeightsKind.synthetic,
+        sampling=SamplingConfig(temperature=0.0), device=DeviceKind.cpu,
     )  # fmt: skip
     with start(device=DeviceKind.cpu, timeout_s=60) as world, torch.inference_mode():
         sources = find_sources(config, world)

@@ -24,8 +24,8 @@ def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d
     return document(make_plan(make_job(target, draft, num_ranks=num_ranks), hardware.load(machine)))
 
 
-def _printed(plan: dict[str, Any]) -> str:
-    console = Console(record=True, width=110, file=io.StringIO())
+def _printed(plan: dict[str, Any], width: int = 110) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
     print_document(plan, console=console)
     return console.export_text()
 
@@ -48,9 +48,7 @@ def test_a_rank_without_room_is_named_too_full() -> None:
 
 def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None) -> str:
     job = make_job(target, draft, num_ranks=machine.num_gpus)
-    console = Console(record=True, width=200, file=io.StringIO())
-    print_document(document(make_plan(job, machine)), console=console)
-    return console.export_text().lstrip().splitlines()[0]
+    return _printed(document(make_plan(job, machine)), width=200).lstrip().splitlines()[0]
 
 
 def test_the_first_line_is_the_verdict_with_the_faster_mode_and_the_price() -> None:
@@ -154,9 +152,7 @@ def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     plan = _plan("65B", "7B", num_ranks=8)
-    console = Console(record=True, width=width, file=io.StringIO())
-    print_document(plan, console=console)
-    text = console.export_text()
+    text = _printed(plan, width)
     assert "…" not in text
     parts = plan["time"]["target_forward"]
     assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
@@ -165,9 +161,7 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
 
 def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
     job = replace(make_job("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
-    plan = document(make_plan(job, hardware.load("8xa100_80gb")))
-    console = Console(record=True, width=400, file=io.StringIO())
-    print_document(plan, console=console)
-    (line,) = (line for line in console.export_text(clear=False).splitlines() if "tokens per round at" in line)
+    text = _printed(document(make_plan(job, hardware.load("8xa100_80gb"))), width=400)
+    (line,) = (line for line in text.splitlines() if "tokens per round at" in line)
     assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
-    assert re.search(r"speculative [\d.]+ to [\d.]+, first token", console.export_text(clear=False))
+    assert re.search(r"speculative [\d.]+ to [\d.]+, first token", text)

@@ -29,15 +29,14 @@ def document(found: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     return {"search": choices() if found is None else found, "basis": "a basis", "notes": []}
 
 
-def _console(width: int) -> Console:
+def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
     console = Console(record=True, width=width, file=io.StringIO())
-    print_document(document(), machine=A10G.name, unit=A10G.unit, console=console)
+    print_document(document(found), machine=A10G.name, unit=A10G.unit, console=console)
     return console
 
 
 def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
-    console = _console(110)
-    text = " ".join(console.export_text(clear=False).split())
+    text = " ".join(_console(110).export_text().split())
     assert "65B int8wo" in text
     assert f"5 of {len(choices())}, which format=json has" in text
     assert "ms/token of a completion after its first token, tokens/s over all rows and replicas" in text
@@ -60,9 +59,7 @@ def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() ->
     assert (first["target"], first["ms_per_token"]) == ("65B", None)
     assert len(others) == 4
     assert all(one["target"] != "65B" and one["reason"] is None for one in others)
-    console = Console(record=True, width=110, file=io.StringIO())
-    print_document(document(found), machine=A10G.name, unit=A10G.unit, console=console)
-    assert "line-through" in console.export_html()
+    assert "line-through" in _console(110, found).export_html()
 
 
 def test_every_row_has_the_settings_to_copy_in_one_line() -> None:
@@ -75,11 +72,7 @@ def test_a_table_of_80_columns_cuts_nothing() -> None:
 
 
 def test_a_tight_choice_is_called_tight() -> None:
-    console = Console(record=True, width=110, file=io.StringIO())
-    (first, *_) = choices()
-    tight = first | {"is_tight": True}
-    print_document(document([tight]), machine=A10G.name, unit="GPU", console=console)
-    assert "tight" in console.export_text()
+    assert "tight" in _console(110, [choices()[0] | {"is_tight": True}]).export_text()
     assert "tight" not in _console(110).export_text() or any(one["is_tight"] for one in choices())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.run.commands import manifest, plan
-from tests.helpers.in_process import launch
+from tests.helpers.in_process import call, launch
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -73,19 +73,17 @@ def test_what_hydra_prints_and_errors_hold_none(settings: list[str], tmp_path: P
 
 @pytest.mark.parametrize("form", ["table", "json"])
 @pytest.mark.parametrize("search", ["false", heavy("true")])
-def test_a_plan_prints_none(form: str, search: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_prints_none(form: str, search: str) -> None:
     hostile = f"'{HOSTILE}'"
     settings = [f"hardware.name={hostile}", f"hardware.gpu={hostile}", f"format={form}", f"search={search}"]
-    assert plan.main(["model=7B", "draft=none", "hardware=g5_12xlarge", *settings]) == 0
-    said = capsys.readouterr()
-    assert said.out
+    said = call(plan.main, ["model=7B", "draft=none", "hardware=g5_12xlarge", *settings])
+    assert (said.code, bool(said.out)) == (0, True)
     assert_harmless(said.out + said.err)
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]", ":smile:"])
-def test_a_name_in_a_plan_is_no_markup(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(["model=7B", "draft=none", "hardware=g5_12xlarge", f"hardware.name='{name}'"]) == 0
-    assert name in capsys.readouterr().out
+def test_a_name_in_a_plan_is_no_markup(name: str) -> None:
+    assert name in call(plan.main, ["model=7B", "draft=none", "hardware=g5_12xlarge", f"hardware.name='{name}'"]).out
 
 
 def test_a_name_of_a_file_holds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

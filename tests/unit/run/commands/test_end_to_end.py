@@ -30,10 +30,8 @@ Launch = Callable[..., Ended]
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+def launch(tmp_path: Path) -> Launch:
     """A function that runs the entry, with the folder `run` for the run."""
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
     return lambda *words, run_dir="run": in_process.launch(*words, f"run_dir={tmp_path / run_dir}")
 
 

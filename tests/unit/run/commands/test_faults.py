@@ -43,10 +43,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(sound: Path, tmp_path: Path) -> Path:
     """A copy of it, free to be damaged."""
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
     return Path(shutil.copytree(sound, tmp_path / "damaged"))
 
 

@@ -24,12 +24,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
-
-
 @pytest.fixture
 def room(kind: str, tmp_path: Path) -> Iterator[Room]:
     """A function that leaves so many bytes of room in `tmp_path / "disk"` for a block: all files, or each of them."""

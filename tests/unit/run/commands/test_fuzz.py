@@ -9,7 +9,6 @@ import contextlib
 import io
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from llama_ssp.run.commands import manifest, plan, report
 from llama_ssp.settings.compose import compose, groups_of, keys_of
-from tests.helpers.in_process import Ended, launch
+from tests.helpers.in_process import Ended, call, launch
 
 pytestmark = pytest.mark.seconds
 
@@ -111,22 +110,12 @@ def runs() -> st.SearchStrategy[list[str]]:
     return st.builds(list.__add__, sound, other)
 
 
-def in_process(main: Callable[[list[str]], int], arguments: list[str]) -> Ended:
-    """Call a command's main function, as its file does."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            return Ended(code=main(arguments), err=said.getvalue())
-    except Exception:  # noqa: BLE001 - whatever gets out is what is looked for
-        return Ended(code=None, err=traceback.format_exc())
-    except SystemExit as stop:
-        code = 0 if stop.code is None else stop.code
-        return Ended(code=code if isinstance(code, int) else None, err=said.getvalue())
-
-
 def run_dry(arguments: list[str]) -> int:
     """The main function of run.py, which then loads nothing."""
-    ended = launch("dry_run=true", *arguments)
+    return passed_on(launch("dry_run=true", *arguments))
+
+
+def passed_on(ended: Ended) -> int:
     sys.stderr.write(ended.err)
     assert ended.code is not None, ended.err
     return ended.code
@@ -136,10 +125,7 @@ def run_short(arguments: list[str]) -> int:
     """The main function of run.py, which then completes a prompt, in a folder of its own."""
     prompt = [] if any(word.startswith("prompts=") for word in arguments) else ["prompt=a"]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder, contextlib.chdir(folder):
-        ended = launch(*prompt, *SHORT_RUN, *arguments)
-    sys.stderr.write(ended.err)
-    assert ended.code is not None, ended.err
-    return ended.code
+        return passed_on(launch(*prompt, *SHORT_RUN, *arguments))
 
 
 def check(ended: Ended, arguments: list[str]) -> None:
@@ -152,7 +138,7 @@ def check_all(main: Callable[[list[str]], int], num_lines: int, lines: st.Search
     """Check so many command lines, other ones in each part."""
 
     def check_one(arguments: list[str]) -> None:
-        check(in_process(main, arguments), arguments)
+        check(call(main, arguments), arguments)
 
     seed(part)(settings(UNHURRIED, max_examples=num_lines)(given(lines)(check_one)))()
 
@@ -163,8 +149,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @amounts(*NUM_PLANS)
@@ -186,7 +170,7 @@ def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
 def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
     for main in (report.main, manifest.main):
-        check(in_process(main, arguments), arguments)
+        check(call(main, arguments), arguments)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +211,7 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
 def test_what_was_found_once_is_a_sentence(
     main: Callable[[list[str]], int], arguments: list[str], sentence: str
 ) -> None:
-    ended = in_process(main, arguments)
+    ended = call(main, arguments)
     assert ended.code == 2
     assert sentence in ended.err
     assert len(ended.err.splitlines()) == 1

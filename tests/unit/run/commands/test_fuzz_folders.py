@@ -30,8 +30,9 @@ from llama_ssp.run.resuming import check_lines
 from llama_ssp.settings.drafters import NgramConfig
 from llama_ssp.settings.tasks import CompareConfig
 from llama_ssp.terminal.terminal import Output, Terminal
+from tests.helpers.in_process import call
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
-from tests.unit.run.commands.test_fuzz import UNHURRIED, in_process
+from tests.unit.run.commands.test_fuzz import UNHURRIED
 
 pytestmark = pytest.mark.seconds
 
@@ -183,7 +184,7 @@ def check_folder(tmp_path: Path, number: int) -> None:
         (lambda _: resume(folder), [], {0, 2}),
         (report.main, [str(sound.parent), f"--output={tmp_path / 'both'}"], {0}),
     ):
-        ended = in_process(main, arguments)
+        ended = call(main, arguments)
         assert ended.code in codes, f"folder {number}: {ended.err}"
         assert "Traceback" not in ended.err
         assert len(ended.err) < 20_000
@@ -209,5 +210,5 @@ def test_any_run_folder_is_reported_and_resumed(part: int, tmp_path: Path) -> No
 def test_any_config_is_compared(text: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", PLAIN, FAST)
     (folder / "config.yaml").write_text(text, errors="replace")
-    ended = in_process(lambda _: resume(folder), [])
+    ended = call(lambda _: resume(folder), [])
     assert ended.code in {0, 2}, ended.err

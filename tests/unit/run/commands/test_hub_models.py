@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.run.commands import plan
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.hub import put
-from tests.helpers.in_process import Ended, launch
+from tests.helpers.in_process import Ended, launch, planned
 from tests.helpers.own_conf import OwnConf
 
 pytestmark = pytest.mark.seconds
@@ -44,15 +43,13 @@ def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_dry_run_and_a_plan_need_the_config_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_and_a_plan_need_the_config_file_alone(tmp_path: Path) -> None:
     for weights in (tmp_path / "hub").rglob("*.safetensors"):
         weights.unlink()
     ended = run(tmp_path / "a", f"model={TARGET}", f"draft={DRAFT}", "dry_run=true")
     assert ended.code == 0, ended.err
-    assert plan.main([f"model={TARGET}", f"draft={DRAFT}", "hardware=laptop_cpu", "format=json"]) == 0
-    of_hub = json.loads(capsys.readouterr().out)
-    assert plan.main(["model=tiny", "draft=tiny-draft", "hardware=laptop_cpu", "format=json"]) == 0
-    by_name = json.loads(capsys.readouterr().out)
+    of_hub = planned(f"model={TARGET}", f"draft={DRAFT}", "hardware=laptop_cpu")
+    by_name = planned("model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
     assert of_hub["target"]["name"] == TARGET
     assert of_hub["target"]["num_parameters"] == by_name["target"]["num_parameters"]
     assert of_hub["time"]["plain_ms_per_token"] == by_name["time"]["plain_ms_per_token"]

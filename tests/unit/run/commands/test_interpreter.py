@@ -24,13 +24,7 @@ def python(words: list[str]) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        RUN,
-        ["-m", "llama_ssp", "run", "ranks=2"],
-        ["-m", "llama_ssp", "calibrate"],
-    ],
-    ids=" ".join,
+    "words", [RUN, ["-m", "llama_ssp", "run", "ranks=2"], ["-m", "llama_ssp", "calibrate"]], ids=" ".join
 )
 def test_a_run_without_docstrings_is_refused_in_a_sentence(tmp_path: Path, words: list[str]) -> None:
     ended = python([*words, f"run_dir={tmp_path / 'run'}"])

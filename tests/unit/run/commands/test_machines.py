@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,18 @@ from llama_ssp.run.commands import plan as entry
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Objective
 from tests.helpers.hub import put
+from tests.helpers.in_process import call, planned
 from tests.helpers.lanes import heavy
 from tests.helpers.own_conf import MACHINE, OwnConf
 
 pytestmark = pytest.mark.seconds
 
 LIST = "hardware=8xh100,g5_12xlarge"
-Compare = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
-    """Return a function from settings to the document of a plan."""
-
-    def compare_once(*settings: str) -> dict[str, Any]:
-        code = entry.main([*settings, "format=json"])
-        said = capsys.readouterr()
-        assert code == 0, said.err
-        content: dict[str, Any] = json.loads(said.out)
-        return content
-
-    return compare_once
-
-
-def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_conf: OwnConf) -> None:
+def test_all_machines_are_compared_with_those_of_the_user(own_conf: OwnConf) -> None:
     own_conf("hardware/mybox.yaml", MACHINE)
-    found = compare("model=7B", "hardware=all")
+    found = planned("model=7B", "hardware=all")
     names = {row["machine"] for row in found["machines"]}
     assert names == set(hardware.names())
     assert "mybox" in names
@@ -54,24 +39,24 @@ def test_all_machines_are_compared_with_those_of_the_user(compare: Compare, own_
         heavy((LIST, "search=true", "objective=throughput")),
     ],
 )
-def test_every_row_can_be_planned_and_takes_as_long(compare: Compare, settings: tuple[str, ...]) -> None:
+def test_every_row_can_be_planned_and_takes_as_long(settings: tuple[str, ...]) -> None:
     asked = ("model=llama3_8B", "batch_size=4")
-    rows = [row for row in compare(*asked, "draft=llama3_1B", *settings)["machines"] if row["reason"] is None]
+    rows = [row for row in planned(*asked, "draft=llama3_1B", *settings)["machines"] if row["reason"] is None]
     assert len(rows) > 1
     for row in rows:
-        time = compare(*asked, *row["settings"])["time"]
+        time = planned(*asked, *row["settings"])["time"]
         ms = time["speculative_ms_per_token"] if row["draft"] else time["plain_ms_per_token"]
         assert ms == pytest.approx(row["ms_per_token"], rel=1e-3), row  # a cache has slots for K
 
 
-def test_the_command_plans_the_first_choice_with_its_rows_and_times(compare: Compare) -> None:
+def test_the_command_plans_the_first_choice_with_its_rows_and_times() -> None:
     asked = ("model=llama3_8B", "workload=chat", "hardware=8xh100,4xl40s", "speculation.acceptance=0.7")
     limits = ("concurrency=24", "objective=price", "search=true", "max_first_token_ms=3000", "max_price=20")
-    found = compare(*asked, *limits)
+    found = planned(*asked, *limits)
     best, words = found["machines"][0], shlex.split(found["command"])
     assert words[:2] == ["llama-ssp", "plan"]
     assert not {word.partition("=")[0] for word in words} & {word.partition("=")[0] for word in limits}
-    plan = compare(*words[2:])
+    plan = planned(*words[2:])
     job, time = plan["job"], plan["time"]
     assert (job["prompt_tokens"], job["max_new_tokens"]) == (1020, 129)
     assert (job["batch_size"], job["num_replicas"]) == (best["batch_size"], best["num_replicas"])
@@ -83,31 +68,31 @@ def test_the_command_plans_the_first_choice_with_its_rows_and_times(compare: Com
 
 
 @pytest.mark.parametrize("name", catalogue.names("workload"))
-def test_a_workload_has_lengths_and_a_source_and_the_user_has_the_last_word(compare: Compare, name: str) -> None:
-    found = compare("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}")["job"]
+def test_a_workload_has_lengths_and_a_source_and_the_user_has_the_last_word(name: str) -> None:
+    found = planned("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}")["job"]
     file = catalogue.find("workload", name)
     assert file
     figures = catalogue.read(file)
     assert {key: found[key] for key in ("prompt_tokens", "max_new_tokens")}.items() <= figures.items()
     assert "arXiv:" in file.read_text()
-    own = compare("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}", "max_new_tokens=7")["job"]
+    own = planned("model=llama3_8B", "draft=none", "hardware=1xh100", f"workload={name}", "max_new_tokens=7")["job"]
     assert (own["prompt_tokens"], own["max_new_tokens"]) == (found["prompt_tokens"], 7)
 
 
-def test_figures_and_prices_are_changed_in_all_machines(compare: Compare) -> None:
-    found = compare("model=7B", LIST, "hardware.memory_bytes=40000000000", "prices={8xh100:10}")
+def test_figures_and_prices_are_changed_in_all_machines() -> None:
+    found = planned("model=7B", LIST, "hardware.memory_bytes=40000000000", "prices={8xh100:10}")
     assert {row["capacity_bytes"] for row in found["machines"]} == {40000000000}
     assert found["prices"]["8xh100"]["usd_per_hour"] == {"8": 10}
     assert found["prices"]["g5_12xlarge"]["usd_per_hour"]["4"] == 5.672
     assert found["prices"]["g5_12xlarge"]["vendor"] == "AWS"
     assert found["prices"]["g5_12xlarge"]["date"]
-    one = compare("model=7B", LIST, "hardware.price.usd_per_hour={2:3}")
+    one = planned("model=7B", LIST, "hardware.price.usd_per_hour={2:3}")
     assert {row["usd_per_hour"] for row in one["machines"] if row["num_gpus"] * row["num_replicas"] == 2} == {3.0}
 
 
 @pytest.mark.parametrize("objective", [Objective.price, heavy(Objective.latency), heavy(Objective.throughput)])
-def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(compare: Compare, objective: Objective) -> None:
-    found = compare("model=7B", "hardware=8xh100", f"objective={objective.name}")
+def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(objective: Objective) -> None:
+    found = planned("model=7B", "hardware=8xh100", f"objective={objective.name}")
     assert {row["num_gpus"] for row in found["machines"]} == {1, 2, 4, 8}
     assert found["objective"] == objective.name
 
@@ -125,16 +110,14 @@ def test_one_machine_with_an_objective_has_its_numbers_of_gpus_compared(compare:
         ([LIST, "max_ms_per_token=0.01"], 3, "nothing is left of 2 machines; the closest is "),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    settings: list[str], code: int, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert entry.main(["model=7B", *settings, "format=json"]) == code
-    assert complaint in capsys.readouterr().err
+def test_a_mistake_is_one_sentence(settings: list[str], code: int, complaint: str) -> None:
+    ended = call(entry.main, ["model=7B", *settings, "format=json"])
+    assert ended.code == code
+    assert complaint in ended.err
 
 
-def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]) == 0
-    said = capsys.readouterr().out
+def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out() -> None:
+    said = call(entry.main, ["model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s"]).out
     assert "llama3_70B, batch 1, 128 + 64 tokens: the fastest first" in said
     assert "Lambda" in said
     assert "2026-09" in said
@@ -144,13 +127,13 @@ def test_the_table_has_a_row_for_each_machine_and_says_what_is_left_out(capsys: 
     assert "USD/M: of new tokens, prompts included" in said
 
 
-def test_the_number_of_gpus_is_a_setting_where_it_is_not_the_machines_own(compare: Compare) -> None:
-    rows = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s")["machines"]
+def test_the_number_of_gpus_is_a_setting_where_it_is_not_the_machines_own() -> None:
+    rows = planned("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s")["machines"]
     numbers = {(row["machine"], row["num_gpus"]): _num_gpus_of(row) for row in rows if row["num_replicas"] == 1}
     assert numbers["8xh100", 8] is None
     assert numbers["4xl40s", 4] is None
     assert numbers["4xl40s", 2] == "hardware.num_gpus=2"
-    four = compare("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s", "hardware.num_gpus=4")["machines"]
+    four = planned("model=llama3_70B", "draft=none", "hardware=8xh100,4xl40s", "hardware.num_gpus=4")["machines"]
     found = {_num_gpus_of(row) for row in four if row["machine"] == "8xh100" and row["num_gpus"] == 4}
     assert found == {"hardware.num_gpus=4"}
 
@@ -159,14 +142,14 @@ def _num_gpus_of(row: dict[str, Any]) -> str | None:
     return next((setting for setting in row["settings"] if setting.startswith("hardware.num_gpus=")), None)
 
 
-def test_a_comparison_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "machines.svg"
-    assert entry.main(["model=7B", "draft=none", LIST, f"figure={file}"]) == 0, capsys.readouterr().err
+    planned("model=7B", "draft=none", LIST, f"figure={file}")
     assert "8xh100" in file.read_text()
 
 
 def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(
-    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {
         "model_type": "qwen2", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
@@ -179,12 +162,12 @@ def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(
         file.write_text(json.dumps(sizes | changes))
         put(tmp_path / "hub", name, [file])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    found = compare("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100", "search=true")["search"]
+    found = planned("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100", "search=true")["search"]
     assert {choice["target"] for choice in found} == {"acme/large"}
     assert {"qwen2.5_0.5B", "qwen2.5_7B"} <= {choice["draft"] for choice in found}
-    several = compare("model=acme/other", "draft=none", LIST)
+    several = planned("model=acme/other", "draft=none", LIST)
     assert several["notes"][0].startswith("acme/other is planned as a Llama of its sizes")
-    alone = compare("model=acme/other", "draft=none", "hardware=8xh100")
+    alone = planned("model=acme/other", "draft=none", "hardware=8xh100")
     assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in alone["notes"])
-    assert entry.main(["model=acme/other", "draft=qwen2.5_0.5B", "hardware=8xh100"]) == 2
-    assert "the draft must have the target's vocabulary" in capsys.readouterr().err
+    refused = call(entry.main, ["model=acme/other", "draft=qwen2.5_0.5B", "hardware=8xh100"])
+    assert (refused.code, "the draft must have the target's vocabulary" in refused.err) == (2, True)

@@ -3,12 +3,9 @@
 Known faults come first, then drawn ones: up to three changes of one folder's files, always the same ones.
 """
 
-import contextlib
-import io
 import json
 import shutil
 import tempfile
-import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from llama_ssp.run import pipeline as task
@@ -27,20 +24,18 @@ from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE
 from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
-from tests.helpers.in_process import Ended, launch
+from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mutations import Mutation, mutations, to_text
 from tests.helpers.tokenizers import save_tokenizer
+from tests.unit.run.commands.test_fuzz import UNHURRIED
 
 pytestmark = pytest.mark.seconds
 
 FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
-UNHURRIED = settings(
-    derandomize=True, deadline=None, database=None, phases=[Phase.generate],  # to shrink a case would take minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-FEW, MANY = settings(UNHURRIED, max_examples=20), settings(UNHURRIED, max_examples=50)
+UNSHRUNK = settings(UNHURRIED, phases=[Phase.generate])  # to shrink a case would take minutes
+FEW, MANY = settings(UNSHRUNK, max_examples=20), settings(UNSHRUNK, max_examples=50)
 KEYS = (
     "model_type", "architectures", "num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads",
     "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings",
@@ -78,8 +73,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 def complete(folder: Path, *more: str) -> Ended:
@@ -92,13 +85,7 @@ def complete(folder: Path, *more: str) -> Ended:
 
 def plan_for(folder: Path) -> Ended:
     """Plan a run of the checkpoint of a folder, without torch's part."""
-    said = io.StringIO()
-    words = ["model=local", f"model.path={folder}", "hardware=laptop_cpu", "draft=none"]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-            return Ended(code=plan.main(words), err=said.getvalue())
-    except Exception:  # noqa: BLE001 - whatever gets out is what is looked for
-        return Ended(code=None, err=traceback.format_exc())
+    return call(plan.main, ["model=local", f"model.path={folder}", "hardware=laptop_cpu", "draft=none"])
 
 
 def edited(name: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -181,28 +168,25 @@ def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str,
     assert ended.code == 0, ended.err
 
 
-def test_a_chat_template_that_fails_is_a_sentence(sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "setting", "sentence"),
+    [
+        (with_fields("tokenizer_config.json", chat_template="{% for %}"), "chat=true", "the chat template in {} fails"),
+        (
+            with_fields("generation_config.json", early_stopping=5), "task=benchmark",
+            "refuses {}/generation_config.json (`early_stopping` must be",
+        ),
+        (deep(MANIFEST_FILE), "model.verify=true", f"{MANIFEST_FILE} is nested more than 64 deep"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_what_a_setting_reads_is_a_sentence(
+    fault: Callable[[Path], None], setting: str, sentence: str, sound: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    with_fields("tokenizer_config.json", chat_template="{% for %}")(folder)
-    ended = complete(folder, "chat=true")
+    fault(folder)
+    ended = complete(folder, setting)
     assert ended.code == 2, ended.err
-    assert f"the chat template in {folder} fails (" in ended.err
-
-
-def test_a_benchmark_checks_what_transformers_will_generate_by(sound: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    with_fields("generation_config.json", early_stopping=5)(folder)
-    ended = complete(folder, "task=benchmark")
-    assert ended.code == 2, ended.err
-    assert f"refuses {folder}/generation_config.json (`early_stopping` must be" in ended.err
-
-
-def test_a_manifest_that_is_deep_is_a_sentence(sound: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    deep(MANIFEST_FILE)(folder)
-    ended = complete(folder, "model.verify=true")
-    assert ended.code == 2, ended.err
-    assert f"{MANIFEST_FILE} is nested more than 64 deep" in ended.err
+    assert sentence.format(folder) in ended.err
 
 
 Case = tuple[str, list[tuple[int, Mutation]]]

@@ -5,15 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llama_ssp.run.commands import plan as entry
 from llama_ssp.run.tasks import dry_run
+from tests.helpers import in_process
+from tests.helpers.in_process import Ended, planned
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
@@ -24,44 +23,8 @@ SCRIPT = ROOT / "launch" / "plan.py"
 BLOCKED = ("torch", "transformers", "numpy", "rich", "matplotlib", "accelerate", "safetensors", "scipy", "psutil")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a call ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Ended]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that calls the entry in this process."""
-
-    def call_once(*settings: str) -> Ended:
-        code = entry.main(list(settings))
-        said = capsys.readouterr()
-        return Ended(code=code, out=said.out, err=said.err)
-
-    return call_once
-
-
-Plan = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def plan(call: Call) -> Plan:
-    """Return a function from settings to the document of a plan that fits."""
-
-    def plan_once(*settings: str) -> dict[str, Any]:
-        ended = call(*settings, "format=json")
-        assert ended.code == 0, ended.err
-        content: dict[str, Any] = json.loads(ended.out)
-        return content
-
-    return plan_once
+def call(*settings: str) -> Ended:
+    return in_process.call(entry.main, [*settings])
 
 
 def start(*settings: str, before: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -73,13 +36,14 @@ def start(*settings: str, before: str, cwd: Path = ROOT) -> subprocess.Completed
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=cwd)
 
 
-def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_transformers_or_numpy() -> None:
+def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_only_sweeps_need() -> None:
     absent = f"sys.modules.update(dict.fromkeys({BLOCKED!r}))"
     tell = "import atexit; atexit.register(lambda: print([n for n in sys.modules if sys.modules[n]], file=sys.stderr))"
     finished = start("model=30B", "draft=7B", "format=json", before=f"{absent}; {tell}")
     assert finished.returncode == 0, finished.stderr
-    imported = {name.partition(".")[0] for name in json.loads(finished.stderr.replace("'", '"'))}
-    assert imported & set(BLOCKED) == set()
+    imported = set(json.loads(finished.stderr.replace("'", '"')))
+    assert not {name.partition(".")[0] for name in imported} & set(BLOCKED)
+    assert not imported & {"llama_ssp.run.commands.slurm", "llama_ssp.run.commands.points", "importlib.metadata"}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +64,7 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, setting:
 
 @pytest.mark.parametrize("asked", ["search=false", "search=true", "hardware=all"])
 def test_a_figure_without_a_folder_is_refused_before_anything_is_searched_or_printed(
-    asked: str, call: Call, monkeypatch: pytest.MonkeyPatch
+    asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dry_run, "search", None)
     monkeypatch.setattr(dry_run, "compare", None)
@@ -126,16 +90,7 @@ def _seconds_of_a_plan(folder: Path) -> float:
     return min(spent, time.perf_counter() - started)
 
 
-def test_a_plan_imports_nothing_that_only_sweeps_need() -> None:
-    program = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from llama_ssp.run.commands import plan; "
-    program += "code = plan.main(['model=7B', 'format=json']); print(*sys.modules, file=sys.stderr); sys.exit(code)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    imported = set(ended.stderr.split())
-    assert not imported & {"llama_ssp.run.commands.slurm", "llama_ssp.run.commands.points", "importlib.metadata"}
-
-
-def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits(call: Call, plan: Plan) -> None:
+def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits() -> None:
     asked = ["model=65B", "draft=7B", "hardware=g5_12xlarge"]
     ended = call(*asked, "format=json")
     assert ended.code == 3
@@ -144,50 +99,50 @@ def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits(call: Call, p
     for change in content["changes"]:
         replaced = {setting.partition("=")[0] for setting in change["settings"]}
         kept = [setting for setting in asked if setting.partition("=")[0] not in replaced]
-        changed = plan(*kept, *change["settings"])
+        changed = planned(*kept, *change["settings"])
         assert changed["fits"]
         assert max(rank["needed_bytes"] for rank in changed["memory"]) == change["needed_bytes"]
 
 
-def test_every_setting_of_the_search_can_be_planned(plan: Plan) -> None:
-    found = plan("model=13B", "hardware=g5_12xlarge", "search=true")["search"]
+def test_every_setting_of_the_search_can_be_planned() -> None:
+    found = planned("model=13B", "hardware=g5_12xlarge", "search=true")["search"]
     best = next(choice for choice in found if choice["draft"])
-    content = plan("hardware=g5_12xlarge", *best["settings"])
+    content = planned("hardware=g5_12xlarge", *best["settings"])
     assert content["time"]["speculative_ms_per_token"] == pytest.approx(best["ms_per_token"], rel=1e-3)
 
 
-def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none(plan: Plan) -> None:
-    assert plan("model=65B")["draft"]["name"] == "7B"
-    assert plan("model=65B", "draft=none")["draft"] is None
-    assert plan("model=tinyllama_1B")["draft"] is None
+def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none() -> None:
+    assert planned("model=65B")["draft"]["name"] == "7B"
+    assert planned("model=65B", "draft=none")["draft"] is None
+    assert planned("model=tinyllama_1B")["draft"] is None
 
 
-def test_the_planners_choice_is_planned_and_told(plan: Plan) -> None:
-    content = plan("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
+def test_the_planners_choice_is_planned_and_told() -> None:
+    content = planned("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
     assert content["draft"]["kind"] == "sharded", "a draft on one rank takes longer"
     note, *_ = content["notes"]
     assert note.startswith("placement=auto: the target on ranks 0 1 and the draft on ranks 0 1 (sharded), forecast at ")
 
 
-def test_figures_of_the_machine_can_be_changed(plan: Plan) -> None:
-    content = plan("model=13B", "hardware.num_gpus=2", "hardware.num_nodes=2")
+def test_figures_of_the_machine_can_be_changed() -> None:
+    content = planned("model=13B", "hardware.num_gpus=2", "hardware.num_nodes=2")
     assert len(content["memory"]) == 4
     assert content["hardware"]["num_nodes"] == 2
 
 
-def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_path: Path) -> None:
+def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) -> None:
     sizes = {
         "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4,
         "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 512, "dtype": "float16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    content = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu")
+    content = planned("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu")
     layer = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128
     assert content["target"]["num_parameters"] == 3 * layer + 2 * 512 * 128 + 128
     assert (content["target"]["dtype"], content["target"]["matrix_dtype"]) == ("fp32", "fp16")
-    asked = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
+    asked = planned("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
     assert (asked["target"]["dtype"], asked["target"]["matrix_dtype"]) == ("bf16", "bf16")
-    on_gpu = plan("model=local", f"model.path={tmp_path}", "draft=none", "hardware=1xh200")
+    on_gpu = planned("model=local", f"model.path={tmp_path}", "draft=none", "hardware=1xh200")
     assert (on_gpu["target"]["dtype"], on_gpu["target"]["matrix_dtype"]) == ("fp16", "fp16")
 
 
@@ -204,7 +159,7 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(plan: Plan, tmp_pa
         (["search=true", "model=local", "model.path=nowhere", "draft=none"], "config.json cannot be read"),
     ],
 )
-def test_a_wrong_setting_exits_with_2_and_one_sentence(call: Call, settings: list[str], complaint: str) -> None:
+def test_a_wrong_setting_exits_with_2_and_one_sentence(settings: list[str], complaint: str) -> None:
     ended = call(*settings)
     assert ended.code == 2
     assert complaint in ended.err
@@ -212,16 +167,16 @@ def test_a_wrong_setting_exits_with_2_and_one_sentence(call: Call, settings: lis
     assert ended.out == ""
 
 
-def test_help_shows_how_it_is_called(call: Call) -> None:
+def test_help_shows_how_it_is_called() -> None:
     ended = call("--help")
     assert ended.code == 0
     assert "llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
 
 
-def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ(call: Call, plan: Plan) -> None:
+def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
     pair = ["model=gpt_neox_20B", "draft=gpt_neo_1.3B"]
     refused = call(*pair)
     assert refused.code == 2
     assert "drafts that fit: none in the catalogue; draft.tokenizer=own allows any" in refused.err
     for way in ("intersection", "text"):
-        assert plan(*pair, "draft.tokenizer=own", f"draft.matching={way}")["time"]["speculative_ms_per_token"] > 0
+        assert planned(*pair, "draft.tokenizer=own", f"draft.matching={way}")["time"]["speculative_ms_per_token"] > 0

@@ -4,38 +4,26 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from llama_ssp.ranks.process import STOP_SIGNALS
+from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
+from tests.helpers import in_process
 from tests.helpers.in_process import Ended
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
 
-Call = Callable[..., Ended]
+
+def call(*words: str) -> Ended:
+    """Call the program in this process."""
+    with signals_kept():
+        return in_process.call(program.main, [*words])
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """A function that calls the program in this process."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-
-    def call_once(*words: str) -> Ended:
-        with pytest.raises(SystemExit) as ended:
-            program.main(words)
-        said = capsys.readouterr()
-        return Ended(code=int(str(ended.value.code or 0)), out=said.out, err=said.err)
-
-    yield call_once
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_help_names_every_command_and_each_explains_itself(call: Call) -> None:
+def test_help_names_every_command_and_each_explains_itself() -> None:
     for words in ([], ["--help"], ["-h"]):
         ended = call(*words)
         assert (ended.code, ended.err) == (0, "")
@@ -47,7 +35,7 @@ def test_help_names_every_command_and_each_explains_itself(call: Call) -> None:
 
 
 @pytest.mark.parametrize("words", [["--version"], ["run", "--version"]])
-def test_the_version_comes_with_those_that_decide_results(words: list[str], call: Call) -> None:
+def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> None:
     ended = call(*words)
     assert (ended.code, ended.err) == (0, "")
     assert re.match(r"llama-ssp (\d+\.\d+\.\d+|unknown) \(python 3\.\d+\.\d+, torch 2\.", ended.out)
@@ -67,14 +55,14 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str], call
         (["compare", "30B", "nosuch"], "unknown command 'compare': there are calibrate, "),
     ],
 )  # fmt: skip
-def test_a_word_that_is_no_command_is_answered_with_what_to_type(words: list[str], sentence: str, call: Call) -> None:
+def test_a_word_that_is_no_command_is_answered_with_what_to_type(words: list[str], sentence: str) -> None:
     ended = call(*words)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith(sentence)
     assert ended.err.count("\n") == 1
 
 
-def test_commands_keep_their_exit_codes(call: Call, tmp_path: Path) -> None:
+def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
     assert call("plan", "model=7B", "hardware=8xh100", "format=json").code == 0
     assert call("plan", "model=65B", "draft=7B", "hardware=g5_12xlarge").code == 3
     assert call("report", str(tmp_path)).code == 2
@@ -83,7 +71,7 @@ def test_commands_keep_their_exit_codes(call: Call, tmp_path: Path) -> None:
     assert call("calibrate", "seed=abc").code == 2
 
 
-def test_calibrate_is_a_task_of_run(call: Call) -> None:
+def test_calibrate_is_a_task_of_run() -> None:
     ended = call("calibrate", "--cfg", "job")
     assert (ended.code, ended.err) == (0, "")
     assert re.search(r"^task:\n  name: calibrate$", ended.out, re.MULTILINE)
@@ -150,9 +138,7 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
         ("llama-ssp plan sampling=gr", ""),
     ],
 )
-def test_a_shell_asks_the_program_for_candidates(
-    line: str, candidates: str, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shell_asks_the_program_for_candidates(line: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script that `llama-ssp run -sc install=bash` prints calls it so, whatever the command is."""
     monkeypatch.setattr(sys, "argv", ["llama-ssp"])
     monkeypatch.setenv("COMP_LINE", line)

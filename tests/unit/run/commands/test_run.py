@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +13,13 @@ import pytest
 
 import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
-from llama_ssp.ranks.process import STOP_SIGNALS
 from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
-from tests.helpers.commands import run as start_run
 from tests.helpers.lanes import heavy
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("_signal_handlers")]
 
 
 @dataclass
@@ -37,23 +35,11 @@ class Ended:
 Launch = Callable[..., Ended]
 
 
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The handlers of signals, which each run sets."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
-    for variable in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
-        monkeypatch.delenv(variable, raising=False)
 
     def launch_one(
         *arguments: str, fails: BaseException | None = None, stops: bool = False, **environment: str
@@ -117,16 +103,6 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
         ended = launch(argument, RANK="1", WORLD_SIZE="2")
         assert (ended.code, ended.out, ended.err) == (2, "", "")
         assert time.monotonic() - start >= 0.3
-
-
-@pytest.mark.heavy
-def test_torchrun_lists_rank_0_alone_with_its_sentence() -> None:
-    ended = start_run(["model=nosuch"], num_ranks=4)
-    assert ended.returncode == 1
-    lines = ended.stderr.splitlines()
-    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
-    assert sum("exitcode  :" in line for line in lines) == 1
-    assert "traceback : unknown model 'nosuch'" in lines[-2]
 
 
 @pytest.mark.parametrize(

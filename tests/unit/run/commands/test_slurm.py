@@ -21,9 +21,9 @@ STAGED = (CPU, "hydra.launcher.stage_to=/scratch/of me")
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sweep:
     """A function that submits a sweep with a stand-in for sbatch, in an empty folder."""
-    return sweeps(monkeypatch, tmp_path, capsys)
+    return sweeps(monkeypatch, tmp_path)
 
 
 @pytest.mark.heavy

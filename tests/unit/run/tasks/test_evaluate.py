@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.evaluation.evidence import CompletionPair, pairs_of
 from llama_ssp.reports.records import CompletionLine
+from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.run.commands import report
 from llama_ssp.run.tasks import evaluate
 from llama_ssp.speculate.sampling import rules

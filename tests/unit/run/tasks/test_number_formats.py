@@ -25,10 +25,7 @@ from llama_ssp.settings.schema import (
     DraftLayout,
     Dtype,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
-    SamplingConfig,
-    VerificationConfig,
 )
 from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
@@ -114,7 +111,6 @@ def with_head(draft: ModelConfig) -> RunConfig:
     """A run of the shipped model with a head."""
     return RunConfig(
         task=GenerateConfig(), model=catalogue.load("tiny"), draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
-        placement=PlacementConfig(), sampling=SamplingConfig(), verification=VerificationConfig(),
     )  # fmt: skip
 
 
