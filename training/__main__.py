@@ -39,7 +39,8 @@ def main() -> None:
     phase("generate", *places, *threads, *minutes["generate"], "--seed", "201")
     phase("distill", *places, *speed, *minutes["distill"])
     phase("agreement", "--pair", str(options.out), *threads)
-    phase("measure", "--pair", str(options.out), "--result", result, *threads)
+    models = ["--target", str(options.out / "tiny"), "--draft", str(options.out / "tiny-draft")]
+    phase("measure", *models, "--temperatures", "0", "0.5", "0.8", "1", "--result", result, *threads)
     phase("card", *places, "--result", result)
 
 

@@ -86,17 +86,6 @@ def speculation_table(measured: Record) -> str:
     return "\n".join(rows)
 
 
-def times_table(measured: Record) -> str:
-    """Writes the rows of forward times."""
-    rows = []
-    for precision, times in measured["forward_times"].items():
-        rows.append(
-            f"| {precision} | {times['target_ms']:.2f} | {times['target_five_tokens_ms']:.2f} "
-            f"| {times['draft_ms']:.2f} | {times['draft_to_target']:.2f} |"
-        )
-    return "\n".join(rows)
-
-
 def write_card(measured: Record, records: list[Record], notes: str, file: Path) -> None:
     """Fills the template of the card."""
     steps = {p: max(r.get("step", 0) for r in records if r["phase"] == p) for p in ("train", "distill")}
@@ -121,7 +110,6 @@ def write_card(measured: Record, records: list[Record], notes: str, file: Path) 
         distill_minutes=round(minutes["distill"]),
         own_rows=own,
         speculation=speculation_table(measured),
-        times=times_table(measured),
         heldout_target=f"{text['heldout_target']:.2f}",
         heldout_draft=f"{text['heldout_draft']:.2f}",
         heldout_acceptance=f"{text['heldout_acceptance']:.2f}",

@@ -4,7 +4,7 @@ What it does: lets the target write text of its own unless the scratch folder ha
 tokens as the drafted vocabulary, and trains the head on that text and on the sources. In every step the head
 drafts several tokens from its own states, as it will in use, and its loss counts each by the chance that the
 tokens before it were accepted.
-What it does not do: change the target, or measure tokens per round (see `head_measure.py`).
+What it does not do: change the target, or measure tokens per round (see `measure.py`).
 
 Source: Li et al. 2025, arXiv:2503.01840.
 """

@@ -12,7 +12,6 @@ Source: Li et al. 2025, arXiv:2503.01840.
 
 import json
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,13 +35,6 @@ def tapped_layers(num_layers: int) -> tuple[int, int, int]:
     if num_layers < LEAST_LAYERS:
         raise ValueError(f"the target has {num_layers} layers; a head needs one of {LEAST_LAYERS} or more")
     return 2, num_layers // 2, num_layers - 3
-
-
-class Memory(Protocol):
-    """The keys and values of earlier pairs, and the rule which of them a pair attends to."""
-
-    def attend(self, q_BHPD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
-        """Remembers the keys and values of new pairs and returns what their queries read."""
 
 
 class Unrolled:
@@ -81,28 +73,6 @@ class Unrolled:
         return y_BHPD
 
 
-class Cache:
-    """The attention of drafting: new pairs see all earlier ones."""
-
-    def __init__(self) -> None:
-        self.k_BHPD, self.v_BHPD = torch.empty(0), torch.empty(0)
-
-    def attend(self, q_BHPD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
-        """Attends and keeps the new pairs."""
-        if self.k_BHPD.numel():
-            k_BHPD = torch.cat((self.k_BHPD, k_BHPD), dim=-2)
-            v_BHPD = torch.cat((self.v_BHPD, v_BHPD), dim=-2)
-        self.k_BHPD, self.v_BHPD = k_BHPD, v_BHPD
-        new, total = q_BHPD.shape[-2], k_BHPD.shape[-2]
-        visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
-        return functional.scaled_dot_product_attention(q_BHPD, k_BHPD, v_BHPD, attn_mask=visible)
-
-    def keep(self, num_pairs: int) -> None:
-        """Forgets the pairs after the first `num_pairs`."""
-        if self.k_BHPD.numel():
-            self.k_BHPD, self.v_BHPD = self.k_BHPD[..., :num_pairs, :], self.v_BHPD[..., :num_pairs, :]
-
-
 class Attention(nn.Module):
     """Grouped-query attention over pairs, whose inputs are twice as wide as its outputs."""
 
@@ -115,8 +85,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * shape.hidden, kv_width, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x_BPC: Tensor, cos_PD: Tensor, sin_PD: Tensor, memory: Memory) -> Tensor:
-        """Attends as the memory allows."""
+    def forward(self, x_BPC: Tensor, cos_PD: Tensor, sin_PD: Tensor, memory: Unrolled) -> Tensor:
+        """Attends in the next step of the memory."""
         batch, pairs, _ = x_BPC.shape
         split = (batch, pairs, -1, self.shape.head_dim)
         groups = self.shape.heads // self.shape.kv_heads
@@ -193,11 +163,11 @@ class Head(nn.Module):
         f_BPE: Tensor = self.fc(taps_BPC / self.get_buffer("tap_rms_C").to(taps_BPC.dtype))
         return f_BPE
 
-    def states(self, f_BPE: Tensor, embeddings_BPE: Tensor, first: int, memory: Memory) -> Tensor:
-        """Returns the states h of pairs at the positions from `first` on."""
-        layer, last = self.midlayer, first + f_BPE.shape[1]
-        cos_PD = self.get_buffer("cos_TD")[first:last].to(f_BPE.dtype)
-        sin_PD = self.get_buffer("sin_TD")[first:last].to(f_BPE.dtype)
+    def states(self, f_BPE: Tensor, embeddings_BPE: Tensor, memory: Unrolled) -> Tensor:
+        """Returns the states h of the pairs of a row."""
+        layer, last = self.midlayer, f_BPE.shape[1]
+        cos_PD = self.get_buffer("cos_TD")[:last].to(f_BPE.dtype)
+        sin_PD = self.get_buffer("sin_TD")[:last].to(f_BPE.dtype)
         x_BPC = torch.cat((layer.input_layernorm(embeddings_BPE), layer.hidden_norm(f_BPE)), dim=-1)
         h_BPE = f_BPE + layer.self_attn(x_BPC, cos_PD, sin_PD, memory)
         out_BPE: Tensor = h_BPE + layer.mlp(layer.post_attention_layernorm(h_BPE))
@@ -223,7 +193,7 @@ class Head(nn.Module):
         memory, logits = Unrolled(), []
         f_BPE = self.features(taps_BPC)
         for _ in range(num_steps):
-            h_BPE = self.states(f_BPE, embeddings_BPE, 0, memory)
+            h_BPE = self.states(f_BPE, embeddings_BPE, memory)
             logits.append(self.logits(h_BPE))
             f_BPE = h_BPE.roll(1, dims=1)
         return logits

@@ -176,7 +176,3 @@ class Llama(nn.Module):
             x_BTC = layer(x_BTC, cos_TD, sin_TD)
         logits_BTV: Tensor = self.lm_head(self.model.norm(x_BTC))
         return logits_BTV
-
-    def parameter_count(self) -> int:
-        """Returns the number of parameters, a tied head counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from training.head import step_gradient
-from training.head_model import Cache, Head, load_head, save_head, tapped_layers
+from training.head_model import Head, Unrolled, load_head, save_head, tapped_layers
 from training.model import Shape
 from training.objectives import TEMPERATURE
 
@@ -30,13 +30,11 @@ def test_every_chain_of_a_row_is_what_drafting_from_its_start_gives(head: Head) 
     taps_BPC, embeddings_BPE = torch.randn(2, PAIRS, 192), torch.randn(2, PAIRS, 64)
     unrolled = head.unroll(taps_BPC, embeddings_BPE, STEPS)
     for start in range(PAIRS - STEPS + 1):
-        cache, position = Cache(), start + 1
-        h_BPE = head.states(head.features(taps_BPC[:, :position]), embeddings_BPE[:, :position], 0, cache)[:, -1:]
+        f_BPE = head.features(taps_BPC[:, : start + 1])
         for step in range(STEPS):
+            h_BPE = head.states(f_BPE, embeddings_BPE[:, : start + step + 1], Unrolled())[:, -1:]
             torch.testing.assert_close(unrolled[step][:, start + step], head.logits(h_BPE)[:, 0])
-            if step < STEPS - 1:
-                h_BPE = head.states(h_BPE, embeddings_BPE[:, position : position + 1], position, cache)
-                position += 1
+            f_BPE = torch.cat((f_BPE, h_BPE), dim=1)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.4, 1.0])
