@@ -7,6 +7,8 @@ One process, all candidates in turns. llama.cpp takes part where its packages ar
 """
 
 import argparse
+import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +21,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import Goal, markdown, show, table_of_goals
-from benchmarks.threads import RANDOM_100M, RANDOM_DRAFT, random_checkpoint
 from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
+from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
@@ -43,6 +46,10 @@ MOST_TURNS, MOST_TOKENS = 6, 4096
 PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP = (
     "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp",
 )  # fmt: skip
+LLAMAS = {
+    "random-100M": RandomLlama(width=768, num_layers=8, vocab_size=32000, from_16_bits=True),
+    "random-10M": RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
+}
 _HEAD = """\
 # Batches
 
@@ -93,15 +100,32 @@ class Cell:
 
 def cases() -> list[Case]:
     """The shipped pair, and a random one in two formats."""
-    shipped = tuple(hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
-    made = Path(random_checkpoint(RANDOM_100M)), Path(random_checkpoint(RANDOM_DRAFT))
+    target, draft = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    large, small = map(random_checkpoint, LLAMAS)
+    made = large, small
     return [
-        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(shipped[0], shipped[1]), quantization=None,
+        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(target, draft), quantization=None,
              peer_dtype=torch.float32, form="BF16"),
         Case(name="Random 100 M with 10 M, 16 bits", folders=made, quantization=None, peer_dtype=torch.bfloat16,
              form="BF16"),
         Case(name="Random 100 M with 10 M, 8 bits", folders=made, quantization="int8", peer_dtype=None, form="Q8_0"),
     ]  # fmt: skip
+
+
+def random_checkpoint(name: str) -> Path:
+    """The folder of a random Llama in 16 bits, written where there is none; its tokenizer is that of `tiny`."""
+    folder, llama = Path("outputs/random") / name, LLAMAS[name]
+    if not folder.exists():
+        unfinished, tiny = folder.with_name(f"{name}-unfinished"), hub.resolve(catalogue.load("tiny"))
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(tiny / file, unfinished / file)
+        config = llama.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        (unfinished / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+        tensors = {each: llama.read(each) for each in llama.tensors}
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        unfinished.rename(folder)
+    return folder
 
 
 def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
