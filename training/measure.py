@@ -1,8 +1,8 @@
-"""Measures what drafts for a target: tokens per round, and of a pair that is shipped also losses and multiplications.
+"""Measures what drafts for a target: tokens per round, and of a pair of models also losses and multiplications.
 
 What it does: lets the engine continue prompts cut from held-out sources with a draft model or a draft head, and prints
-JSON lines. With `--result` it also scores the pair on held-out text and on seen and unseen
-multiplications, and writes one JSON file for the card.
+JSON lines. With `--scores` a last line has the scores of a pair on held-out text, and on seen and unseen
+multiplications.
 What it does not do: train, or time anything.
 """
 
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llama_ssp import Pair, load
 from llama_ssp.api.pair import Completion
 from training import batches, corpus, objectives
+from training.model import scorer
 from training.tokenizer import load_tokenizer
 
 PROMPT = 96
@@ -65,21 +66,19 @@ def scores(target_folder: Path, draft_folder: Path) -> dict[str, object]:
     unseen = list(corpus.product_pairs(heldout=True))
     seen = random.Random(7).sample(corpus.product_pairs(heldout=False), len(unseen))
     rates = {
-        name: objectives.product_rate(lambda ids: target(ids).logits, tokenizer, pairs)
+        name: objectives.product_rate(scorer(target), tokenizer, pairs)
         for name, pairs in (("unseen", unseen), ("seen", seen))
     }
     held_BT = batches.heldout_rows(tokenizer, 96, 256)
     return {
-        "heldout_text": objectives.heldout_scores(
-            lambda ids: target(ids).logits, lambda ids: draft(ids).logits, held_BT
-        ),
+        "heldout_text": objectives.heldout_scores(scorer(target), scorer(draft), held_BT),
         "multiplication": {"questions_each": len(unseen), **rates},
         "parameters": {"tiny": target.num_parameters(), "tiny-draft": draft.num_parameters()},
     }
 
 
 def main() -> None:
-    """Measures, prints, and writes the results."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--draft", type=Path, required=True, help="folder of the head or draft model")
@@ -89,20 +88,18 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, nargs="+", default=[4], help="drafted tokens per round")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--result", type=Path, help="JSON file to write, of a pair of models")
+    parser.add_argument("--scores", action="store_true", help="score a pair of models, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     files = corpus.text_files(options.text) if options.text else corpus.heldout_sources()
     rows = batches.SourceRows(load_tokenizer(options.target), files, seed=3)
     prompts = rows.take(options.prompts, PROMPT - 1)
-    pair, speculation = load(options.target, options.draft, dtype="fp32"), {}
+    pair = load(options.target, options.draft, dtype="fp32")
     for temperature, number in product(options.temperatures, options.drafted):
         found = tokens_per_round(pair, prompts, temperature, options.length, num_drafted=number)
-        speculation[str(temperature)] = found
         print(json.dumps({"temperature": temperature, "drafted_per_round": number, **found}), flush=True)
-    if options.result:
-        result = {"speculation": speculation, **scores(options.target, options.draft)}
-        options.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.scores:
+        print(json.dumps(scores(options.target, options.draft)))
 
 
 if __name__ == "__main__":

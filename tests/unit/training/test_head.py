@@ -8,18 +8,21 @@ from safetensors.torch import load_file
 
 from training.head import step_gradient
 from training.head_model import Head, Unrolled, load_head, save_head, tapped_layers
-from training.model import Shape
+from training.model import llama_config
 from training.objectives import TEMPERATURE
 
 VOCABULARY, PAIRS, STEPS = 100, 12, 4
-SHAPE = Shape(hidden=64, layers=1, heads=4, kv_heads=2, intermediate=128, tied=False)
+CONFIG = llama_config(
+    vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128,
+)  # fmt: skip
 
 
 @pytest.fixture
 def head() -> Head:
     """A head with large random weights, which can draft every second token."""
     torch.manual_seed(0)
-    made = Head(SHAPE, torch.arange(0, VOCABULARY, 2), VOCABULARY)
+    made = Head(CONFIG, torch.arange(0, VOCABULARY, 2))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return made
