@@ -73,8 +73,7 @@ class ModelDrafter(StepwiseDrafter):
             logits_BV = self.runner.forward(
                 self._known(ids_BT), positions_BT, bucket=bucket, score_positions_BR=wanted_B1
             )[:, 0]
-            missing = self.vocab_size - static_shape(logits_BV)[-1]
-            return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
+            return self._widened(logits_BV)
 
         return logits_of
 
@@ -96,10 +95,13 @@ class ModelDrafter(StepwiseDrafter):
                     lengths_B1 - 1, level.first, level.depth, level.sees_BMA, bucket=bucket
                 )
                 logits_BMV = self.runner.forward(self._known(level.ids_BM), positions_BM, bucket=bucket, tree=places)
-            missing = self.vocab_size - static_shape(logits_BMV)[-1]
-            return pad(logits_BMV, (0, missing), value=float("-inf")) if missing else logits_BMV
+            return self._widened(logits_BMV)
 
         return logits_of
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        missing = self.vocab_size - static_shape(logits)[-1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""
