@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.draft_heads import make_tensors, reference, save_original
 from training.head import step_gradient
 from training.head_model import Head, Unrolled, load_head, save_head, tapped_layers
 from training.model import llama_config
@@ -74,3 +75,14 @@ def test_a_target_that_is_too_shallow_is_refused() -> None:
     assert tapped_layers(10) == (2, 5, 7)
     with pytest.raises(ValueError, match="2 layers"):
         tapped_layers(2)
+
+
+@torch.no_grad()
+def test_a_head_computes_what_its_paper_says(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    taps_PX, embedded_PE = torch.randn(PAIRS, 768), torch.randn(PAIRS, 256)
+    head = load_head(save_original(tmp_path / "head", tensors))
+    for step, logits_1PW in enumerate(head.unroll(taps_PX[None], embedded_PE[None], 2)):
+        known = embedded_PE[: PAIRS - 1 + step], taps_PX[: PAIRS - 1]
+        wanted_W = reference(tensors, *known)[head.drafted_ids()]
+        torch.testing.assert_close(logits_1PW[0, PAIRS - 2 + step].double(), wanted_W, atol=1e-4, rtol=1e-4)
