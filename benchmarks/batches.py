@@ -24,6 +24,7 @@ import transformers
 from safetensors.torch import save_file
 
 from benchmarks.acceptance import kinds_of_text
+from benchmarks.decoding import ours
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import Goal, markdown, show, table_of_goals
@@ -31,10 +32,8 @@ from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.model_pairs import RandomLlama
-from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
-from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.state import Request
@@ -128,7 +127,7 @@ def random_checkpoint(name: str) -> Path:
     return folder
 
 
-def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
+def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     """Our candidates for one batch."""
     speculation = {PLAIN: None, FAST: SpeculationConfig(num_draft_tokens=K),
                    AUTO: SpeculationConfig(num_draft_tokens=ADAPTIVE)}  # fmt: skip
@@ -138,12 +137,10 @@ def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     found = {}
     requests = [Request(index=0, prompt_ids=prompts[0], max_new_tokens=NUM_NEW_TOKENS)]
     for name, each in speculation.items():
-        config = replace(base, speculation=each or base.speculation)
-        decoder = build_decoder(pair.models, config, speculative=each is not None)
+        config, speculative = replace(base, speculation=each or base.speculation), each is not None
+        found[name] = ours(pair, config, prompts, num_new_tokens=NUM_NEW_TOKENS, speculative=speculative)
         with torch.inference_mode():
-            make_ready(decoder, requests, config, comm=pair.models.mesh.world)
-            decoder.warm_up(requests)
-        found[name] = Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
+            found[name].decoder.warm_up(requests)
     return found
 
 
@@ -162,7 +159,7 @@ def measure(
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
     text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer, chat=False)
     prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
-    own = ours(pair, prompts)
+    own = candidates_of(pair, prompts)
 
     def mine(each: Ours, turn: int) -> float:
         return 1e3 / each.ms_per_token(turn)
