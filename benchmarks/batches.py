@@ -8,6 +8,8 @@ All candidates in turns. llama.cpp takes part where its packages are installed (
 """
 
 import argparse
+import json
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +22,20 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from benchmarks.acceptance import kinds_of_text
+from benchmarks.decoding import ours
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import Goal, markdown, show, table_of_goals
-from benchmarks.threads import RANDOM_100M, RANDOM_DRAFT, random_checkpoint
 from benchmarks.vllm_cpu import PYTHON, Vllm
 from llama_ssp import Pair, load
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.decoders import build_decoder
+from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
-from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.state import Request
@@ -45,6 +47,10 @@ MOST_TURNS, MOST_TOKENS = 6, 4096
 PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP, VLLM = (
     "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp", "vLLM",
 )  # fmt: skip
+LLAMAS = {
+    "random-100M": RandomLlama(width=768, num_layers=8, vocab_size=32000, from_16_bits=True),
+    "random-10M": RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
+}
 _HEAD = """\
 # Batches
 
@@ -95,10 +101,11 @@ class Cell:
 
 def cases() -> list[Case]:
     """The shipped pair, and a random one in two formats."""
-    shipped = tuple(hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
-    made = Path(random_checkpoint(RANDOM_100M)), Path(random_checkpoint(RANDOM_DRAFT))
+    target, draft = (hub.resolve(catalogue.load(name)) for name in ("tiny", "tiny-draft"))
+    large, small = map(random_checkpoint, LLAMAS)
+    made = large, small
     return [
-        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(shipped[0], shipped[1]), quantization=None,
+        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(target, draft), quantization=None,
              peer_dtype=torch.float32, form="BF16"),
         Case(name="Random 100 M with 10 M, 16 bits", folders=made, quantization=None, peer_dtype=torch.bfloat16,
              form="BF16"),
@@ -106,7 +113,23 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
+def random_checkpoint(name: str) -> Path:
+    """The folder of a random Llama in 16 bits, written where there is none; its tokenizer is that of `tiny`."""
+    folder, llama = Path("outputs/random") / name, LLAMAS[name]
+    if not folder.exists():
+        unfinished, tiny = folder.with_name(f"{name}-unfinished"), hub.resolve(catalogue.load("tiny"))
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copyfile(tiny / file, unfinished / file)
+        config = llama.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+        (unfinished / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
+        tensors = {each: llama.read(each) for each in llama.tensors}
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        unfinished.rename(folder)
+    return folder
+
+
+def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     """Our candidates for one batch."""
     speculation = {PLAIN: None, FAST: SpeculationConfig(num_draft_tokens=K),
                    AUTO: SpeculationConfig(num_draft_tokens=ADAPTIVE)}  # fmt: skip
@@ -116,12 +139,10 @@ def ours(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     found = {}
     requests = [Request(index=0, prompt_ids=prompts[0], max_new_tokens=NUM_NEW_TOKENS)]
     for name, each in speculation.items():
-        config = replace(base, speculation=each or base.speculation)
-        decoder = build_decoder(pair.models, config, speculative=each is not None)
+        config, speculative = replace(base, speculation=each or base.speculation), each is not None
+        found[name] = ours(pair, config, prompts, num_new_tokens=NUM_NEW_TOKENS, speculative=speculative)
         with torch.inference_mode():
-            make_ready(decoder, requests, config, comm=pair.models.mesh.world)
-            decoder.warm_up(requests)
-        found[name] = Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
+            found[name].decoder.warm_up(requests)
     return found
 
 
@@ -141,7 +162,7 @@ def measure(
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
     text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer, chat=False)
     prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
-    own = ours(pair, prompts)
+    own = candidates_of(pair, prompts)
 
     def mine(each: Ours, turn: int) -> float:
         return 1e3 / each.ms_per_token(turn)

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.jobs import encode
+from llama_ssp.run.tasks.benchmark import Ours
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
@@ -99,6 +102,17 @@ def make_decoder(
         cuda_graphs=cuda_graphs,
     )
     return build_decoder(pair.models, config, speculative=speculative)
+
+
+def ours(
+    pair: Pair, config: RunConfig, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, speculative: bool
+) -> Ours:
+    """A candidate of the program's own, whose costs are measured if it chooses K."""
+    decoder = build_decoder(pair.models, config, speculative=speculative)
+    wanted = [Request(index=0, prompt_ids=ids, max_new_tokens=num_new_tokens) for ids in prompts]
+    with torch.inference_mode():
+        make_ready(decoder, wanted, config, comm=pair.models.mesh.world)
+    return Ours(decoder=decoder, prompts=prompts, num_new_tokens=num_new_tokens)
 
 
 def prompt(pair: Pair, num_tokens: int) -> tuple[int, ...]:

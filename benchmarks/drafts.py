@@ -17,21 +17,19 @@ import torch
 import transformers
 
 from benchmarks.acceptance import kinds_of_text
+from benchmarks.decoding import ours
 from benchmarks.measured import Goal, markdown, show, table_of_goals
 from llama_ssp import Pair, load
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tasks.dry_run import plan_of_run
-from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.schema import ADAPTIVE, Dtype, RunConfig, SamplingConfig, SpeculationConfig
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 
 NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
@@ -92,17 +90,6 @@ class Result:
         return geometric_mean([first.ratio(candidate, last.best_fixed), last.ratio(candidate, first.best_fixed)])
 
 
-def ours(pair: Pair, config: RunConfig, prompts: list[tuple[int, ...]], *, speculative: bool) -> Ours:
-    """One of our candidates, ready to run."""
-    decoder = build_decoder(pair.models, config, speculative=speculative)
-    requests = [Request(index=0, prompt_ids=ids, max_new_tokens=NUM_NEW_TOKENS) for ids in prompts]
-    with torch.inference_mode():
-        decoder.make_room(requests)
-        longest = max(map(len, prompts)) + NUM_NEW_TOKENS // 2
-        tune(decoder, config, comm=pair.models.mesh.world, num_slots=longest)
-    return Ours(decoder=decoder, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS)
-
-
 def settings(pair: Pair) -> dict[str, RunConfig]:
     """Our candidates, by name."""
     base = replace(pair.config, sampling=SamplingConfig(temperature=0.8), ignore_eos=True)
@@ -150,7 +137,10 @@ def measure(
         )
 
     for build in range(num_builds):
-        candidates = {name: ours(*each, prompts, speculative=name != PLAIN) for name, each in chosen.items()}
+        candidates = {
+            name: ours(*each, prompts, num_new_tokens=NUM_NEW_TOKENS, speculative=name != PLAIN)
+            for name, each in chosen.items()
+        }
         runs = {name: partial(mine, each, build) for name, each in candidates.items()}
         if build < NUM_PEER_BUILDS:
             runs |= {name: partial(peer, name) for name in peers}

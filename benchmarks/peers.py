@@ -2,8 +2,8 @@
 
 One process, fp32, batch 1. Both sides get the same prompts, the same sampling, the same number of drafted tokens with a
 constant schedule, and no end-of-sequence token. A round has two bounds. The first is the time of its forwards when
-nothing else happens, in the caches as a round leaves them or out of caches that other bytes have filled. The second
-knows no operators: the target's matrices once and the draft's K times, at the fastest pass over memory.
+nothing else happens. The second knows no operators: the target's matrices once and the draft's K times, at the fastest
+pass over memory.
 """
 
 import argparse
@@ -47,9 +47,7 @@ PASS_BYTES = 2**28
 _TURNS_TO_RECORD = 2
 
 
-def forwards_alone_s(
-    decoder: Decoder, *, contexts: Sequence[int], between: Callable[[], object] | None = None
-) -> tuple[float, float]:
+def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[float, float]:
     """Seconds of one verification with its processors, and of one draft step with its draw.
 
     They take turns as in a round, so that each finds the processor's caches as a round leaves them, and nothing else of
@@ -58,7 +56,6 @@ def forwards_alone_s(
     Args:
         decoder: a speculative one, of one row.
         contexts: tokens before each turn. The means over all turns count, since rounds are compared by their means.
-        between: called before each of the two, outside the times, such as `Passes.fill_caches`.
     """
     round_ = decoder.round
     [choice] = decoder.length.choices
@@ -91,8 +88,6 @@ def forwards_alone_s(
             state.lengths_B.fill_(context)
             state.first_round_B.fill_(-context)
             for part, times in seconds.items():
-                if between:
-                    between()
                 began = time.perf_counter()
                 part()
                 if turn >= 0:
@@ -100,20 +95,9 @@ def forwards_alone_s(
     return statistics.fmean(seconds[verify]), statistics.fmean(seconds[draft]) / num_draft_tokens
 
 
-class Passes:
-    """Passes over more memory than caches hold."""
-
-    def __init__(self, num_bytes: int = PASS_BYTES) -> None:
-        self._num_bytes = num_bytes
-        self._values = torch.ones(num_bytes // 4)
-
-    def fill_caches(self) -> object:
-        """Read the buffer, so that the caches hold it and nothing else."""
-        return self._values.sum()
-
-    def bytes_per_s(self) -> float:
-        """The faster of reading it and copying it, with as many threads as torch has now."""
-        return max(self._num_bytes / seconds_per_call(self.fill_caches), copy_bytes_per_s(CPU, self._num_bytes))
+def pass_bytes_per_s(values: Tensor) -> float:
+    """The faster of reading a buffer and copying it, with as many threads as torch has now."""
+    return max(values.nbytes / seconds_per_call(values.sum), copy_bytes_per_s(CPU, values.nbytes))
 
 
 @torch.inference_mode()
@@ -166,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> Row:
     )
 
     alone: list[tuple[float, float]] = []
-    passes = Passes()
+    buffer = torch.ones(PASS_BYTES // 4)
     target_bytes, draft_bytes = weights_bytes(arguments)
     contexts = [len(prompts[0]) + num_new for num_new in range(1, NUM_NEW_TOKENS)]
 
@@ -175,16 +159,11 @@ def measure(arguments: argparse.Namespace) -> Row:
         verify_s, draft_s = alone[-1]
         return 1e3 * float(verify_s + num_draft_tokens * draft_s)
 
-    def cold_forwards_ms(_repetition: int) -> float:
-        verify_s, draft_s = forwards_alone_s(fast, contexts=contexts[::9], between=passes.fill_caches)
-        return 1e3 * float(verify_s + num_draft_tokens * draft_s)
-
     def weights_ms(_repetition: int) -> float:
-        return 1e3 * float(target_bytes + num_draft_tokens * draft_bytes) / passes.bytes_per_s()
+        return 1e3 * float(target_bytes + num_draft_tokens * draft_bytes) / pass_bytes_per_s(buffer)
 
     ms = interleave(
         {
-            "cold": cold_forwards_ms,
             "weights": weights_ms,
             "forwards": forwards_ms,
             "ours, speculative": ours.ms_per_token,
@@ -202,7 +181,7 @@ def measure(arguments: argparse.Namespace) -> Row:
         },
         num_repetitions=arguments.repetitions,
     )
-    forwards, cold, weights = (ms.pop(name) for name in ("forwards", "cold", "weights"))
+    forwards, weights = (ms.pop(name) for name in ("forwards", "weights"))
     assert ours.tokens_per_round
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
     verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
@@ -223,7 +202,6 @@ def measure(arguments: argparse.Namespace) -> Row:
         "draft_bytes": draft_bytes,
         "memory_bytes_per_s": 1e3 * (target_bytes + num_draft_tokens * draft_bytes) / statistics.median(weights),
         "forwards_to_weights": ratio_of_medians(forwards, weights),
-        "cold_forwards_to_weights": ratio_of_medians(cold, weights),
         "speculative_to_bound": ratio_of_medians(ms["ours, speculative"], bounds_ms),
         "rounds_to_bound": ratio_of_medians(ours.rounds_ms, forwards),
         "other_share": statistics.median(ours.shares("other")),
@@ -257,7 +235,6 @@ def show(row: Row) -> None:
     lines += [
         (f"the bound's forwards over one read of their weights at {row['memory_bytes_per_s'] / 1e9:.1f} GB/s",
          f"{row['forwards_to_weights']:.2f}"),
-        ("the same forwards out of cold caches", f"{row['cold_forwards_to_weights']:.2f}"),
         ("ours, speculative, over that bound, prefill included", f"{row['speculative_to_bound']:.2f}"),
     ]  # fmt: skip
     print(markdown([f"{row['target']} with {row['draft']}", "ms/token"], lines))

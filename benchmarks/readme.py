@@ -36,7 +36,7 @@ _REST = (
 
 _WEIGHTS = (
     " Reading the weights once, at the {gb_per_s:.1f} GB/s of a long read or copy, is the limit of a forward pass. The "
-    "forward passes take {forwards_to_weights:.2f} times that, {cold_forwards_to_weights:.2f} times with cold caches."
+    "forward passes take {forwards_to_weights:.2f} times that."
 )
 
 

@@ -1,4 +1,4 @@
-"""Makes the shipped pair from nothing: tokenizer, target, draft, measurement, card.
+"""Makes the shipped pair from nothing: tokenizer, target, draft, measurement.
 
 What it does: runs the phases one after the other, each in a process of its own.
 What it does not do: hold any recipe; each phase has its own options and defaults.
@@ -32,15 +32,14 @@ def main() -> None:
     threads = ["--threads", options.threads]
     speed = threads + ["--compile"] * options.compile
     minutes = {name: ["--minutes", str(value * options.scale)] for name, value in MINUTES.items()}
-    result = str(options.scratch / "measured.json")
     phase("train", *places, *speed, *minutes["train"], "--until", AGREEMENT_FROM)
     phase("generate", *places, *threads, *minutes["generate"])
     phase("train", *places, *speed, *minutes["train"], "--resume")
     phase("generate", *places, *threads, *minutes["generate"], "--seed", "201")
     phase("distill", *places, *speed, *minutes["distill"])
     phase("agreement", "--pair", str(options.out), *threads)
-    phase("measure", "--pair", str(options.out), "--result", result, *threads)
-    phase("card", *places, "--result", result)
+    models = ["--target", str(options.out / "tiny"), "--draft", str(options.out / "tiny-draft")]
+    phase("measure", *models, "--temperatures", "0", "0.5", "0.8", "1", "--scores", *threads)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from benchmarks.decoding import run_config
 from llama_ssp import load
 from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
@@ -30,18 +31,11 @@ from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.model_files import AGREEMENT_FILE
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
     DeviceKind,
-    DrafterConfig,
     Dtype,
-    PlacementConfig,
-    RunConfig,
-    SamplingConfig,
     SyntheticConfig,
-    VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.head import HeadSource
@@ -135,17 +129,10 @@ def acceptance(
 
     Target and draft have synthetic weights of this agreement, or the draft, then a head, of this noise.
     """
-    config = RunConfig(
-        task=GenerateConfig(),
-        model=catalogue.load(model),
-        draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load(draft)),
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(),
-        verification=VerificationConfig(),
-        weights=WeightsKind.synthetic,
-        synthetic=SyntheticConfig(agreement=agreement),
-        batch_size=num_texts,
-    )
+    config = run_config(
+        catalogue.load(model), catalogue.load(draft), weights=WeightsKind.synthetic,
+        synthetic=SyntheticConfig(agreement=agreement), batch_size=num_texts, ignore_eos=False,
+    )  # fmt: skip
     with start(device=DeviceKind.cpu, timeout_s=60) as world:
         target, source = find_sources(config, world)
         if source and noise is not None and isinstance(source.origin, HeadSource):

@@ -50,10 +50,6 @@ class SourceRows:
         self.breaks_line = ["\n" in piece and not end for piece, end in zip(pieces, self.ends_line, strict=True)]
         self.waiting: dict[int, list[list[int]]] = {}
 
-    def tokens(self) -> int:
-        """Returns how many tokens the sources have."""
-        return sum(len(file) for file in self.files)
-
     def _pass(self, length: int) -> list[list[int]]:
         """Cuts all files, in a new order, into rows of length + 1 that start at line starts."""
         bos, eos = self.row_ends.bos, self.row_ends.eos

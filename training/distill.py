@@ -9,18 +9,16 @@ import argparse
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_model
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from training import batches, export, generate, objectives
-from training.model import DRAFT, TARGET, Llama
+from training.model import DRAFT, new_llama, scorer
 from training.tokenizer import PAD_ID, load_tokenizer
 from training.train import LENGTH, ROWS, Log, Optimisers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EVALUATE_EVERY_MINUTES = 2.0
 ARITHMETIC_ROWS = 1
@@ -34,15 +32,14 @@ class Distiller:
         torch.manual_seed(options.seed)
         self.options = options
         self.tokenizer = load_tokenizer(options.out / "tiny")
-        self.target = export.load_lean(TARGET, options.out / "tiny").requires_grad_(False)
-        self.draft = Llama(DRAFT)
+        self.target = LlamaForCausalLM.from_pretrained(options.out / "tiny", dtype=torch.float32).requires_grad_(False)
+        self.draft = new_llama(DRAFT)
         start: Path = options.scratch / (options.start + ".safetensors")
-        export.load_checkpoint(self.draft, start)
+        load_model(self.draft, start)
         self.mixture = batches.Mixture(self.tokenizer, options.seed)
         self.optimiser = Optimisers(self.draft, options.rate, 0.01)
-        wrap: Callable[[Llama], Callable[[Tensor], Tensor]]
-        wrap = torch.compile if options.compile else lambda model: model
-        self.fast = wrap(self.target), wrap(self.draft)
+        self.slow = scorer(self.target), scorer(self.draft)
+        self.fast = scorer(self.target, compiles=options.compile), scorer(self.draft, compiles=options.compile)
         self.rows_BT = batches.heldout_rows(self.tokenizer, 48, LENGTH)
         self.log = Log(options.scratch / "distill.jsonl")
         self.own = generate.load_rows(options.scratch)
@@ -60,7 +57,7 @@ class Distiller:
 
     def train_step(self, ids_BT: Tensor, factor: float, variation: float) -> float:
         """Takes one step and returns the mean acceptance."""
-        target, draft = self.fast if ids_BT.shape[1] == LENGTH else (self.target, self.draft)
+        target, draft = self.fast if ids_BT.shape[1] == LENGTH else self.slow
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 target_BTV = target(ids_BT)
@@ -89,7 +86,7 @@ class Distiller:
                 self.log.write(kind="train", step=step, minutes=minutes, acceptance=acceptance)
             if minutes - evaluated > EVALUATE_EVERY_MINUTES or progress >= 1.0:
                 evaluated = minutes
-                scores = objectives.heldout_scores(self.target, self.draft, self.rows_BT)
+                scores = objectives.heldout_scores(*self.slow, self.rows_BT)
                 self.log.write(kind="heldout", step=step, minutes=minutes, **scores)
                 self.save()
 

@@ -8,51 +8,20 @@ What it does not do: train, or touch held-out text.
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.nn.utils.rnn import pad_sequence
 
-from training import batches, corpus, objectives
-from training.tokenizer import PAD_ID, Ends, load_tokenizer
+from llama_ssp import load
+from training import batches, corpus
+from training.objectives import TEMPERATURE
+from training.tokenizer import PAD_ID, load_tokenizer
 
 LENGTH = 257
 PROMPT = 48
 FOLDER = "own"
-
-
-@torch.no_grad()
-def continue_prompts(folder: Path, prompts_BT: Tensor, length: int, ends: Ends, device: str = "cpu") -> Tensor:
-    """Samples the target's continuation of prompts at the drafting temperature.
-
-    Args:
-        folder: The saved target.
-        prompts_BT: Prompts of one length.
-        length: Length of the rows to return.
-        ends: The ids that end a row and fill it up.
-        device: Where the target runs.
-
-    Returns:
-        Rows of shape (B, length), padded after an end of sequence.
-    """
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model.to(device)
-    prompts_BT = prompts_BT.to(device)
-    rows_BT: Tensor = model.generate(
-        prompts_BT,
-        attention_mask=torch.ones_like(prompts_BT),
-        max_new_tokens=length - prompts_BT.shape[1],
-        do_sample=True,
-        temperature=objectives.TEMPERATURE,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=ends.eos,
-        pad_token_id=ends.pad,
-    )
-    missing = length - rows_BT.shape[1]
-    return torch.nn.functional.pad(rows_BT, (0, missing), value=ends.pad).cpu()
 
 
 def load_rows(scratch: Path, pad_id: int = PAD_ID) -> list[Tensor]:
@@ -75,11 +44,17 @@ def write_rows(target: Path, sources: batches.SourceRows, scratch: Path, options
     """
     folder = scratch / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    pair, pad_id = load(target, device=options.device), sources.row_ends.pad
     end, count = time.monotonic() + options.minutes * 60, 0
     while time.monotonic() < end:
-        prompts_BT = torch.tensor(sources.take(options.rows, PROMPT - 1))
-        rows_BT = continue_prompts(target, prompts_BT, LENGTH, sources.row_ends, options.device)
-        save_file({"rows_BT": rows_BT.to(torch.int32)}, folder / f"{options.seed}-{count:04}.safetensors")
+        completions = pair.generate(
+            sources.take(options.rows, PROMPT - 1), max_new_tokens=LENGTH - PROMPT, temperature=TEMPERATURE,
+            seed=options.seed, batch_size=options.rows,
+        )  # fmt: skip
+        rows = [torch.tensor([*each.prompt_ids, *each.token_ids], dtype=torch.int32) for each in completions]
+        filling = torch.full((LENGTH,), pad_id, dtype=torch.int32)  # so that a row is as long as can be
+        rows_BT = pad_sequence([filling, *rows], batch_first=True, padding_value=pad_id)[1:]
+        save_file({"rows_BT": rows_BT.contiguous()}, folder / f"{options.seed}-{count:04}.safetensors")
         count += 1
 
 
@@ -95,7 +70,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     target: Path = options.out / "tiny"
     sources = batches.SourceRows(load_tokenizer(target), corpus.training_sources(), options.seed)
     write_rows(target, sources, options.scratch, options)

@@ -4,7 +4,7 @@ What it does: lets the target write text of its own unless the scratch folder ha
 tokens as the drafted vocabulary, and trains the head on that text and on the sources. In every step the head
 drafts several tokens from its own states, as it will in use, and its loss counts each by the chance that the
 tokens before it were accepted.
-What it does not do: change the target, or measure tokens per round (see `head_measure.py`).
+What it does not do: change the target, or measure tokens per round (see `measure.py`).
 
 Source: Li et al. 2025, arXiv:2503.01840.
 """
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from training import batches, corpus, generate
 from training.head_model import Head, load_head, save_head, tapped_layers
-from training.model import Shape
+from training.model import llama_config
 from training.objectives import CHUNK, TEMPERATURE
 from training.tokenizer import load_tokenizer
 from training.train import Log, Optimisers
@@ -67,19 +67,13 @@ class Target:
         self.model.requires_grad_(False)
         self.embed = self.model.get_input_embeddings()
 
-    def head_shape(self, intermediate: int) -> Shape:
+    def head_config(self, intermediate: int) -> LlamaConfig:
         """Returns the sizes of a head for this target."""
-        config = self.model.config
-        return Shape(
-            hidden=config.hidden_size,
-            layers=1,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            intermediate=intermediate,
-            tied=False,
-            rope_theta=config.rope_parameters["rope_theta"],
-            norm_eps=config.rms_norm_eps,
-        )
+        of_target = self.model.config
+        same = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+        sizes = {name: getattr(of_target, name) for name in same}
+        rotary = {"rope_type": "default", "rope_theta": of_target.rope_parameters["rope_theta"]}
+        return llama_config(num_hidden_layers=1, intermediate_size=intermediate, rope_parameters=rotary, **sizes)
 
     @torch.no_grad()
     def taps(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +224,7 @@ class Trainer:
         options, vocabulary = self.options, self.target.model.config.vocab_size
         written = [row[generate.PROMPT :].tolist() for row in self.own]
         drafted_W = most_frequent([written, self.sources.files], options.vocabulary, vocabulary)
-        return Head(self.target.head_shape(options.intermediate), drafted_W, vocabulary)
+        return Head(self.target.head_config(options.intermediate), drafted_W)
 
     def _own_rows(self) -> list[Tensor]:
         rows = generate.load_rows(self.options.scratch, self.ends.pad)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft head for training on a CPU, with the tensor names of the public checkpoints.
+"""An EAGLE-3 draft head for training, with the tensor names of the public checkpoints.
 
 What it does: the one layer that reads three taps of a target and drafts from them, the attention of a
 head that drafts from its own states in training, and the saved form.
@@ -12,19 +12,27 @@ Source: Li et al. 2025, arXiv:2503.01840.
 
 import json
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from training.export import READABLE, WEIGHTS
-from training.model import FeedForward, RMSNorm, Shape, rope_tables, rotate
-from training.tokenizer import CONTEXT
 
 CONFIG = "config.json"
 LEAST_LAYERS = 6
+_SAVED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 
 
 def tapped_layers(num_layers: int) -> tuple[int, int, int]:
@@ -36,13 +44,6 @@ def tapped_layers(num_layers: int) -> tuple[int, int, int]:
     if num_layers < LEAST_LAYERS:
         raise ValueError(f"the target has {num_layers} layers; a head needs one of {LEAST_LAYERS} or more")
     return 2, num_layers // 2, num_layers - 3
-
-
-class Memory(Protocol):
-    """The keys and values of earlier pairs, and the rule which of them a pair attends to."""
-
-    def attend(self, q_BHPD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
-        """Remembers the keys and values of new pairs and returns what their queries read."""
 
 
 class Unrolled:
@@ -81,48 +82,29 @@ class Unrolled:
         return y_BHPD
 
 
-class Cache:
-    """The attention of drafting: new pairs see all earlier ones."""
-
-    def __init__(self) -> None:
-        self.k_BHPD, self.v_BHPD = torch.empty(0), torch.empty(0)
-
-    def attend(self, q_BHPD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
-        """Attends and keeps the new pairs."""
-        if self.k_BHPD.numel():
-            k_BHPD = torch.cat((self.k_BHPD, k_BHPD), dim=-2)
-            v_BHPD = torch.cat((self.v_BHPD, v_BHPD), dim=-2)
-        self.k_BHPD, self.v_BHPD = k_BHPD, v_BHPD
-        new, total = q_BHPD.shape[-2], k_BHPD.shape[-2]
-        visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
-        return functional.scaled_dot_product_attention(q_BHPD, k_BHPD, v_BHPD, attn_mask=visible)
-
-    def keep(self, num_pairs: int) -> None:
-        """Forgets the pairs after the first `num_pairs`."""
-        if self.k_BHPD.numel():
-            self.k_BHPD, self.v_BHPD = self.k_BHPD[..., :num_pairs, :], self.v_BHPD[..., :num_pairs, :]
-
-
 class Attention(nn.Module):
     """Grouped-query attention over pairs, whose inputs are twice as wide as its outputs."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.shape = shape
-        kv_width = shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden, kv_width, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        assert config.head_dim
+        assert config.num_key_value_heads
+        self.head_dim, self.groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        width, kv_width = (heads * self.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def forward(self, x_BPC: Tensor, cos_PD: Tensor, sin_PD: Tensor, memory: Memory) -> Tensor:
-        """Attends as the memory allows."""
+    def forward(self, x_BPC: Tensor, turns: tuple[Tensor, Tensor], memory: Unrolled) -> Tensor:
+        """Attends in the next step of the memory."""
         batch, pairs, _ = x_BPC.shape
-        split = (batch, pairs, -1, self.shape.head_dim)
-        groups = self.shape.heads // self.shape.kv_heads
-        q_BHPD = rotate(self.q_proj(x_BPC).view(split).transpose(1, 2), cos_PD, sin_PD)
-        k_BHPD = rotate(self.k_proj(x_BPC).view(split).transpose(1, 2), cos_PD, sin_PD).repeat_interleave(groups, 1)
-        v_BHPD = self.v_proj(x_BPC).view(split).transpose(1, 2).repeat_interleave(groups, 1)
+        q_BHPD, k_BNPD, v_BNPD = (
+            project(x_BPC).view(batch, pairs, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q_BHPD, k_BNPD = apply_rotary_pos_emb(q_BHPD, k_BNPD, *turns)
+        k_BHPD, v_BHPD = (each.repeat_interleave(self.groups, 1) for each in (k_BNPD, v_BNPD))
         y_BHPD = memory.attend(q_BHPD, k_BHPD, v_BHPD)
         y_BPE: Tensor = self.o_proj(y_BHPD.transpose(1, 2).reshape(batch, pairs, -1))
         return y_BPE
@@ -131,39 +113,36 @@ class Attention(nn.Module):
 class Midlayer(nn.Module):
     """The decoder layer of the head."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.mlp = FeedForward(shape)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
+        self.self_attn = Attention(config)
+        self.mlp = LlamaMLP(config)
 
 
 class Head(nn.Module):
     """The draft head.
 
     Args:
-        shape: Its sizes; the width is that of the target.
+        config: Its sizes; width and vocabulary are those of the target.
         drafted_W: The ids of the target's vocabulary that it can draft, rising.
-        vocabulary: Size of the target's vocabulary.
     """
 
-    def __init__(self, shape: Shape, drafted_W: Tensor, vocabulary: int) -> None:
+    def __init__(self, config: LlamaConfig, drafted_W: Tensor) -> None:
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(3 * shape.hidden, shape.hidden, bias=False)
-        self.midlayer = Midlayer(shape)
-        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
-        self.lm_head = nn.Linear(shape.hidden, len(drafted_W), bias=False)
-        reachable_V = torch.zeros(vocabulary, dtype=torch.bool)
+        self.config, width = config, config.hidden_size
+        self.fc = nn.Linear(3 * width, width, bias=False)
+        self.midlayer = Midlayer(config)
+        self.norm = LlamaRMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, len(drafted_W), bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        reachable_V = torch.zeros(config.vocab_size, dtype=torch.bool)
         reachable_V[drafted_W] = True
         self.register_buffer("d2t", drafted_W - torch.arange(len(drafted_W)))
         self.register_buffer("t2d", reachable_V)
-        cos_TD, sin_TD = rope_tables(shape, CONTEXT)
-        self.register_buffer("tap_rms_C", torch.ones(3 * shape.hidden), persistent=False)
-        self.register_buffer("cos_TD", cos_TD, persistent=False)
-        self.register_buffer("sin_TD", sin_TD, persistent=False)
+        self.register_buffer("tap_rms_C", torch.ones(3 * width), persistent=False)
 
     def drafted_ids(self) -> Tensor:
         """The ids of the target's vocabulary that the head can draft."""
@@ -193,13 +172,12 @@ class Head(nn.Module):
         f_BPE: Tensor = self.fc(taps_BPC / self.get_buffer("tap_rms_C").to(taps_BPC.dtype))
         return f_BPE
 
-    def states(self, f_BPE: Tensor, embeddings_BPE: Tensor, first: int, memory: Memory) -> Tensor:
-        """Returns the states h of pairs at the positions from `first` on."""
-        layer, last = self.midlayer, first + f_BPE.shape[1]
-        cos_PD = self.get_buffer("cos_TD")[first:last].to(f_BPE.dtype)
-        sin_PD = self.get_buffer("sin_TD")[first:last].to(f_BPE.dtype)
+    def states(self, f_BPE: Tensor, embeddings_BPE: Tensor, memory: Unrolled) -> Tensor:
+        """Returns the states h of the pairs of a row."""
+        layer = self.midlayer
+        turns = self.rotary(f_BPE, torch.arange(f_BPE.shape[1], device=f_BPE.device)[None])
         x_BPC = torch.cat((layer.input_layernorm(embeddings_BPE), layer.hidden_norm(f_BPE)), dim=-1)
-        h_BPE = f_BPE + layer.self_attn(x_BPC, cos_PD, sin_PD, memory)
+        h_BPE = f_BPE + layer.self_attn(x_BPC, turns, memory)
         out_BPE: Tensor = h_BPE + layer.mlp(layer.post_attention_layernorm(h_BPE))
         return out_BPE
 
@@ -223,7 +201,7 @@ class Head(nn.Module):
         memory, logits = Unrolled(), []
         f_BPE = self.features(taps_BPC)
         for _ in range(num_steps):
-            h_BPE = self.states(f_BPE, embeddings_BPE, 0, memory)
+            h_BPE = self.states(f_BPE, embeddings_BPE, memory)
             logits.append(self.logits(h_BPE))
             f_BPE = h_BPE.roll(1, dims=1)
         return logits
@@ -240,24 +218,12 @@ def save_head(head: Head, folder: Path) -> None:
     save_file(state, partial, metadata={"format": "pt"})
     partial.chmod(READABLE)
     partial.replace(folder / WEIGHTS)
-    shape = head.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.norm_eps,
-        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
-        "rope_theta": shape.rope_theta,
-        "max_position_embeddings": CONTEXT,
-        "vocab_size": len(head.get_buffer("t2d")),
+        **{name: getattr(head.config, name) for name in _SAVED},
+        "rope_theta": (head.config.rope_parameters or {})["rope_theta"],
         "draft_vocab_size": len(head.get_buffer("d2t")),
-        "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -266,18 +232,7 @@ def save_head(head: Head, folder: Path) -> None:
 def load_head(folder: Path) -> Head:
     """Reads a saved head, in float32 with the rounded values."""
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    shape = Shape(
-        hidden=config["hidden_size"],
-        layers=1,
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        intermediate=config["intermediate_size"],
-        tied=False,
-        rope_theta=config["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-    )
     state = load_file(folder / WEIGHTS)
-    drafted_W = state["t2d"].nonzero().flatten()
-    head = Head(shape, drafted_W, config["vocab_size"])
+    head = Head(LlamaConfig(**{name: config[name] for name in _SAVED}), state["t2d"].nonzero().flatten())
     head.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in state.items()})
     return head

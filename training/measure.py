@@ -1,225 +1,105 @@
-"""Measures a saved pair: tokens per round, cost ratio and multiplication rates.
+"""Measures what drafts for a target: tokens per round, and of a pair of models also losses and multiplications.
 
-What it does: a plain speculative sampler over transformers models at batch 1, on prompts cut
-from held-out sources; timings of single forward passes; greedy answers to seen and unseen
-multiplications. Writes one JSON file.
-What it does not do: train, or use the runner of this repository.
+What it does: lets the engine continue prompts cut from held-out sources with a draft model or a draft head, and prints
+JSON lines. With `--scores` a last line has the scores of a pair on held-out text, and on seen and unseen
+multiplications.
+What it does not do: train, or time anything.
 """
 
 import argparse
 import json
 import random
 import statistics
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llama_ssp import Pair, load
+from llama_ssp.api.pair import Completion
 from training import batches, corpus, objectives
-from training.tokenizer import EOS_ID, load_tokenizer
+from training.model import scorer
+from training.tokenizer import load_tokenizer
 
-TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
-DRAFTED = 4
 PROMPT = 96
 
 
-class Cached:
-    """A model with its key-value cache, fed with ever longer token lists."""
-
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
-        self.model, self.temperature = model, temperature
-        self.cache, self.done = DynamicCache(), 0
-
-    def probabilities(self, ids: list[int]) -> Tensor:
-        """Feeds what the cache lacks and returns the distributions after each fed token."""
-        fed_BT = torch.tensor([ids[self.done :]])
-        logits_TV: Tensor = self.model(fed_BT, past_key_values=self.cache, use_cache=True).logits[0]
-        self.done = len(ids)
-        if self.temperature == 0.0:
-            best_T = logits_TV.argmax(-1)
-            return torch.nn.functional.one_hot(best_T, logits_TV.shape[-1]).float()
-        return (logits_TV.float() / self.temperature).softmax(-1)
-
-    def keep(self, length: int) -> None:
-        """Forgets everything after the first `length` tokens."""
-        if self.done > length:
-            self.cache.crop(length - self.done)
-            self.done = length
+def rounds_of(completion: Completion, length: int, num_drafted: int) -> Iterator[int]:
+    """Yields what each round accepted, of those that began with room for all of its tokens."""
+    num_written = 1
+    for accepted in completion.accepted_lengths:
+        if num_written + num_drafted + 1 > length:
+            return
+        yield accepted
+        num_written += accepted + 1
 
 
-class Drafter(Protocol):
-    """What drafts: a model of its own, or a head on the target's states."""
-
-    def probabilities(self, ids: list[int]) -> Tensor:
-        """Returns distributions after the latest of these tokens; the last row is that after the last token."""
-
-    def keep(self, length: int) -> None:
-        """Forgets everything after the first `length` tokens."""
-
-
-def speculative_round(
-    target: Cached, draft: Drafter, ids: list[int], num_drafted: int = DRAFTED
-) -> tuple[list[int], int]:
-    """Drafts, verifies and returns the new tokens and how many drafted ones were accepted."""
-    drafted, q_KV = list(ids), []
-    for _ in range(num_drafted):
-        q_V = draft.probabilities(drafted)[-1]
-        drafted.append(int(torch.multinomial(q_V, 1)))
-        q_KV.append(q_V)
-    p_KV = target.probabilities(drafted)[-num_drafted - 1 :]
-    accepted = 0
-    for token, p_V, q_V in zip(drafted[len(ids) :], p_KV, q_KV, strict=False):
-        if float(torch.rand(())) * float(q_V[token]) >= float(p_V[token]):
-            rest_V = (p_V - q_V).clamp(min=0.0)
-            last = int(torch.multinomial(rest_V, 1))
-            break
-        accepted += 1
-    else:
-        last = int(torch.multinomial(p_KV[-1], 1))
-    new = [*drafted[len(ids) : len(ids) + accepted], last]
-    for model in (target, draft):
-        model.keep(len(ids) + accepted)
-    return new, accepted
-
-
-@dataclass
-class Pair:
-    """The two models under measurement."""
-
-    target: PreTrainedModel
-    draft: PreTrainedModel
-
-    def begin(self, temperature: float) -> tuple[Cached, Drafter]:
-        """Returns both without a token in their caches."""
-        return Cached(self.target, temperature), Cached(self.draft, temperature)
-
-
-class Drafting(Protocol):
-    """A target and something that drafts for it."""
-
-    def begin(self, temperature: float) -> tuple[Cached, Drafter]:
-        """Returns both without a token in their caches."""
-
-
-@torch.no_grad()
 def tokens_per_round(
-    pair: Drafting,
-    prompts: list[list[int]],
-    temperature: float,
-    length: int,
-    *,
-    num_drafted: int = DRAFTED,
-    eos_id: int = EOS_ID,
+    pair: Pair, prompts: list[list[int]], temperature: float, length: int, *, num_drafted: int
 ) -> dict[str, float]:
-    """Generates from each prompt and returns the mean tokens per round, its error, and the acceptance rate.
+    """Continues each prompt and returns the mean tokens per round, its error, and the acceptance rate.
 
     The rate is of drafted tokens up to the first rejection of each round, which are those that were examined.
     """
-    counts: list[int] = []
-    means = []
-    for prompt in prompts:
-        target, draft = pair.begin(temperature)
-        ids, rounds = list(prompt), []
-        while len(ids) < len(prompt) + length:
-            new, accepted = speculative_round(target, draft, ids, num_drafted)
-            rounds.append(accepted + 1)
-            ids += new
-            if eos_id in new:
-                break
-        counts += rounds
-        means.append(statistics.fmean(rounds))
-    error = statistics.stdev(means) / len(means) ** 0.5
+    completions = pair.generate(prompts, max_new_tokens=length, temperature=temperature, num_draft_tokens=num_drafted)
+    rounds = [found for each in completions if (found := [*rounds_of(each, length, num_drafted)])]
+    accepted = [number for found in rounds for number in found]
     return {
-        "tokens_per_round": statistics.fmean(counts),
-        "standard_error_over_prompts": error,
-        "rounds": len(counts),
-        "acceptance_rate": sum(count - 1 for count in counts) / sum(min(count, num_drafted) for count in counts),
+        "tokens_per_round": 1 + statistics.fmean(accepted),
+        "standard_error_over_prompts": statistics.stdev(map(statistics.fmean, rounds)) / len(rounds) ** 0.5,
+        "rounds": len(accepted),
+        "acceptance_rate": sum(accepted) / sum(min(number + 1, num_drafted) for number in accepted),
     }
 
 
-@torch.no_grad()
-def forward_milliseconds(model: PreTrainedModel, width: int, repeats: int = 60) -> float:
-    """Returns the median time of a forward pass of `width` tokens after 256 cached ones."""
-    cache, times = DynamicCache(), []
-    model(torch.randint(3, 4096, (1, 256)), past_key_values=cache, use_cache=True)
-    ids_BT = torch.randint(3, 4096, (1, width))
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        model(ids_BT, past_key_values=cache, use_cache=True)
-        times.append(time.perf_counter() - begin)
-        cache.crop(-width)
-    return 1000 * statistics.median(times)
-
-
-def costs(folder: Path) -> dict[str, dict[str, float]]:
-    """Times both models in both precisions."""
-    result = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        times = {role: forward_milliseconds(load(folder / role, dtype), 1) for role in ("tiny", "tiny-draft")}
-        verify = forward_milliseconds(load(folder / "tiny", dtype), DRAFTED + 1)
-        ratio = times["tiny-draft"] / times["tiny"]
-        result[name] = {
-            "target_ms": times["tiny"],
-            "target_five_tokens_ms": verify,
-            "draft_ms": times["tiny-draft"],
-            "draft_to_target": ratio,
-        }
-    return result
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Loads one model of the pair."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+def read(folder: Path) -> PreTrainedModel:
+    """Loads one model of the pair in transformers."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model
 
 
-def multiplications(folder: Path) -> dict[str, float]:
-    """Returns the greedy rates over all unseen products and as many seen ones."""
-    tokenizer, model = load_tokenizer(folder / "tiny"), load(folder / "tiny")
+def scores(target_folder: Path, draft_folder: Path) -> dict[str, object]:
+    """Returns losses on held-out text, greedy rates over all unseen products and as many seen ones, and sizes."""
+    tokenizer, target, draft = load_tokenizer(target_folder), read(target_folder), read(draft_folder)
     unseen = list(corpus.product_pairs(heldout=True))
     seen = random.Random(7).sample(corpus.product_pairs(heldout=False), len(unseen))
+    rates = {
+        name: objectives.product_rate(scorer(target), tokenizer, pairs)
+        for name, pairs in (("unseen", unseen), ("seen", seen))
+    }
+    held_BT = batches.heldout_rows(tokenizer, 96, 256)
     return {
-        "questions_each": len(unseen),
-        "unseen": objectives.product_rate(lambda ids: model(ids).logits, tokenizer, unseen),
-        "seen": objectives.product_rate(lambda ids: model(ids).logits, tokenizer, seen),
+        "heldout_text": objectives.heldout_scores(scorer(target), scorer(draft), held_BT),
+        "multiplication": {"questions_each": len(unseen), **rates},
+        "parameters": {"tiny": target.num_parameters(), "tiny-draft": draft.num_parameters()},
     }
 
 
 def main() -> None:
-    """Measures and writes the results."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pair", type=Path, required=True, help="folder of tiny and tiny-draft")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the head or draft model")
+    parser.add_argument("--text", type=Path, help="folder of held-out text files; default: Python's held-out sources")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--length", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--drafted", type=int, nargs="+", default=[4], help="drafted tokens per round")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--scores", action="store_true", help="score a pair of models, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    tokenizer = load_tokenizer(options.pair / "tiny")
-    rows = batches.SourceRows(tokenizer, corpus.heldout_sources(), seed=3)
+    files = corpus.text_files(options.text) if options.text else corpus.heldout_sources()
+    rows = batches.SourceRows(load_tokenizer(options.target), files, seed=3)
     prompts = rows.take(options.prompts, PROMPT - 1)
-    pair = Pair(load(options.pair / "tiny"), load(options.pair / "tiny-draft"))
-    speculation = {str(t): tokens_per_round(pair, prompts, t, options.length) for t in TEMPERATURES}
-    held_BT = batches.heldout_rows(tokenizer, 96, 256)
-    scores = objectives.heldout_scores(lambda ids: pair.target(ids).logits, lambda ids: pair.draft(ids).logits, held_BT)
-    result = {
-        "drafted_per_round": DRAFTED,
-        "speculation": speculation,
-        "heldout_text": scores,
-        "multiplication": multiplications(options.pair),
-        "forward_times": costs(options.pair),
-        "parameters": {
-            "tiny": pair.target.num_parameters(),
-            "tiny-draft": pair.draft.num_parameters(),
-        },
-    }
-    options.result.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result, indent=2))
+    pair = load(options.target, options.draft, dtype="fp32")
+    for temperature, number in product(options.temperatures, options.drafted):
+        found = tokens_per_round(pair, prompts, temperature, options.length, num_drafted=number)
+        print(json.dumps({"temperature": temperature, "drafted_per_round": number, **found}), flush=True)
+    if options.scores:
+        print(json.dumps(scores(options.target, options.draft)))
 
 
 if __name__ == "__main__":

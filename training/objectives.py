@@ -5,7 +5,7 @@ the expected acceptance of a draft, and teacher-forced greedy scores on multipli
 What it does not do: know about optimisers, files or schedules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from training import corpus
 from training.batches import Batch
+from training.model import Scorer
 from training.tokenizer import PAD_ID
 
 TEMPERATURE = 0.8
 # Positions at a time: small enough for the caches of a core.
 CHUNK = 128
-# Token ids of shape (B, T) to logits of shape (B, T, V).
-Scorer = Callable[[Tensor], Tensor]
 
 
 def next_token_loss(logits_BTV: Tensor, batch: Batch) -> Tensor:

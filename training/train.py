@@ -11,19 +11,14 @@ import random
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_model
+from torch import nn
 
 from training import batches, corpus, export, generate, objectives
-from training.model import DRAFT, TARGET, Llama
+from training.model import DRAFT, TARGET, new_llama, scorer
 from training.tokenizer import load_or_train
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from transformers import PreTrainedTokenizerFast
 
 ROWS, LENGTH = 16, 256
 # Every so many steps, late in the run, the rows are few and long.
@@ -127,8 +122,8 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.options = options
         self.scratch: Path = options.scratch
-        self.tokenizer: PreTrainedTokenizerFast = load_or_train(self.scratch / "tokenizer")
-        self.target, self.draft = Llama(TARGET), Llama(DRAFT)
+        self.tokenizer = load_or_train(self.scratch / "tokenizer")
+        self.target, self.draft = new_llama(TARGET), new_llama(DRAFT)
         self.step, self.spent = 0, 0.0
         if options.resume:
             self._resume()
@@ -138,9 +133,8 @@ class Trainer:
             Optimisers(self.target, options.rate, options.decay),
             Optimisers(self.draft, options.rate * 1.3, 0.01),
         ]
-        compiled: Callable[[Llama], Callable[[Tensor], Tensor]]
-        compiled = torch.compile if options.compile else lambda model: model
-        self.fast = [compiled(self.target), compiled(self.draft)]
+        self.slow = scorer(self.target), scorer(self.draft)
+        self.fast = scorer(self.target, compiles=options.compile), scorer(self.draft, compiles=options.compile)
         self.log = Log(self.scratch / "train.jsonl")
         self.rows_BT = batches.heldout_rows(self.tokenizer, 48, LENGTH)
         self.own = self._own_rows()
@@ -159,7 +153,7 @@ class Trainer:
         state = json.loads((self.scratch / "checkpoint.json").read_text(encoding="utf-8"))
         self.step, self.spent = state["step"], state["spent"]
         for name, model in (("target", self.target), ("draft", self.draft)):
-            export.load_checkpoint(model, self.scratch / f"{name}.safetensors")
+            load_model(model, self.scratch / f"{name}.safetensors")
 
     def save(self) -> None:
         """Writes a checkpoint to resume from, and the pair so far in its final form."""
@@ -172,20 +166,20 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Logs the held-out scores."""
-        scores = objectives.heldout_scores(self.target, self.draft, self.rows_BT)
+        scores = objectives.heldout_scores(*self.slow, self.rows_BT)
         for name, pairs in self.samples.items():
-            scores[name] = objectives.product_rate(self.target, self.tokenizer, pairs, precision=torch.bfloat16)
+            scores[name] = objectives.product_rate(self.slow[0], self.tokenizer, pairs, precision=torch.bfloat16)
         self.own = self._own_rows()
         self.log.write(kind="heldout", step=self.step, minutes=self.spent / 60, **scores)
 
     def train_step(self, progress: float) -> dict[str, float]:
         """Takes one step of both models and returns what to log."""
         rows, length = ROWS, LENGTH
-        models: Iterable[Callable[[Tensor], Tensor]] = self.fast
+        models = self.fast
         stage = stage_at(progress)
         if stage.long and self.step % LONG_EVERY == 0:
             rows, length = LONG_SHAPES[self.step // LONG_EVERY % len(LONG_SHAPES)]
-            models = (self.target, self.draft)
+            models = self.slow
         target, draft = models
         arithmetic = stage.arithmetic * rows // ROWS
         own = self.rng.sample(self.own, stage.own) if self.own and length == LENGTH else []

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decoding import run_config
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
     DeviceKind,
-    DrafterConfig,
     DraftLayout,
     DraftPlacement,
     PlacementConfig,
@@ -25,7 +24,6 @@ from llama_ssp.settings.schema import (
     TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.prompts import PROMPTS
 
@@ -63,19 +61,14 @@ def main(out: Path, num_ranks: int) -> None:
         for batch_size, mode in product(BATCHES, ("overlapped", "plain")):
             if mode == "plain" and (batch_size > 1 or target != LAYOUTS[num_ranks][0][0]):
                 continue
-            config = RunConfig(
-                task=GenerateConfig(),
-                model=catalogue.load("tiny"),
-                draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load("tiny-draft")),
-                placement=PlacementConfig(
-                    target=TargetPlacement(ranks=target), draft=DraftPlacement(kind=DraftLayout.own_gpu, ranks=draft)
-                ),
-                sampling=SamplingConfig(temperature=temperature),
-                verification=VerificationConfig(rule=rule_name),
-                speculation=SpeculationConfig(overlap=True),
-                batch_size=batch_size,
-                seed=3,
+            placement = PlacementConfig(
+                target=TargetPlacement(ranks=target), draft=DraftPlacement(kind=DraftLayout.own_gpu, ranks=draft)
             )
+            config = run_config(
+                catalogue.load("tiny"), catalogue.load("tiny-draft"), placement=placement, ignore_eos=False,
+                sampling=SamplingConfig(temperature=temperature), verification=VerificationConfig(rule=rule_name),
+                speculation=SpeculationConfig(overlap=True), batch_size=batch_size, seed=3,
+            )  # fmt: skip
             name = f"{rule} {mode}" if mode == "plain" else f"{rule} {mode} {target} {draft} {batch_size}"
             found[name] = texts(config, speculative=mode != "plain")
     out.write_text(json.dumps(found))

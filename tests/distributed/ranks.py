@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from benchmarks import decoding
 from llama_ssp.errors import CheckpointError, SspError
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
@@ -27,18 +28,14 @@ from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import (
     ADAPTIVE,
-    MODEL_DRAFT,
     DeviceKind,
-    DrafterConfig,
     Dtype,
     ModelConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
-    VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.distributed.cells import (
     DEEPSPEED_CELLS,
@@ -76,15 +73,9 @@ def run_config(
     target: ModelConfig, draft: ModelConfig, *, temperature: float, batch_size: int, placement: PlacementConfig
 ) -> RunConfig:
     """A config as `launch/run.py` would compose it."""
-    return RunConfig(
-        task=GenerateConfig(),
-        model=target,
-        draft=DrafterConfig(kind=MODEL_DRAFT, model=draft),
-        placement=placement,
-        sampling=SamplingConfig(temperature=temperature),
-        verification=VerificationConfig(),
-        batch_size=batch_size,
-        seed=3,
+    sampling = SamplingConfig(temperature=temperature)
+    return decoding.run_config(
+        target, draft, placement=placement, sampling=sampling, batch_size=batch_size, seed=3, ignore_eos=False
     )
 
 

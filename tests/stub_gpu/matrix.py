@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.decoding import load_pair, run_config
 from llama_ssp import Pair
-from llama_ssp.ranks.world import start
-from llama_ssp.run.checkpoints import find_sources
-from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, DraftTokenizer, ModelDraftConfig, NgramConfig
@@ -26,13 +25,9 @@ from llama_ssp.settings.schema import (
     DeviceKind,
     Dtype,
     ModelConfig,
-    PlacementConfig,
-    RunConfig,
-    SamplingConfig,
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers import other_tokenizer
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
@@ -51,18 +46,9 @@ def load_group(group: Group, folder: Path) -> Pair:
         entries = [ModelConfig(name="local", path=str(folder / part)) for part in ("target", "draft")]
     target, draft = (replace(entry, dtype=Dtype[group.dtype], quantization="none") for entry in entries)
     tokenizer = DraftTokenizer.own if group.family == ANOTHER_TOKENIZER else DraftTokenizer.same
-    config = RunConfig(
-        task=GenerateConfig(),
-        model=replace(target, quantization=group.quantization),
-        draft=ModelDraftConfig(kind=MODEL_DRAFT, model=draft, tokenizer=tokenizer),
-        placement=PlacementConfig(),
-        sampling=SamplingConfig(),
-        verification=VerificationConfig(),
-        device=DeviceKind.cuda,
-        ignore_eos=True,
-    )
-    with start(device=config.device, timeout_s=60) as world:
-        return Pair(models=load_models(config, world, find_sources(config, world)), config=config)
+    drafter = ModelDraftConfig(kind=MODEL_DRAFT, model=draft, tokenizer=tokenizer)
+    config = run_config(replace(target, quantization=group.quantization), draft, device=DeviceKind.cuda)
+    return load_pair(replace(config, draft=drafter))
 
 
 def _save(family: str, folder: Path) -> None:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decoding import run_config
 from benchmarks.first_hour.engine import watched
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
     DeviceKind,
-    DrafterConfig,
     DraftLayout,
     DraftPlacement,
     PlacementConfig,
@@ -30,7 +29,6 @@ from llama_ssp.settings.schema import (
     TargetPlacement,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from tests.stub_gpu.decoded import Left, decode_twice, requests_for
 from tests.stub_gpu.overlapped_settings import PIECES, SETTINGS, Setting
 
@@ -39,21 +37,15 @@ def config_of(setting: Setting, num_ranks: int) -> RunConfig:
     """The shipped pair, the draft on the last ranks."""
     ranks = [*range(num_ranks)]
     target, draft = ranks[: -setting.num_draft_ranks], ranks[-setting.num_draft_ranks :]
-    return RunConfig(
-        task=GenerateConfig(),
-        model=catalogue.load("tiny"),
-        draft=DrafterConfig(kind=MODEL_DRAFT, model=catalogue.load("tiny-draft")),
-        placement=PlacementConfig(
-            target=TargetPlacement(ranks=target), draft=DraftPlacement(kind=DraftLayout.own_gpu, ranks=draft)
-        ),
-        sampling=SamplingConfig(temperature=0.8, top_k=setting.top_k),
-        verification=VerificationConfig(rule=setting.rule),
-        speculation=SpeculationConfig(overlap=True),
-        batch_size=setting.batch_size,
-        device=DeviceKind.cuda,
-        cuda_graphs=setting.cuda_graphs,
-        ignore_eos=True,
+    placement = PlacementConfig(
+        target=TargetPlacement(ranks=target), draft=DraftPlacement(kind=DraftLayout.own_gpu, ranks=draft)
     )
+    return run_config(
+        catalogue.load("tiny"), catalogue.load("tiny-draft"), placement=placement, device=DeviceKind.cuda,
+        sampling=SamplingConfig(temperature=0.8, top_k=setting.top_k), speculation=SpeculationConfig(overlap=True),
+        verification=VerificationConfig(rule=setting.rule), batch_size=setting.batch_size,
+        cuda_graphs=setting.cuda_graphs,
+    )  # fmt: skip
 
 
 @torch.inference_mode()

@@ -212,10 +212,8 @@ class LeanRunner(CachedRunner):
         if self._compiled:
             assert pieces is None
             return self._by_operator(self._compiled, positions_BT, tree, bucket=bucket, cache_rows_B=cache_rows_B)
-        if tree:
-            return self._in_tree(positions_BT, tree, bucket=bucket)
         return self._in_parts(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree
         )
 
     def _in_parts(
@@ -226,54 +224,36 @@ class LeanRunner(CachedRunner):
         cache_rows_B: Tensor | None,
         consecutive: bool,
         pieces: Pieces | None,
+        tree: TreePlaces | None,
     ) -> dict[int | None, LayerAttention]:
-        """How one forward writes to the cache, then attends, by window."""
+        """How one forward writes to the cache, then attends, by window; nodes of trees by masks in any case."""
         assert self._cache is not None, "allocate comes first"
         freqs_cis_S1P, placed_BT, rows_B = self._rotations.freqs_cis_S1P, positions_BT, cache_rows_B
         if pieces:
             placed_BT, rows_B = positions_BT.view(-1, 1), pieces.rows_M  # each token has a row of its own
-        if kernel := self._own.rotate_write:
+        kernel, slots_M = self._own.rotate_write, None
+        if kernel:
             turns_SP2 = torch.view_as_real(freqs_cis_S1P)
             place = partial(kernel, turns_SP2=turns_SP2, positions_BT=placed_BT.contiguous(), kept=self._kept)
         else:
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, placed_BT.flatten())
             place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, kept=self._kept)
-        if kernel and rows_B is None:
+        if tree:
+            buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
+        elif kernel and rows_B is None:
             buffer = self._cache.buffers(bucket)
         else:
             buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
-            place = partial(place, slots_M=slots_M)
-        if self._varlen:
+        if self._varlen and not tree:
             attends = self._lengths.attends(
                 self._varlen, self._windows, positions_BT,
                 cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces,
             )  # fmt: skip
         else:
-            attends = self._masked(positions_BT, bucket=bucket)
+            attends = self._masked(positions_BT, tree, bucket=bucket)
+        place = partial(place, slots_M=slots_M)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}
-
-    def _in_tree(self, positions_BT: Tensor, tree: TreePlaces, *, bucket: int) -> dict[int | None, LayerAttention]:
-        """How nodes of trees attend on GPUs: by masks, whatever other forwards do."""
-        assert self._cache is not None, "allocate comes first"
-        buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
-        freqs_cis_S1P = self._rotations.freqs_cis_S1P
-        if kernel := self._own.rotate_write:
-            turns_SP2 = torch.view_as_real(freqs_cis_S1P)
-            place = partial(
-                kernel, turns_SP2=turns_SP2, positions_BT=positions_BT.contiguous(), slots_M=slots_M, kept=self._kept
-            )
-        else:
-            freqs_cis_M1P = freqs_cis_S1P.index_select(0, positions_BT.flatten())
-            place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, slots_M=slots_M, kept=self._kept)
-        mask_BTU = mask_of(tree, dtype=self.dtype)
-        mask_B1QU = mask_BTU.repeat_interleave(self._heads.num // self._heads.num_kv, dim=1)[:, None]
-        attend = partial(
-            attend_by_mask, mask_B1QS=mask_B1QU, batch_size=static_shape(positions_BT)[0],
-            by_position=self._by_position, kept=self._kept,
-        )  # fmt: skip
-        way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=None, attend=attend)
-        return dict.fromkeys(self._windows, way)
 
     def _by_operator(
         self, operator: Attention, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int,
@@ -289,9 +269,13 @@ class LeanRunner(CachedRunner):
         where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT, sees_BTA, view
         return {window: CompiledAttention(operator, *where, window) for window in self._windows}
 
-    def _masked(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Attend]:
-        batch_size, _ = static_shape(positions_BT)
-        positions_BQ = positions_BT[..., None].repeat(1, 1, self._heads.num // self._heads.num_kv).flatten(1)
-        masks = self._masks.rows(positions_BQ, bucket=bucket)
+    def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[int | None, Attend]:
+        batch_size, group = static_shape(positions_BT)[0], self._heads.num // self._heads.num_kv
+        if tree:
+            mask_B1QU = mask_of(tree, dtype=self.dtype).repeat_interleave(group, dim=1)[:, None]
+            masks = dict.fromkeys(self._windows, mask_B1QU)
+        else:
+            positions_BQ = positions_BT[..., None].repeat(1, 1, group).flatten(1)
+            masks = self._masks.rows(positions_BQ, bucket=bucket)
         way = partial(attend_by_mask, batch_size=batch_size, by_position=self._by_position, kept=self._kept)
         return {window: partial(way, mask_B1QS=mask) for window, mask in masks.items()}

@@ -154,8 +154,17 @@ class StepwiseDrafter:
         self._rule = rule
         self._offsets_K = torch.arange(num_draft_tokens, device=runner.device)
         self._batch_size = 0
+        if tree:
+            self._tree_tables = TreeTables(tree.num_drafted, runner.device)
 
-    def _make_tables(self, batch_size: int) -> None:
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of the model; the drafter's own tensors are replaced only together with the model's cache."""
+        return self.runner.num_allocations
+
+    def allocate(self, *, batch_size: int, num_slots: int) -> None:
+        """Allocate the cache."""
+        self.runner.allocate(batch_size=batch_size, capacity=num_slots)
         if batch_size != self._batch_size:  # else graphs read those that are there
             self._tables, self._batch_size = _Tables(batch_size, self.vocab_size, self.runner.device), batch_size
 

@@ -22,7 +22,7 @@ from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.shapes import static_shape
-from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, TreeTables
+from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, Tree
@@ -44,19 +44,11 @@ class HeadDrafter(StepwiseDrafter):
         super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids, tree=tree)
         self._head, self._taps, self._first_row = head, taps, first_row
         self._width = (tree.depth if tree else num_draft_tokens) + 1
-        if tree:
-            self._tree_tables = TreeTables(tree.num_drafted, head.device)
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
-
-    @property
-    def num_allocations(self) -> int:
-        """Allocations of the head; the drafter's own tensors are replaced only together with the head's cache."""
-        return self._head.num_allocations
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache."""
-        self._head.allocate(batch_size=batch_size, capacity=num_slots)
-        self._make_tables(batch_size)
+        super().allocate(batch_size=batch_size, num_slots=num_slots)
         first = self._first_row(self._taps.num_rows)
         self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
 

@@ -148,8 +148,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Allocate the cache, as far as the model's positions go."""
         capacity = own_slots(num_slots, max_position_embeddings=self.runner.max_position_embeddings)
-        self.runner.allocate(batch_size=batch_size, capacity=capacity)
-        self._make_tables(batch_size)
+        super().allocate(batch_size=batch_size, num_slots=capacity)
         if self._text is None or self._text.tokens_BX.shape[0] != batch_size or self._text.num_slots < capacity:
             self._num_texts += 1
             self._most_tokens, device = capacity - self.num_draft_tokens, self.runner.device

@@ -13,7 +13,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.shapes import static_shape
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, TreeTables, catch_up
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
@@ -40,18 +40,7 @@ class ModelDrafter(StepwiseDrafter):
         super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, tree=tree)
         self._last_two = torch.arange(-_NUM_READ, 0, device=runner.device)
         if tree:
-            self._tree_tables = TreeTables(tree.num_drafted, runner.device)
             self._depth, self._path_T = tree.depth, torch.arange(tree.depth + 1, device=runner.device)
-
-    @property
-    def num_allocations(self) -> int:
-        """Allocations of the model; the drafter's own tensors are replaced only together with the model's cache."""
-        return self.runner.num_allocations
-
-    def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Allocate the cache."""
-        self.runner.allocate(batch_size=batch_size, capacity=num_slots)
-        self._make_tables(batch_size)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read new prompts into the draft's own cache."""
@@ -73,8 +62,7 @@ class ModelDrafter(StepwiseDrafter):
             logits_BV = self.runner.forward(
                 self._known(ids_BT), positions_BT, bucket=bucket, score_positions_BR=wanted_B1
             )[:, 0]
-            missing = self.vocab_size - static_shape(logits_BV)[-1]
-            return pad(logits_BV, (0, missing), value=float("-inf")) if missing else logits_BV
+            return self._widened(logits_BV)
 
         return logits_of
 
@@ -96,10 +84,13 @@ class ModelDrafter(StepwiseDrafter):
                     lengths_B1 - 1, level.first, level.depth, level.sees_BMA, bucket=bucket
                 )
                 logits_BMV = self.runner.forward(self._known(level.ids_BM), positions_BM, bucket=bucket, tree=places)
-            missing = self.vocab_size - static_shape(logits_BMV)[-1]
-            return pad(logits_BMV, (0, missing), value=float("-inf")) if missing else logits_BMV
+            return self._widened(logits_BMV)
 
         return logits_of
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        missing = self.vocab_size - static_shape(logits)[-1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _known(self, ids: Tensor) -> Tensor:
         """Replace ids that only the target's larger vocabulary has by the draft's last id; any draft is valid."""

@@ -8,7 +8,6 @@ Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens
 `...` stands for any leading dimensions.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.draw import Draw, find_draw
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.shapes import static_shape
-
-_log = logging.getLogger(__name__)
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
@@ -120,19 +118,17 @@ def _compiled_draw() -> Draw | None:
 @cache
 def _fused_draw() -> Callable[..., Tensor] | None:
     """The draw in two kernels, on a GPU where Triton works, compared with torch's operators."""
-    try:
+
+    def tried() -> Callable[..., Tensor]:
         from llama_ssp.kernels.draw_gpu import draw_tokens  # noqa: PLC0415 - CPU builds of torch lack Triton
 
         weights_BV, uniforms_BP = (drawn.cuda() for drawn in _some_draws(64))
         found_B1 = draw_tokens(weights_BV, uniforms_BP, units=DRAW_UNITS, tokens_of_a_block=tokens_of_a_block(1000))
-        wanted_B1 = _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)
-        reason = "its ids are wrong" if bool((found_B1 != wanted_B1).any()) else None
-    except Exception as error:  # noqa: BLE001 - compilers raise what they like
-        reason = str(error).strip().partition("\n")[0]
-    if reason is None:
+        if not torch.equal(found_B1, _draw_units(weights_BV * DRAW_UNITS, uniforms_BP, vocab_size=1000)):
+            raise RuntimeError("its ids are wrong")
         return draw_tokens
-    _log.warning("continuing with draws of twenty kernels instead of two: %s", reason)
-    return None
+
+    return attempt(tried, instead="continuing with draws of twenty kernels instead of two")
 
 
 def _some_draws(num_rows: int) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.seconds
     [
         ("peers --repetitions 1", "rounds / bound (without prefill)"),
         ("overlap --lengths 4 --repetitions 1 --draft-layers 2", "The gain at each K"),
-        ("startup --ranks 1 --repetitions 1", "prefill, first token"),
         ("batches --only tiny --rows 2 --prompts 16 --turns 1", "K=auto: plain rounds in the second half"),
-        ("threads --decode tiny tiny-draft 8", "."),
     ],
 )
 def test_a_program_runs_and_prints_its_table(arguments: str, shown: str) -> None:

@@ -6,20 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.draft_heads import make_tensors, reference, save_original
 from training.head import step_gradient
-from training.head_model import Cache, Head, load_head, save_head, tapped_layers
-from training.model import Shape
+from training.head_model import Head, Unrolled, load_head, save_head, tapped_layers
+from training.model import llama_config
 from training.objectives import TEMPERATURE
 
 VOCABULARY, PAIRS, STEPS = 100, 12, 4
-SHAPE = Shape(hidden=64, layers=1, heads=4, kv_heads=2, intermediate=128, tied=False)
+CONFIG = llama_config(
+    vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128,
+)  # fmt: skip
 
 
 @pytest.fixture
 def head() -> Head:
     """A head with large random weights, which can draft every second token."""
     torch.manual_seed(0)
-    made = Head(SHAPE, torch.arange(0, VOCABULARY, 2), VOCABULARY)
+    made = Head(CONFIG, torch.arange(0, VOCABULARY, 2))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return made
@@ -30,13 +34,11 @@ def test_every_chain_of_a_row_is_what_drafting_from_its_start_gives(head: Head) 
     taps_BPC, embeddings_BPE = torch.randn(2, PAIRS, 192), torch.randn(2, PAIRS, 64)
     unrolled = head.unroll(taps_BPC, embeddings_BPE, STEPS)
     for start in range(PAIRS - STEPS + 1):
-        cache, position = Cache(), start + 1
-        h_BPE = head.states(head.features(taps_BPC[:, :position]), embeddings_BPE[:, :position], 0, cache)[:, -1:]
+        f_BPE = head.features(taps_BPC[:, : start + 1])
         for step in range(STEPS):
+            h_BPE = head.states(f_BPE, embeddings_BPE[:, : start + step + 1], Unrolled())[:, -1:]
             torch.testing.assert_close(unrolled[step][:, start + step], head.logits(h_BPE)[:, 0])
-            if step < STEPS - 1:
-                h_BPE = head.states(h_BPE, embeddings_BPE[:, position : position + 1], position, cache)
-                position += 1
+            f_BPE = torch.cat((f_BPE, h_BPE), dim=1)
 
 
 @pytest.mark.parametrize("mix", [0.0, 0.4, 1.0])
@@ -73,3 +75,14 @@ def test_a_target_that_is_too_shallow_is_refused() -> None:
     assert tapped_layers(10) == (2, 5, 7)
     with pytest.raises(ValueError, match="2 layers"):
         tapped_layers(2)
+
+
+@torch.no_grad()
+def test_a_head_computes_what_its_paper_says(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    taps_PX, embedded_PE = torch.randn(PAIRS, 768), torch.randn(PAIRS, 256)
+    head = load_head(save_original(tmp_path / "head", tensors))
+    for step, logits_1PW in enumerate(head.unroll(taps_PX[None], embedded_PE[None], 2)):
+        known = embedded_PE[: PAIRS - 1 + step], taps_PX[: PAIRS - 1]
+        wanted_W = reference(tensors, *known)[head.drafted_ids()]
+        torch.testing.assert_close(logits_1PW[0, PAIRS - 2 + step].double(), wanted_W, atol=1e-4, rtol=1e-4)

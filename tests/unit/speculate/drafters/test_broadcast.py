@@ -3,18 +3,14 @@
 import pytest
 import torch
 
+from benchmarks.decoding import run_config
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    DrafterConfig,
     DraftLayout,
     ModelConfig,
-    PlacementConfig,
-    RunConfig,
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
@@ -29,11 +25,9 @@ REQUESTS = [Request(index=index, prompt_ids=(index + 1,) * (1 + index % 3), max_
 
 
 def _texts(layout: Layout, *, temperature: float, batch_size: int, speculative: bool = True) -> list[list[list[int]]]:
-    config = RunConfig(
-        task=GenerateConfig(), model=ModelConfig(name="target"), draft=DrafterConfig(kind=MODEL_DRAFT),
-        placement=PlacementConfig(), sampling=SamplingConfig(temperature=temperature),
-        verification=VerificationConfig(), batch_size=batch_size,
-    )  # fmt: skip
+    entries = (ModelConfig(name=name) for name in ("target", "draft"))
+    sampling = SamplingConfig(temperature=temperature)
+    config = run_config(*entries, sampling=sampling, batch_size=batch_size, ignore_eos=False)
     return texts_of_ranks(layout, config, REQUESTS, speculative=speculative)
 
 

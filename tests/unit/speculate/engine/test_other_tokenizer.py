@@ -1,5 +1,6 @@
 """A NeoX and a Neo with two tokenizers complete a text as the NeoX alone does, on one rank and wherever they sit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from scipy.stats import chi2_contingency
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.decoding import run_config
 from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.decoders import build_decoder
@@ -16,12 +18,9 @@ from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DraftLayout,
     ModelConfig,
-    PlacementConfig,
-    RunConfig,
     SamplingConfig,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete
@@ -69,10 +68,8 @@ def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path,
 def test_sampled_texts_are_those_of_plain_sampling(folder: Path, matching: Matching, rule_name: str) -> None:
     """A false alarm has a chance of 1 in 10 000."""
     pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
-    config = RunConfig(
-        task=GenerateConfig(), model=pair.config.model, draft=pair.config.draft, placement=PlacementConfig(),
-        sampling=WARM, verification=VerificationConfig(rule=rule_name), batch_size=100, ignore_eos=True,
-    )  # fmt: skip
+    rule = VerificationConfig(rule=rule_name)
+    config = replace(pair.config, sampling=WARM, verification=rule, batch_size=100, ignore_eos=True)
     ids = tuple(pair.models.tokenizer(PROMPT[:20]).input_ids)
     samples = []
     for speculative, first in ((False, 0), (True, 1000)):
@@ -97,10 +94,7 @@ def _table(samples: list[list[int]]) -> list[list[int]]:
 @ways
 def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path, matching: Matching) -> None:
     pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
-    config = RunConfig(
-        task=GenerateConfig(), model=pair.config.model, draft=pair.config.draft, placement=PlacementConfig(),
-        sampling=WARM, verification=VerificationConfig(rule="coupled"), batch_size=3,
-    )  # fmt: skip
+    config = replace(pair.config, sampling=WARM, verification=VerificationConfig(rule="coupled"), batch_size=3)
     ids = tuple(pair.models.tokenizer(PROMPT).input_ids)
     wanted = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=30) for sample in range(5)]
     plain, drafted = (
@@ -122,11 +116,10 @@ def test_pairs_that_cannot_be_are_refused(folder: Path) -> None:
 
 def _texts(layout: Layout, *, matching: Matching, temperature: float, batch_size: int) -> list[list[list[int]]]:
     tokenizers = byte_level(), sentencepiece_like()
-    config = RunConfig(
-        task=GenerateConfig(), model=ModelConfig(name="target"),
+    config = replace(
+        run_config(ModelConfig(name="target"), None, sampling=SamplingConfig(temperature=temperature)),
         draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own, matching=matching),
-        placement=PlacementConfig(), sampling=SamplingConfig(temperature=temperature),
-        verification=VerificationConfig(), batch_size=batch_size,
+        batch_size=batch_size, ignore_eos=False,
     )  # fmt: skip
     prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
     requests = [
