@@ -476,8 +476,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     shape = shape if head is None else head.shape_over(shape)
     layout = layout_of(content.get(QUANTIZATION))
-    widened = Dtype.bf16 if isinstance(layout, PackedLayout) and not layout.storage else Dtype.fp32
-    stored = str(content.get("dtype") or content.get("torch_dtype") or widened.value)
+    unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
+    stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
 
 
@@ -528,8 +528,6 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
-        if stored.layout and not stored.layout.storage:
-            yield f"{model.name} holds {stored.name} weights, which runs widen to {model.stored.name}"
 
 
 def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ class StorageFormat:
     settings: Mapping[str, str] = field(default_factory=dict)
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
+    word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
     # that of its file. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
@@ -77,7 +78,7 @@ class StorageFormat:
         if self.weight_bytes is None:
             return num_weights * value_bytes
         group = group or max(self.groups, default=0)
-        return math.ceil(num_weights * self.weight_bytes) + (WORD_BYTES * -(-num_weights // group) if group else 0)
+        return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
     def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
         """Import the kernel, if there is one."""
@@ -101,7 +102,9 @@ ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
 NF4_GROUP = 64  # Inputs that share a word.
 INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
+FP4_GROUP = 32  # The same.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
+_WEIGHT_ONLY = "llama_ssp.models.quantization.weight_only"
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
@@ -167,7 +170,7 @@ register(  # our own: one byte per weight, and an fp32 scale per output
         name="int8_weight_only",
         order=3,
         short_name="int8wo",
-        kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
+        kernel=f"{_WEIGHT_ONLY}:int8_weight_only_linear",
         weight_bytes=1,
         row_bytes=WORD_BYTES,
         fp32_on_cpus=True,
@@ -182,7 +185,7 @@ register(  # half a byte per weight, and a word of 4 bytes per group
         name="int4_weight_only",
         order=4,
         short_name="int4wo",
-        kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
+        kernel=f"{_WEIGHT_ONLY}:int4_weight_only_linear",
         weight_bytes=0.5,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
@@ -197,7 +200,7 @@ register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for che
         name="fp8_weight_only",
         order=5,
         short_name="fp8wo",
-        kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
+        kernel=f"{_WEIGHT_ONLY}:fp8_weight_only_linear",
         weight_bytes=1,
         fp32_on_cpus=True,
         gpu_read_bytes=_few_rows_bytes,
@@ -205,4 +208,21 @@ register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for che
         groups=(FP8_GROUP,),
         one_gpu_per_rank=True,
     )
+)
+_MXFP4 = StorageFormat(  # E2M1, a float of 4 bits, a power of two per 32 weights in a byte, and a scale per output
+    name="mxfp4",
+    order=7,
+    kernel=f"{_WEIGHT_ONLY}:mxfp4_linear",
+    weight_bytes=0.5,
+    row_bytes=WORD_BYTES,
+    word_bytes=1,
+    fp32_on_cpus=True,
+    gpu_read_bytes=_few_rows_bytes,
+    gpu_unpacks=UNPACKED_WEIGHTS,
+    groups=(FP4_GROUP,),
+    one_gpu_per_rank=True,
+)
+register(_MXFP4)
+register(  # E4M3 for 16 weights in place of powers of two: two bytes
+    replace(_MXFP4, name="nvfp4", order=8, kernel=f"{_WEIGHT_ONLY}:nvfp4_linear", word_bytes=2)
 )

@@ -2,11 +2,12 @@
 
 Runs keep weights as they are stored where `layout_of` has a layout, and refuse others; plans say the same.
 
-    compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies
+    compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies; MXFP4, NVFP4
     awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
     bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
     fp8, fbgemm_fp8       a scale per block, output or matrix
-    mxfp4                 4 bits with a byte per 32 weights, in experts alone; runs widen them to 16 bits
+    mxfp4                 floats of 4 bits, with a power of two per 32 weights, in the experts of gpt-oss
+    modelopt              FP8 with a scale per matrix; NVFP4, floats of 4 bits with FP8 per 16 weights
 """
 
 import re
@@ -16,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import FP4_GROUP, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 
 QUANTIZATION = "quantization_config"
@@ -24,7 +25,7 @@ READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
     "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
     "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
-    "fp4 or 8 bits, or mxfp4"
+    "fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 (compressed-tensors, modelopt)"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -38,7 +39,7 @@ class PackedLayout:
 
     Attributes:
         name: for tables.
-        storage: the storage format that they are read in; empty if they are read as numbers.
+        storage: the storage format that they are read in.
         block: numbers of outputs and of inputs that share a scale; None for all of them.
         group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
         weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
@@ -48,6 +49,9 @@ class PackedLayout:
         least_zero: what a stored zero of 0 stands for.
         is_scattered: any inputs may share a scale, as `order` says.
         steps: that a stored scale is divided into.
+        factor: last part of the name of a scale of the matrix, which may be absent.
+        divides: by that scale.
+        joint: what precedes the last parts; none where a tensor has all experts.
     """
 
     name: str
@@ -64,6 +68,9 @@ class PackedLayout:
     least_zero: int = 0
     is_scattered: bool = False
     steps: int = 1
+    factor: str = ""
+    divides: bool = False
+    joint: str = "."
 
     @property
     def slice_group(self) -> int:
@@ -81,7 +88,7 @@ class PackedLayout:
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
-        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, *self.others)))
+        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, self.factor, *self.others)))
 
 
 _Found: TypeAlias = PackedLayout | list[str]
@@ -142,6 +149,11 @@ def _compressed(described: Mapping[str, Any]) -> _Found:
             zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
             is_scattered=order in _SCATTERED,
         )  # fmt: skip
+    if storage := _FP4_FORMS.get(str(form)):
+        return _fp4(
+            block, problems, storage=storage, name=f"compressed-tensors {storage}", weight="weight_packed",
+            factor="weight_global_scale" if storage == "nvfp4" else "", divides=True,
+        )  # fmt: skip
     if form == "float-quantized":
         return _fp8_in(block, problems, name="compressed-tensors fp8")
     problems += ["symmetric false"] if first.get("symmetric") is False else []
@@ -171,6 +183,34 @@ def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
     )  # fmt: skip
 
 
+def _fp4(
+    block: _Block | None,
+    problems: list[str],
+    *,
+    storage: str,
+    **layout: Any,  # noqa: ANN401 - its fields
+) -> _Found:
+    if block != (1, _FP4_SIZES[storage]):
+        problems = [*problems, f"group_size {shown(block and block[1])}"]
+    layout = {"scale": "weight_scale", "others": _OF_ACTIVATIONS} | layout
+    return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
+
+
+def _modelopt(described: Mapping[str, Any]) -> _Found:
+    groups = described.get("config_groups")
+    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else [described]
+    match described.get("quant_algo"):
+        case "FP8":
+            return _fp8_in((None, None), [], name="modelopt fp8")
+        case "NVFP4" if len(weights) == 1:
+            return _fp4(
+                _grouped(_field(weights[0], "group_size")), [], storage="nvfp4", name="modelopt nvfp4",
+                weight="weight", factor="weight_scale_2",
+            )  # fmt: skip
+        case algorithm:
+            return [f"quant_algo {shown(algorithm)} with {len(weights)} config_groups"]
+
+
 def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
     if described.get("load_in_8bit") is True:
         return [*_differences({"load_in_4bit": False} | {**described}, {"load_in_4bit": False})] or PackedLayout(
@@ -191,7 +231,7 @@ def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
 
 
 def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="_blocks", scale="_scales")
+    return _fp4((1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint="")
 
 
 BNB_STATE = "weight.quant_state.bitsandbytes__"
@@ -199,9 +239,12 @@ BNB_STATE = "weight.quant_state.bitsandbytes__"
 _PACKED_BYTES = "pack-quantized with 8 bits"
 _FORMS_READ = {
     "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
-    "float-quantized": (8, "float"),
+    "float-quantized": (8, "float"), "mxfp4-pack-quantized": (4, "float"), "nvfp4-pack-quantized": (4, "float"),
 }  # fmt: skip
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
+_FP4_FORMS = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+_FP4_SIZES = {"mxfp4": 32, "nvfp4": 16}
+"""Inputs that share a scale."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
 
@@ -216,7 +259,7 @@ BNB_FORM = "weight_format"
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
     _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,
-    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4, "modelopt": _modelopt,
 }  # fmt: skip
 
 
@@ -266,7 +309,7 @@ class StoredFormat:
     @property
     def storage(self) -> str | None:
         """The storage format in which runs keep it; None if they read numbers, or cannot read it."""
-        return (self.layout.storage or None) if self.layout else None
+        return self.layout.storage if self.layout else None
 
     def kept_format(self, quantization: str, *, where: object) -> str:
         """The storage format of a run of the checkpoint at `where`; see `kept_format`.
@@ -313,10 +356,9 @@ def stored_format(
     named = method if isinstance(method, str) else f"quant_method {shown(method)}"
     if isinstance(layout, str):
         return StoredFormat(name=named, problem=layout)
-    if not layout.storage:
-        return StoredFormat(name=layout.name, layout=layout)
     kept, quantized = _patterns(described)
-    may_have_head = method == _COMPRESSED or described.get("lm_head") is True
+    kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
+    may_have_head = method in (_COMPRESSED, "modelopt") or described.get("lm_head") is True
     if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):
         return StoredFormat(name=layout.name, problem="a quantized output head")
     shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}

@@ -223,16 +223,6 @@ def test_a_tied_head_is_that_of_the_embedding_even_where_no_module_is_left_out(d
     assert sizes[0] == sizes[1]
 
 
-def test_experts_in_mxfp4_are_planned_in_16_bits_and_the_plan_says_so(tmp_path: Path) -> None:
-    """41.8 GB, of 20.91 billion parameters; the config.json of gpt-oss names no number format."""
-    unsaid = {name: value for name, value in GPT_OSS.items() if name != "dtype"}
-    config = config_of(tmp_path, unsaid, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    check_readable(tmp_path, "none")
-    job = job_of_plan(config, H100)
-    assert total(job.target) / 1e9 == pytest.approx(2 * 20.91, rel=0.01)
-    assert "local holds mxfp4 weights, which runs widen to bf16" in make_plan(job, H100).notes
-
-
 def test_a_quantization_that_is_given_has_precedence(tmp_path: Path) -> None:
     model = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
     plain = replace(model, stored_format=None)

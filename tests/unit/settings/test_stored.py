@@ -6,7 +6,7 @@ import yaml
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
-from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, quantization_config
+from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
@@ -62,6 +62,11 @@ REFUSED: dict[str, tuple[object, str]] = {
     "an order of 1": (changed("gptq", desc_act=1), r"\(desc_act 1\)"),
     "bitsandbytes without bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit null"),
     "groups that are a list": ({"quant_method": "compressed-tensors", "config_groups": [4]}, "no config_groups"),
+    "floats in other groups": (changed("nvfp4-pack-quantized", *WEIGHTS, group_size=32), r"\(group_size 32\)"),
+    "another algorithm": (changed("nvfp4 of modelopt", quant_algo="W4A8"), r'\(quant_algo "W4A8"'),
+    "groups of two kinds": (
+        changed("nvfp4 of modelopt", "config_groups", group_1={"weights": {}}), r"with 2 config_groups\)",
+    ),
     "no strategy": (changed(COMPRESSED, *WEIGHTS, strategy=None), "strategy null"),
 }  # fmt: skip
 
@@ -94,6 +99,7 @@ KEPT_IN = {
     "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 128),
     "fbgemm_fp8": (FLOATS, 128), "float": (FLOATS, 128), "float, blocks": (FLOATS, 128),
     "float, one scale": (FLOATS, 128), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+    "mxfp4-pack-quantized": ("mxfp4", 32), "nvfp4-pack-quantized": ("nvfp4", 32), "nvfp4 of modelopt": ("nvfp4", 32),
 }  # fmt: skip
 READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
     "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
@@ -101,6 +107,8 @@ READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LA
     "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
     "bytes alone": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, INT8, 0),
     "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
+    "experts alone": (quantization_config(MXFP4), "mxfp4", 32),
+    "modelopt's bytes": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, FLOATS, 128),
 }
 
 
