@@ -252,6 +252,11 @@ class _Fp4WeightOnly(_WeightOnlyLinear):
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, scales_SO, factors_O = self._operands
+        if into_CI.is_cuda and self._few_rows:
+            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
+
+            unpack_codes(codes_OI[outputs], scales_SO[:, outputs], into_CI, factors_O[outputs])
+            return
         groups_CG2I = into_CI.unflatten(1, (-1, 2, FP4_GROUP // 2))
         numbers = torch.tensor(fp4_rows.NUMBERS, device=into_CI.device)
         halves = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, FP4_GROUP // 2)))
