@@ -178,8 +178,8 @@ def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
     if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
         problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
     return problems or PackedLayout(
-        name=name, storage="fp8_weight_only", block=block or (None, None), group=FP8_GROUP, weight="weight",
-        scale="weight_scale", others=_OF_ACTIVATIONS,
+        name=name, storage="fp8_weight_only", block=block or (None, None), weight="weight",
+        group=FP8_GROUP if block and block[1] else 0, scale="weight_scale", others=_OF_ACTIVATIONS,
     )  # fmt: skip
 
 

@@ -96,9 +96,9 @@ KEPT_IN = {
     "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
     "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
     "awq, small": (INT4, 64), "int8": (INT8, 0), "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0),
-    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 128),
-    "fbgemm_fp8": (FLOATS, 128), "float": (FLOATS, 128), "float, blocks": (FLOATS, 128),
-    "float, one scale": (FLOATS, 128), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 0),
+    "fbgemm_fp8": (FLOATS, 0), "float": (FLOATS, 0), "float, blocks": (FLOATS, 128),
+    "float, one scale": (FLOATS, 0), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
     "mxfp4-pack-quantized": ("mxfp4", 32), "nvfp4-pack-quantized": ("nvfp4", 32), "nvfp4 of modelopt": ("nvfp4", 32),
 }  # fmt: skip
 READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
@@ -108,7 +108,7 @@ READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LA
     "bytes alone": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, INT8, 0),
     "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
     "experts alone": (quantization_config(MXFP4), "mxfp4", 32),
-    "modelopt's bytes": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, FLOATS, 128),
+    "modelopt's bytes": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, FLOATS, 0),
 }
 
 
