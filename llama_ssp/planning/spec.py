@@ -137,13 +137,13 @@ class PlannedModel:
     @property
     def setting(self) -> str:
         """The `model.quantization` that a run needs for this: none for weights that are stored so."""
-        return NO_QUANTIZATION if self.stored_format and self.stored_format.storage else self.quantization
+        return NO_QUANTIZATION if self.stored_format and self.stored_format.planned else self.quantization
 
     def can_be(self, quantization: str) -> bool:
         """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
         if self.stored_format is None:
             return quantization == NO_QUANTIZATION or format_of(quantization).change_weight is not None
-        return quantization == (self.stored_format.storage or NO_QUANTIZATION)
+        return quantization == (self.stored_format.planned or NO_QUANTIZATION)
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -409,8 +409,8 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
         packed = read_stored_format(read_path(model.path), shape)
-    if packed and packed.storage and model.quantization == NO_QUANTIZATION:
-        model = replace(model, quantization=packed.storage)
+    if packed and packed.planned and model.quantization == NO_QUANTIZATION:
+        model = replace(model, quantization=packed.planned)
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,

@@ -127,8 +127,7 @@ def _awq(described: Mapping[str, Any]) -> _Found:
 
 
 def _compressed(described: Mapping[str, Any]) -> _Found:
-    groups = described.get("config_groups")
-    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
+    weights = _weights(described)
     first = weights[0] if weights else None
     problems = [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
     is_sparse = (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
@@ -197,8 +196,7 @@ def _fp4(
 
 
 def _modelopt(described: Mapping[str, Any]) -> _Found:
-    groups = described.get("config_groups")
-    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else [described]
+    weights = _weights(described) or [described]
     match described.get("quant_algo"):
         case "FP8":
             return _fp8_in((None, None), [], name="modelopt fp8")
@@ -245,6 +243,8 @@ _FORMS_READ = {
 _FP4_FORMS = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
 _FP4_SIZES = {"mxfp4": 32, "nvfp4": 16}
 """Inputs that share a scale."""
+_COUNTED = {4: "int4_weight_only", 8: "int8_weight_only"}
+"""Storage formats, by the bits of weights that runs refuse."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
 
@@ -286,6 +286,12 @@ def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[st
             yield f"{name} {shown(found)}"
 
 
+def _weights(described: object) -> list[Any]:
+    """What the groups of compressed-tensors say of their weights."""
+    groups = _field(described, "config_groups")
+    return [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
+
+
 def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
     return described.get(name) if isinstance(described, dict) else None
 
@@ -298,18 +304,25 @@ class StoredFormat:
         name: for tables and notes.
         layout: in which runs read it; None if they cannot.
         problem: a clause that says why they cannot.
+        counted: the storage format that a plan counts, if they cannot and the bits of a weight are known.
         kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
     """
 
     name: str
     layout: PackedLayout | None = None
     problem: str | None = None
+    counted: str | None = None
     kept_shares: tuple[tuple[str, float], ...] = ()
 
     @property
     def storage(self) -> str | None:
         """The storage format in which runs keep it; None if they read numbers, or cannot read it."""
         return self.layout.storage if self.layout else None
+
+    @property
+    def planned(self) -> str | None:
+        """The storage format that a plan counts; None for numbers."""
+        return self.storage or self.counted
 
     def kept_format(self, quantization: str, *, where: object) -> str:
         """The storage format of a run of the checkpoint at `where`; see `kept_format`.
@@ -355,12 +368,14 @@ def stored_format(
     method = _field(described, "quant_method")
     named = method if isinstance(method, str) else f"quant_method {shown(method)}"
     if isinstance(layout, str):
-        return StoredFormat(name=named, problem=layout)
+        weights = _weights(described)
+        bits = _field(described, "bits") or (weights and _field(weights[0], "num_bits"))
+        return StoredFormat(name=named, problem=layout, counted=_COUNTED.get(bits) if type(bits) is int else None)
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     may_have_head = method in (_COMPRESSED, "modelopt") or described.get("lm_head") is True
     if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):
-        return StoredFormat(name=layout.name, problem="a quantized output head")
+        return StoredFormat(name=layout.name, problem="a quantized output head", counted=layout.storage)
     shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}
     kept_shares = tuple((module, share) for module, share in shares.items() if share)
     return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)

@@ -246,13 +246,23 @@ def notes(folder: Path, described: object, quantization: str = "none") -> list[s
     return [note for note in make_plan(job_of_plan(config, H100), H100).notes if not note.startswith("not measured")]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8_weight_only"])
-def test_a_plan_says_that_runs_do_not_read_the_format(quantization: str, tmp_path: Path) -> None:
-    (said,) = notes(tmp_path, W8A8_ZEROS, quantization=quantization)
-    reason = "local describes quantized weights that cannot be read (symmetric false)"
-    counted = "bf16" if quantization == "none" else quantization
+@pytest.mark.parametrize(
+    ("described", "quantization", "counted", "reason"),
+    [
+        (W8A8_ZEROS, "none", "int8_weight_only", "symmetric false"),
+        (W8A8_ZEROS, "int4_weight_only", "int4_weight_only", "symmetric false"),
+        (changed("awq", version="gemv"), "none", "int4_weight_only", 'version "gemv"'),
+        (changed("gptq", lm_head=True), "none", "int4_weight_only", "a quantized output head"),
+        (changed("gptq", bits=3), "none", "bf16", "bits 3"),
+    ],
+)
+def test_a_plan_counts_what_runs_refuse_and_says_so(
+    described: object, quantization: str, counted: str, reason: str, tmp_path: Path
+) -> None:
+    (said,) = notes(tmp_path, described, quantization=quantization)
+    reason = f"local describes quantized weights that cannot be read ({reason})"
     assert said.startswith(f"runs refuse this model, whose matrices are counted as {counted}: {reason}: unquantized")
-    model = planned(tmp_path, SMALL, W8A8_ZEROS, quantization)
+    model = planned(tmp_path, SMALL, described, quantization)
     assert total(model) == total(replace(model, stored_format=None))
     with pytest.raises(CheckpointError, match="that cannot be read"):
         check_readable(tmp_path, quantization)
@@ -282,7 +292,7 @@ def test_no_change_quantizes_files_again_or_lets_their_layers_wait(tmp_path: Pat
 
 
 def test_searches_and_comparisons_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
-    for described, name in ((W8A8_ZEROS, "bf16"), (AWQ, "int4_weight_only")):
+    for described, name in ((W8A8_ZEROS, "int8_weight_only"), (AWQ, "int4_weight_only")):
         config = config_of(tmp_path, LLAMA_70B, described)
         rows = search(job_of_plan(config, H100), H100)
         assert {row["quantization"] for row in rows} == {name}
