@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS
-from llama_ssp.weights.fp4_rows import SCALED, SCALES
+from llama_ssp.settings.formats import FEW_ROWS, FP4_SCALED, INT4_GROUPS
+from llama_ssp.weights.fp4_rows import SCALES
 
 ProductOfFewRows = Callable[..., Tensor]
 """`linear_gpu.product_of_few_rows`."""
@@ -102,7 +102,7 @@ def find_few_rows(name: str, device: str, *, group: int = INT4_GROUPS[0]) -> Pro
         **{
             kind: (
                 torch.zeros(16, 128, dtype=torch.uint8), torch.ones(256 // size, 16).to(SCALES[kind]), torch.ones(16)
-            ) for kind, size in SCALED.items()
+            ) for kind, size in FP4_SCALED.items()
         },
     }  # fmt: skip
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"

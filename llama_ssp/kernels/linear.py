@@ -24,17 +24,17 @@ from torch.nn import functional
 
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FP4_GROUP, FP8_GROUP, INT4_GROUPS
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
 from llama_ssp.weights import fp4_rows, int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
 DOTS, FP8, NIBBLES = "dots", "fp8", "nibbles"
-FP4 = tuple(fp4_rows.SCALES)
+FP4 = tuple(FP4_SCALED)
 GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1], **dict.fromkeys(FP4, FP4_GROUP)}
 """The fewest inputs that share a word, by kind."""
 SIGN_BIT = 128
-_SHRUNK = {FP8: 2.0**8, "nvfp4": 2.0**8}
+SHRUNK = {FP8: 2.0**8, "nvfp4": 2.0**8}
 """How much smaller `linear_cpu` reads numbers in E4M3."""
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
@@ -171,7 +171,7 @@ def sample(kind: str, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
     scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // GROUPS[kind]), scale)
     if kind in FP4:
-        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // fp4_rows.SCALED[kind]), scale)
+        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // FP4_SCALED[kind]), scale)
         scales_OS, ones_O = scales_OS.to(fp4_rows.SCALES[kind]).view(torch.uint8), torch.ones(len(weight_OI))
         return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS, ones_O), ones_O
     if kind == FP8:
@@ -185,7 +185,7 @@ def operands(kind: str, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Te
     if kind in FP4:
         codes, scales_OS, _ = fp4_rows.split(values_OI)
         halves = int4_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
-        return pack_groups(kind, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * _SHRUNK.get(kind, 1.0)
+        return pack_groups(kind, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * SHRUNK.get(kind, 1.0)
     if kind in GROUPS:
         return pack_groups(kind, values_OI, scales_O), torch.tensor(1.0)
     return pack(kind, values_OI), scales_O
@@ -209,7 +209,7 @@ def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
     if kind == FP8:
-        return _with_heads(words_OG * _SHRUNK[kind], codes_BOGI.permute(0, 2, 3, 1).flatten(2))
+        return _with_heads(words_OG * SHRUNK[kind], codes_BOGI.permute(0, 2, 3, 1).flatten(2))
     low, high = codes_BOGI.unflatten(3, (-1, 4, 2)).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     if kind in FP4:

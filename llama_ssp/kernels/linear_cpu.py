@@ -38,7 +38,6 @@ Shapes: M rows, I inputs, O outputs.
 
 from collections.abc import Sequence
 
-import torch
 from llvmlite import ir
 
 from llama_ssp.kernels.emit import (
@@ -61,9 +60,9 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.kernels.linear import FP4, FP8, GROUPS, NIBBLES
+from llama_ssp.kernels.linear import FP4, FP8, GROUPS, NIBBLES, SHRUNK
 from llama_ssp.settings.formats import WORD_BYTES
-from llama_ssp.weights.fp4_rows import NUMBERS, SCALES
+from llama_ssp.weights.fp4_rows import NUMBERS
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
@@ -421,7 +420,7 @@ def _sums_of_zeroed_codes(
 
 def _scales(code: Code, kind: str, bytes_: Value) -> Value:
     """The scales of 16 outputs: the bits of an exponent, moved, or E4M3."""
-    if SCALES[kind] is torch.float8_e4m3fn:
+    if kind in SHRUNK:
         return code.from_e4m3(bytes_)
     return code.bitcast(code.shl(code.zext(bytes_, I32S), wholes(23)), F32S)
 

@@ -134,7 +134,7 @@ def _converted_codes(codes, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     return numbers
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scales(found):  # type: ignore[no-untyped-def]
     """Scales in E8M0 (uint8) or E4M3 (int8) as fp32."""
     if found.dtype == tl.uint8:

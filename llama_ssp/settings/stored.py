@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import FP4_GROUP, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 
 QUANTIZATION = "quantization_config"
@@ -148,7 +148,7 @@ def _compressed(described: Mapping[str, Any]) -> _Found:
             zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
             is_scattered=order in _SCATTERED,
         )  # fmt: skip
-    if storage := _FP4_FORMS.get(str(form)):
+    if (storage := str(form).removesuffix("-pack-quantized")) in FP4_SCALED:
         return _fp4(
             block, problems, storage=storage, name=f"compressed-tensors {storage}", weight="weight_packed",
             factor="weight_global_scale" if storage == "nvfp4" else "", divides=True,
@@ -189,7 +189,7 @@ def _fp4(
     storage: str,
     **layout: Any,  # noqa: ANN401 - its fields
 ) -> _Found:
-    if block != (1, _FP4_SIZES[storage]):
+    if block != (1, FP4_SCALED[storage]):
         problems = [*problems, f"group_size {shown(block and block[1])}"]
     layout = {"scale": "weight_scale", "others": _OF_ACTIVATIONS} | layout
     return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
@@ -237,12 +237,9 @@ BNB_STATE = "weight.quant_state.bitsandbytes__"
 _PACKED_BYTES = "pack-quantized with 8 bits"
 _FORMS_READ = {
     "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
-    "float-quantized": (8, "float"), "mxfp4-pack-quantized": (4, "float"), "nvfp4-pack-quantized": (4, "float"),
+    "float-quantized": (8, "float"), **{f"{storage}-pack-quantized": (4, "float") for storage in FP4_SCALED},
 }  # fmt: skip
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
-_FP4_FORMS = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
-_FP4_SIZES = {"mxfp4": 32, "nvfp4": 16}
-"""Inputs that share a scale."""
 _COUNTED = {4: "int4_weight_only", 8: "int8_weight_only"}
 """Storage formats, by the bits of weights that runs refuse."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))

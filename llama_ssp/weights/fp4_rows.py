@@ -12,15 +12,13 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
 from llama_ssp.weights import byte_rows, int4_rows
 
 NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Of the codes."""
 SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 """The number formats of scales, by storage format."""
-SCALED = {"mxfp4": 32, "nvfp4": 16}
-"""Inputs that share a scale."""
 _CODE_BYTES = FP4_GROUP // 2
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """Between the numbers of neighbouring codes."""
@@ -47,7 +45,7 @@ def rounded(storage: str, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     A scale is the power of two that leaves the largest weight below 8, or the number that makes it 6.
     """
     tiny, factors_O = torch.finfo(torch.float32).smallest_normal, torch.ones(len(weight_OI), device=weight_OI.device)
-    groups_OSI = weight_OI.float().unflatten(1, (-1, SCALED[storage]))
+    groups_OSI = weight_OI.float().unflatten(1, (-1, FP4_SCALED[storage]))
     largest_OS = groups_OSI.abs().amax(2)
     if SCALES[storage] is torch.float8_e8m0fnu:
         scales_OS = (largest_OS.frexp().exponent + 124).clamp_(0, 254).to(torch.uint8).view(SCALES[storage])

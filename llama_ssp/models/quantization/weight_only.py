@@ -129,17 +129,20 @@ class _Int4WeightOnly(_WeightOnlyLinear):
     """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
-        codes_OI, words_GO = self._operands
+        codes_OI, words_GO, *scales = self._operands
         if into_CI.is_cuda and self._few_rows:
             from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
 
-            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
-            return
-        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
+            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *(scales_O[outputs] for scales_O in scales))
+        else:
+            self._write(codes_OI[outputs], words_GO[:, outputs].t(), outputs, into_CI)
+
+    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:  # noqa: ARG002
+        groups = into_CI.unflatten(1, (words_CG.shape[1], 2, -1))
+        first, last = int4_rows.unpack_codes(codes_CI.unflatten(1, (words_CG.shape[1], -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
-        words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
+        words_CG11 = words_CG[..., None, None].contiguous()
         # A trace cannot hold the change from bits to numbers, but it can hold an operator.
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
@@ -247,23 +250,15 @@ def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
     return (weight_CGI / scales_CG1).to(_E4M3).flatten(1).view(torch.uint8), scales_CG1.squeeze(2)
 
 
-class _Fp4WeightOnly(_WeightOnlyLinear):
+class _Fp4WeightOnly(_Int4WeightOnly):
     """Its operands are the bytes of codes (O, I / 2), the scales (S, O) of their groups, and of the outputs (O,)."""
 
-    def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
-        codes_OI, scales_SO, factors_O = self._operands
-        if into_CI.is_cuda and self._few_rows:
-            from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
-
-            unpack_codes(codes_OI[outputs], scales_SO[:, outputs], into_CI, factors_O[outputs])
-            return
-        groups_CG2I = into_CI.unflatten(1, (-1, 2, FP4_GROUP // 2))
+    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
         numbers = torch.tensor(fp4_rows.NUMBERS, device=into_CI.device)
-        halves = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (-1, FP4_GROUP // 2)))
-        for number, codes_CGI in enumerate(halves):
-            groups_CG2I[:, :, number].copy_(numbers[codes_CGI.int()])
-        into_CI.unflatten(1, (len(scales_SO), -1)).mul_(scales_SO[:, outputs].t()[..., None].float())
-        into_CI.mul_(factors_O[outputs, None])
+        halves = int4_rows.unpack_codes(codes_CI.unflatten(1, (-1, FP4_GROUP // 2)))
+        into_CI.copy_(numbers[torch.cat(halves, dim=2).flatten(1).int()])
+        into_CI.unflatten(1, (words_CG.shape[1], -1)).mul_(words_CG[..., None].float())
+        into_CI.mul_(self._operands[2][outputs, None])
 
 
 def _fp4_linear(kind: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
