@@ -169,10 +169,6 @@ def _fp8(described: Mapping[str, Any]) -> _Found:
     return _fp8_in((None, None) if block is None else _pair(block), [], name="fp8")
 
 
-def _fbgemm(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return _fp8_in((1, None), [], name="fbgemm fp8")
-
-
 def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
     if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
         problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
@@ -228,10 +224,6 @@ def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
     )  # fmt: skip
 
 
-def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return _fp4((1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint="")
-
-
 BNB_STATE = "weight.quant_state.bitsandbytes__"
 """What precedes the kind in the last part of the name of a tensor with JSON."""
 _PACKED_BYTES = "pack-quantized with 8 bits"
@@ -255,8 +247,11 @@ BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
-    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,
-    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4, "modelopt": _modelopt,
+    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt, "fbgemm_fp8": lambda _: _fp8_in((1, None), [], name="fbgemm fp8"),
+    "mxfp4": lambda _: _fp4(
+        (1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint=""
+    ),
 }  # fmt: skip
 
 
@@ -407,7 +402,7 @@ def _pair(sizes: object) -> _Block | None:
     return sizes[0], sizes[1]
 
 
-_KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
+_KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", "exclude_modules")
 """Fields that name modules that are not quantized."""
 _CLASS = "Linear"
 """What compressed-tensors calls all linear layers."""

@@ -254,17 +254,13 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
 def _shape_of_floats(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> tuple[int, ...] | None:
     """The shape of a weight of `fp4_rows`, (X, I, O) of all experts; None if its parts do not fit each other."""
     weight, scale, factor = (parts.get(leaf) for leaf in (layout.weight, layout.scale, layout.factor))
-    if not (weight and scale and scale.shape) or bool(layout.factor) != bool(factor):
+    size = layout.block[1] or 0
+    if not (weight and scale and bool(layout.factor) == bool(factor) and len(scale.shape) == 2 + (not layout.joint)):
         return None
-    *outer, num_scales = scale.shape
-    num_inputs = num_scales * (layout.block[1] or 0)
+    *experts, num_outputs, num_scales = scale.shape
+    num_inputs = num_scales * size
     fits = (weight.kind, scale.kind) == ("U8", _KINDS[layout.storage]) and num_inputs % layout.group == 0
-    fits &= weight.shape in ((*outer, num_inputs // 2), (*outer, num_scales, num_inputs // num_scales // 2))
-    fits &= not factor or factor.shape in ((), (1,))
-    match outer:
-        case (num_outputs,) if fits and layout.joint:
-            return num_outputs, num_inputs
-        case (num_experts, num_outputs) if fits and not layout.joint:
-            return num_experts, num_inputs, num_outputs
-        case _:
-            return None
+    codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
+    fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))
+    shape = (*experts, num_inputs, num_outputs) if experts else (num_outputs, num_inputs)
+    return shape if fits else None

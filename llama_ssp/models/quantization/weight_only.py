@@ -1,4 +1,4 @@
-"""Linear layers whose weights alone are quantized: int8 with a scale per output, FP8 or int4 with one per group.
+"""Linear layers whose weights alone are quantized: int8 with a scale per output, others with one per group.
 
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.

@@ -253,6 +253,7 @@ def notes(folder: Path, described: object, quantization: str = "none") -> list[s
         (W8A8_ZEROS, "int4_weight_only", "int4_weight_only", "symmetric false"),
         (changed("awq", version="gemv"), "none", "int4_weight_only", 'version "gemv"'),
         (changed("gptq", lm_head=True), "none", "int4_weight_only", "a quantized output head"),
+        (changed("nvfp4 of modelopt", ignore=[]), "none", "nvfp4", "a quantized output head"),
         (changed("gptq", bits=3), "none", "bf16", "bits 3"),
     ],
 )

@@ -148,7 +148,9 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", ["ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers"])
+@pytest.mark.parametrize(
+    "field", ["ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "exclude_modules"]
+)
 @pytest.mark.parametrize(("patterns", "shares"), KEPT.values(), ids=KEPT)
 def test_modules_that_are_left_out_stay_as_they_are(
     field: str, patterns: list[object], shares: dict[str, float]
