@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.formats import FEW_ROWS, INT4_GROUPS
+from llama_ssp.settings.formats import FEW_ROWS, FP4_SCALED, INT4_GROUPS
+from llama_ssp.weights.fp4_rows import SCALES
 
 ProductOfFewRows = Callable[..., Tensor]
 """`linear_gpu.product_of_few_rows`."""
@@ -98,17 +99,22 @@ def find_few_rows(name: str, device: str, *, group: int = INT4_GROUPS[0]) -> Pro
         "int4_weight_only": (
             torch.zeros(16, 128, dtype=torch.uint8), torch.zeros(256 // group, 16, dtype=torch.int32)
         ),
+        **{
+            kind: (
+                torch.zeros(16, 128, dtype=torch.uint8), torch.ones(256 // size, 16).to(SCALES[kind]), torch.ones(16)
+            ) for kind, size in FP4_SCALED.items()
+        },
     }  # fmt: skip
     instead = f"{name} unpacks its weights in every forward, which is slower than fp16"
     return attempt(partial(_tried_few_rows, samples[name]), instead=instead)
 
 
-def _tried_few_rows(operands: tuple[Tensor, Tensor]) -> ProductOfFewRows:
+def _tried_few_rows(operands: tuple[Tensor, ...]) -> ProductOfFewRows:
     from llama_ssp.kernels.linear_gpu import product_of_few_rows  # noqa: PLC0415 - CPU builds come without Triton
 
-    weight_OI, scales = (operand.cuda() for operand in operands)
+    operands = tuple(operand.cuda() for operand in operands)
     halves = (torch.float16, torch.bfloat16) if torch.cuda.is_bf16_supported(False) else (torch.float16,)
     for dtype in halves:
         for num_rows in (1, FEW_ROWS):
-            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), weight_OI, scales)
+            product_of_few_rows(torch.ones(num_rows, 256, dtype=dtype).cuda(), *operands)
     return product_of_few_rows

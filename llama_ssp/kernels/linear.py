@@ -24,19 +24,23 @@ from torch.nn import functional
 
 from llama_ssp.kernels.choice import Operator, find_operator
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS
-from llama_ssp.weights import int4_rows
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
+from llama_ssp.weights import fp4_rows, int4_rows
 
 BLOCK = 16
 """Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
 DOTS, FP8, NIBBLES = "dots", "fp8", "nibbles"
-GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1]}
+FP4 = tuple(FP4_SCALED)
+GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1], **dict.fromkeys(FP4, FP4_GROUP)}
 """The fewest inputs that share a word, by kind."""
 SIGN_BIT = 128
+SHRUNK = {FP8: 2.0**8, "nvfp4": 2.0**8}
+"""How much smaller `linear_cpu` reads numbers in E4M3."""
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
 
 COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "fp8_weight_only": FP8, "int4_weight_only": NIBBLES}
+COMPILED |= {kind: kind for kind in FP4}
 """The kinds of the storage formats."""
 
 _FEW_ROWS = 5
@@ -133,7 +137,7 @@ class HalfLinear(Linear):
 
 
 NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), FP8: ("f16c",),
-         NIBBLES: ("avx512f",)}  # fmt: skip
+         NIBBLES: ("avx512f",), **dict.fromkeys(FP4, ("avx512f", "f16c"))}  # fmt: skip
 """Instructions of a CPU that each kind of compiled product needs."""
 
 
@@ -151,7 +155,7 @@ def product_of(kind: str) -> Operator | None:
 def _check(kind: str, product: Operator) -> None:
     """RuntimeError if a small product is wrong."""
     num_inputs, none = GROUPS.get(kind, BLOCK), torch.empty(0)
-    weight_OI = torch.arange(BLOCK * num_inputs).view(BLOCK, num_inputs).remainder(11).sub(5)
+    weight_OI = torch.arange(BLOCK * num_inputs).view(BLOCK, num_inputs).remainder(9).sub(4)
     x_MI = torch.linspace(-127, 113, BLOCK).repeat(2, num_inputs // BLOCK).clamp(max=127)
     packed, scales = operands(kind, *sample(kind, weight_OI, 0.5))
     wanted_MO = x_MI @ weight_OI.t().float() * 0.5
@@ -160,12 +164,16 @@ def _check(kind: str, product: Operator) -> None:
 
 
 def sample(kind: str, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -6 to 6, times a scale, as `NativeLinear` takes them."""
+    """Whole numbers from -4 to 4, times a scale, as `NativeLinear` takes them."""
     if kind in FLOATS:
         return weight_OI.to(FLOATS[kind]), torch.tensor(scale)
     if kind not in GROUPS:
         return weight_OI.to(torch.int8), torch.full((len(weight_OI),), scale)
     scales_OG = torch.full((len(weight_OI), weight_OI.shape[1] // GROUPS[kind]), scale)
+    if kind in FP4:
+        scales_OS = torch.full((len(weight_OI), weight_OI.shape[1] // FP4_SCALED[kind]), scale)
+        scales_OS, ones_O = scales_OS.to(fp4_rows.SCALES[kind]).view(torch.uint8), torch.ones(len(weight_OI))
+        return fp4_rows.pack(fp4_rows.codes_of(weight_OI), scales_OS, ones_O), ones_O
     if kind == FP8:
         return weight_OI.to(torch.float8_e4m3fn).view(torch.uint8), scales_OG
     zeros_O1 = torch.arange(len(weight_OI))[:, None].remainder(4).add(6)
@@ -174,6 +182,10 @@ def sample(kind: str, weight_OI: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 def operands(kind: str, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Tensor]:
     """The weights in blocks, and their scales, as the operator of a kind takes what `NativeLinear` is given."""
+    if kind in FP4:
+        codes, scales_OS, _ = fp4_rows.split(values_OI)
+        halves = int4_rows.unpack_codes(codes.unflatten(1, (-1, FP4_GROUP // 2)))
+        return pack_groups(kind, torch.cat(halves, dim=2).flatten(1), scales_OS), scales_O * SHRUNK.get(kind, 1.0)
     if kind in GROUPS:
         return pack_groups(kind, values_OI, scales_O), torch.tensor(1.0)
     return pack(kind, values_OI), scales_O
@@ -192,14 +204,16 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
 def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay the bytes of FP8, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    `linear_cpu` draws them. In words of FP8 are the scales times 2^8.
+    `linear_cpu` draws them. In words of FP8 are the scales times 2^8, in those of 4-bit floats their bytes.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
     if kind == FP8:
-        return _with_heads(words_OG * 2.0**8, codes_BOGI.permute(0, 2, 3, 1).flatten(2))
+        return _with_heads(words_OG * SHRUNK[kind], codes_BOGI.permute(0, 2, 3, 1).flatten(2))
     low, high = codes_BOGI.unflatten(3, (-1, 4, 2)).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    if kind in FP4:
+        return _with_heads(words_OG, codes)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
     is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
     return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
@@ -218,8 +232,8 @@ class NativeLinear(Linear):
 
     Args:
         kind: of `linear_cpu`.
-        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits.
-        scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of 4 bits the words of all groups.
+        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `fp4_rows`.
+        scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
         bias_O: None for none.
     """
 

@@ -7,6 +7,8 @@
     dots      int8, a scale an output   int8, a scale a row   integers
     fp8       E4M3, groups of 128       fp32                  fp32, group by group, one input after the other
     nibbles   4 bits, groups            fp32                  fp32, group by group, one input after the other
+    mxfp4     E2M1, groups of 32        fp32                  fp32, group by group, one input after the other
+    nvfp4     E2M1, groups of 16        fp32                  fp32, group by group, one input after the other
 
 Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
 no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
@@ -26,12 +28,15 @@ from their sum, once; most zeros are near 8, so little is lost:
     group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
 
 Of `fp8` the words are scales, and the 16 outputs of each input follow. `from_e4m3` makes numbers 2^-8 times as large,
-and the scales make up for it.
+and the scales make up for it. Of `mxfp4` and `nvfp4` the words are bytes, scales in E8M0 and E4M3, and an output has a
+scale as well.
 
 Rows are normed and quantized before the product: few by the thread that calls, many by all. Memory comes from torch.
 
 Shapes: M rows, I inputs, O outputs.
 """
+
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -55,12 +60,13 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.kernels.linear import FP8, GROUPS
+from llama_ssp.kernels.linear import FP4, FP8, GROUPS, NIBBLES, SHRUNK
 from llama_ssp.settings.formats import WORD_BYTES
+from llama_ssp.weights.fp4_rows import NUMBERS
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
-_ONE_SCALE = {"singles", "halves", *GROUPS}
+_ONE_SCALE = {"singles", "halves", FP8, NIBBLES}
 _MOST_ROWS = 6
 """Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
@@ -80,8 +86,6 @@ _SERIAL = 2**16
 """Multiplications, weights that are read included, that a thread of its own does not pay for."""
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
-_HEAD_BYTES = LANES * WORD_BYTES
-"""Of one block."""
 
 
 def emit(kind: str) -> ir.Module:
@@ -232,8 +236,13 @@ def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value
 def _block_bytes(code: Code, kind: str, num_inputs: Value, num_groups: Value) -> Value:
     """Bytes of the weights of 16 outputs."""
     if kind in GROUPS:
-        return code.add(code.mul(num_groups, i64(_HEAD_BYTES)), code.mul(num_inputs, i64(_input_bytes(kind))))
+        return code.add(code.mul(num_groups, i64(_head_bytes(kind))), code.mul(num_inputs, i64(_input_bytes(kind))))
     return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+
+
+def _head_bytes(kind: str) -> int:
+    """Bytes of the words of 16 outputs, in a group."""
+    return LANES * (1 if kind in FP4 else WORD_BYTES)
 
 
 def _input_bytes(kind: str) -> int:
@@ -375,14 +384,17 @@ def _sums_of_groups(
     """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
     number, (num_inputs, num_groups) = len(rows) * len(blocks), sizes
     group = code.sdiv(num_inputs, num_groups)
-    group_bytes = code.add(code.mul(group, i64(_input_bytes(kind))), i64(_HEAD_BYTES))
+    group_bytes = code.add(code.mul(group, i64(_input_bytes(kind))), i64(_head_bytes(kind)))
     with code.loop(i64(0), num_groups, 1, [floats(0.0)] * number) as totals:
         heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
-        bodies = [code.at(head, i64(_HEAD_BYTES)) for head in heads]
+        bodies = [code.at(head, i64(_head_bytes(kind))) for head in heads]
         if kind == FP8:
             found = _sums(code, kind, bodies, inputs, group)
             scales = [code.read(head, F32S) for head in heads]
+        elif kind in FP4:
+            found = _sums_of_codes(code, group, bodies, inputs, NUMBERS)
+            scales = [_scales(code, kind, code.read(head, I8S)) for head in heads]
         else:
             found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
         for at, value in enumerate(found):
@@ -394,7 +406,7 @@ def _sums_of_zeroed_codes(
     code: Code, group: Value, heads: list[Value], bodies: list[Value], rows: list[Value]
 ) -> tuple[list[Value], list[Value]]:
     """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
-    found, scales = _sums_of_codes(code, group, bodies, rows), []
+    found, scales = _sums_of_codes(code, group, bodies, rows, [code - _MIDDLE for code in range(LANES)]), []
     all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
     for block, head in enumerate(heads):
         word = code.read(head, I32S)
@@ -406,8 +418,17 @@ def _sums_of_zeroed_codes(
     return found, scales
 
 
-def _sums_of_codes(code: Code, group: Value, blocks: list[Value], rows: list[Value]) -> list[Value]:
-    """The sums of inputs times codes in one group; see `_codes`."""
+def _scales(code: Code, kind: str, bytes_: Value) -> Value:
+    """The scales of 16 outputs: the bits of an exponent, moved, or E4M3."""
+    if kind in SHRUNK:
+        return code.from_e4m3(bytes_)
+    return code.bitcast(code.shl(code.zext(bytes_, I32S), wholes(23)), F32S)
+
+
+def _sums_of_codes(
+    code: Code, group: Value, blocks: list[Value], rows: list[Value], numbers: Sequence[float]
+) -> list[Value]:
+    """The sums of inputs times the numbers of codes in one group."""
     number = len(rows) * len(blocks)
     with code.loop(i64(0), group, _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
         # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
@@ -416,17 +437,17 @@ def _sums_of_codes(code: Code, group: Value, blocks: list[Value], rows: list[Val
             index = code.add(values[0], i64(place))
             x = [code.splat(code.read(row, F32, index)) for row in rows]
             for block, word in enumerate(words):
-                weights = _codes(code, word, place)
+                weights = _codes(code, word, place, numbers)
                 for row, one in enumerate(x):
                     at = 1 + row * len(blocks) + block
                     values[at] = code.fused(weights, one, values[at])
     return values[1:]
 
 
-def _codes(code: Code, words: Value, place: int) -> Value:
-    """The codes of one input, less 8, as numbers; the look-up reads the lowest four bits of each lane."""
+def _codes(code: Code, words: Value, place: int, numbers: Sequence[float]) -> Value:
+    """The numbers of the codes of one input; the look-up reads the lowest four bits of each lane."""
     shifted = code.lshr(words, wholes(_CODE_BITS * place)) if place else words
-    table = ir.Constant(F32S, [f32(float(number - _MIDDLE)) for number in range(LANES)])
+    table = ir.Constant(F32S, [f32(float(number)) for number in numbers])
     return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
 
 

@@ -1,4 +1,4 @@
-"""A Triton kernel for products of a few rows with int8, FP8 or int4 weights; torch's are far below memory bandwidth.
+"""A Triton kernel for products of a few rows with weights in 8 or 4 bits; torch's are far below memory bandwidth.
 
 Each block computes some outputs of a few rows, and its warps share out the inputs: every weight is read, converted and
 multiplied by one warp alone. A matrix that would leave most multiprocessors idle is split over its inputs, too, and a
@@ -13,7 +13,8 @@ inputs of a warp and a split depend on the matrix alone.
 
 In int4 the inputs of a warp are one group of `weights.int4_rows`: its first half is in the low halves of bytes, the
 others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
-where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large.
+where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large; of
+a float of 4 bits 2^-14 times. A warp has 32 of those, whose halves have scales of their own in NVFP4.
 
 Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs.
 """
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.settings.formats import FP4_GROUP
 from llama_ssp.weights.int4_rows import ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
@@ -122,6 +124,26 @@ def _converted_floats(bytes_tile, HALF: tl.constexpr):  # type: ignore[no-untype
     return numbers
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _converted_codes(codes, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers in E2M1 as fp16 or bf16, times 2^-14."""
+    codes = codes.to(tl.int16)
+    numbers = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    if tl.float16 != HALF:
+        numbers = numbers.to(tl.float32).to(HALF)
+    return numbers
+
+
+@triton.jit
+def _scales(found):  # type: ignore[no-untyped-def]
+    """Scales in E8M0 (uint8) or E4M3 (int8) as fp32."""
+    if found.dtype == tl.uint8:
+        numbers = (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        numbers = _converted_floats(found, tl.float16).to(tl.float32) * 256.0
+    return numbers
+
+
 @triton.jit
 def _added(total, weight_tile, x_tile):  # type: ignore[no-untyped-def]
     """Add the product of a tile of weights in fp16 or bf16 with inputs in any format."""
@@ -166,7 +188,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
+    x, weight, words, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
     GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +196,8 @@ def _product(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = rows < num_rows, outputs < num_outputs
-    is_int4: tl.constexpr = weight.dtype.element_ty == tl.uint8
-    byte_weights: tl.constexpr = 2 if is_int4 else 1
+    has_codes: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    byte_weights: tl.constexpr = 2 if has_codes else 1
     warp_bytes: tl.constexpr = INPUTS // byte_weights
     warps = tl.arange(0, WARPS)[:, None]
     bytes_ = tl.arange(0, warp_bytes)[None, :]
@@ -196,17 +218,26 @@ def _product(  # type: ignore[no-untyped-def]
         bytes_tile = tl.load(weight_places + start // byte_weights, mask=is_input, other=0)
         if GROUP > 0:
             groups = (start + warps * INPUTS) // GROUP
-            words = tl.load(scales + groups * num_outputs + read[None, :], mask=groups * GROUP < num_inputs, other=0)
-        if is_int4:
-            low, high = _converted_halves(bytes_tile, words, half, PTX)
+            word_places = words + groups * num_outputs + read[None, :]
+            is_group = groups * GROUP < num_inputs
+            word = tl.load(word_places, mask=is_group, other=0)
+        if has_codes:
             others = tl.load(x_places + start + warp_bytes, mask=is_x, other=0.0)
-            part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), low, x_tile)
-            part = _added(part, high, others)
-            total += part * (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
+            none = tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32)
+            if word.dtype == tl.int32:
+                low, high = _converted_halves(bytes_tile, word, half, PTX)
+                part = _added(_added(none, low, x_tile), high, others)
+                total += part * (word & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, :, None]
+            else:
+                low, high = _converted_codes(bytes_tile & 15, half), _converted_codes(bytes_tile >> 4, half)
+                part = _added(none, low, x_tile) * (_scales(word) * 16384.0)[:, :, None]
+                # Where halves have one scale, it is read again from the cache.
+                word = tl.load(word_places + (INPUTS // GROUP - 1) * num_outputs, mask=is_group, other=0)
+                total += part + _added(none, high, others) * (_scales(word) * 16384.0)[:, :, None]
         elif GROUP > 0:
             numbers = _converted_floats(bytes_tile, half)
             part = _added(tl.zeros((WARPS, OUTPUTS, ROWS), dtype=tl.float32), numbers, x_tile)
-            total += part * (words * 256.0)[:, :, None]
+            total += part * (word * 256.0)[:, :, None]
         else:
             total = _added(total, _converted(bytes_tile, half, PTX), x_tile)
     result = _sum_of_warps(total, WARPS, OUTPUTS, ROWS)
@@ -217,7 +248,7 @@ def _product(  # type: ignore[no-untyped-def]
         tl.store(y + places, result, mask=is_stored)
     else:
         outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
-        _store(result, None if GROUP > 0 else scales, bias, residual, y, outputs, places, is_stored)
+        _store(result, scales, bias, residual, y, outputs, places, is_stored)
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
@@ -235,30 +266,46 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
 def _unpack_codes(  # type: ignore[no-untyped-def]
-    codes, words, into, num_inputs, words_stride, HALF: tl.constexpr
+    codes, words, scales, into, num_inputs, words_stride, HALF: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Write the numbers (code - zero) * scale of 16 groups of one output, rounded once."""
+    """Write the numbers (code - zero) * scale of 16 groups of one output, or E2M1 * scales, rounded once."""
     row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1) * 16 + tl.arange(0, 16)
     bytes_ = tl.arange(0, HALF)
     is_here = (groups * 2 * HALF < num_inputs)[:, None]
     places = row * (num_inputs // 2) + groups[:, None] * HALF + bytes_[None, :]
     found = tl.load(codes + places, mask=is_here, other=0)
-    word = tl.load(words + groups * words_stride + row, mask=groups * 2 * HALF < num_inputs, other=0)
-    zero = (word & _ZERO_BITS).to(tl.float32)[:, None]
-    scale = (word & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, None]
+    word_places, ratio = words + groups * (2 * HALF // GROUP) * words_stride + row, 2 * HALF // GROUP
+    word = tl.load(word_places, mask=groups * 2 * HALF < num_inputs, other=0)
+    if word.dtype == tl.int32:
+        zero = (word & _ZERO_BITS).to(tl.float32)[:, None]
+        scale = (word & ~_ZERO_BITS).to(tl.float32, bitcast=True)[:, None]
+        low, high = ((found & 15).to(tl.float32) - zero) * scale, ((found >> 4).to(tl.float32) - zero) * scale
+    else:
+        factor = tl.load(scales + row) * 16384.0
+        other = tl.load(word_places + (ratio - 1) * words_stride, mask=groups * 2 * HALF < num_inputs, other=0)
+        low = _converted_codes(found & 15, tl.float16).to(tl.float32) * _scales(word)[:, None] * factor
+        high = _converted_codes(found >> 4, tl.float16).to(tl.float32) * _scales(other)[:, None] * factor
     target = into + row * num_inputs + groups[:, None] * 2 * HALF + bytes_[None, :]
     dtype: tl.constexpr = into.dtype.element_ty
-    tl.store(target, (((found & 15).to(tl.float32) - zero) * scale).to(dtype), mask=is_here)
-    tl.store(target + HALF, (((found >> 4).to(tl.float32) - zero) * scale).to(dtype), mask=is_here)
+    tl.store(target, low.to(dtype), mask=is_here)
+    tl.store(target + HALF, high.to(dtype), mask=is_here)
 
 
-def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor) -> None:
-    """Write int4 weights as numbers; `codes_CI` (C, I / 2) and `into_CI` (C, I) are contiguous."""
+def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor, scales_C: Tensor | None = None) -> None:
+    """Write int4 weights, or with scales of outputs floats, as numbers; codes (C, I / 2) and these are contiguous."""
     num_outputs, num_inputs = into_CI.shape
     group = num_inputs // len(words_GC)
-    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * group))](
-        codes_CI, words_GC, into_CI, num_inputs, words_GC.stride(0), HALF=group // 2, num_warps=4
-    )
+    packed = group if scales_C is None else FP4_GROUP
+    _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * packed))](
+        codes_CI, _as_bytes(words_GC), scales_C, into_CI, num_inputs, words_GC.stride(0), HALF=packed // 2,
+        GROUP=group, num_warps=4,
+    )  # fmt: skip
+
+
+def _as_bytes(numbers: Tensor) -> Tensor:
+    """Numbers of 8 bits as integers, which the kernel reads: E8M0 as uint8, E4M3 as int8."""
+    kinds = {torch.float8_e8m0fnu: torch.uint8, torch.float8_e4m3fn: torch.int8}
+    return numbers.view(kinds.get(numbers.dtype, numbers.dtype))
 
 
 WARP_BYTES = 64
@@ -303,7 +350,7 @@ def tiles_of(
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
     2020 has. In int4 a warp has one group, and there are as many warps as give 512 inputs.
 
-    `value_bytes` is the size of an input, and `group` the inputs that share a word of int4, None for bytes.
+    `value_bytes` is the size of an input, and `group` the inputs that bytes of codes join, None for other weights.
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
@@ -327,6 +374,7 @@ def product_of_few_rows(
     x_MI: Tensor,
     weight_OI: Tensor,
     scales: Tensor,
+    scales_O: Tensor | None = None,
     *,
     bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None,
@@ -336,36 +384,38 @@ def product_of_few_rows(
 
     Args:
         x_MI: inputs in fp32, bf16 or fp16.
-        weight_OI: int8 or E4M3 (O, I), or the bytes of int4 codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, contiguous.
+        weight_OI: int8 or E4M3 (O, I), or the bytes of codes (O, I / 2) in uint8; contiguous.
+        scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, of floats of 4
+            bits those of the groups in E8M0 or E4M3; contiguous.
+        scales_O: of the outputs of floats of 4 bits, in fp32.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
     """
-    num_outputs, is_int4 = len(weight_OI), weight_OI.dtype is torch.uint8
+    num_outputs = len(weight_OI)
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
-    group = num_inputs // len(scales) if scales.ndim == 2 else 0  # noqa: PLR2004 - a matrix
-    if weight_OI.dtype is torch.float8_e4m3fn:
-        weight_OI = weight_OI.view(torch.int8)
+    words, scales_O = (_as_bytes(scales), scales_O) if scales.ndim == 2 else (None, scales)  # noqa: PLR2004 - a matrix
+    group = 0 if words is None else num_inputs // len(words)
+    weight_OI = _as_bytes(weight_OI)
     tiles = tiles_of(
         num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
         num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
-        group=group if is_int4 else None,
+        group=max(group, FP4_GROUP) if weight_OI.dtype is torch.uint8 else None,
     )  # fmt: skip
     y_MO = x_MI.new_empty(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()
     is_split = num_splits > 1
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid](
-        x_MI, weight_OI, scales, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs, tiles.split_inputs,
-        ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group,
-        IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs,
+        tiles.split_inputs, ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps,
+        GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
-            parts, None if group else scales, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
+            parts, scales_O, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
             ELEMENTS=_SUMMED,
         )  # fmt: skip
     return y_MO

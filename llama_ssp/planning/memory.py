@@ -122,6 +122,7 @@ def weight_bytes(
     products = set[str]()
     for matrix in held.layer:
         in_group = layout.group if layout else storage.group_of(matrix.num_columns)
+        in_group = in_group or (matrix.num_columns if storage.groups else 0)
         stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size, group=in_group)
         if layout and layout.is_scattered:
             columns = matrix.num_columns

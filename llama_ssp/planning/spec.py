@@ -137,13 +137,13 @@ class PlannedModel:
     @property
     def setting(self) -> str:
         """The `model.quantization` that a run needs for this: none for weights that are stored so."""
-        return NO_QUANTIZATION if self.stored_format and self.stored_format.storage else self.quantization
+        return NO_QUANTIZATION if self.stored_format and self.stored_format.planned else self.quantization
 
     def can_be(self, quantization: str) -> bool:
         """Whether a quantization is worth trying: files that are quantized already are not quantized again."""
         if self.stored_format is None:
             return quantization == NO_QUANTIZATION or format_of(quantization).change_weight is not None
-        return quantization == (self.stored_format.storage or NO_QUANTIZATION)
+        return quantization == (self.stored_format.planned or NO_QUANTIZATION)
 
     def quantized(self, quantization: str) -> "PlannedModel":
         """The same model with quantized linear layers."""
@@ -409,8 +409,8 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
         packed = read_stored_format(read_path(model.path), shape)
-    if packed and packed.storage and model.quantization == NO_QUANTIZATION:
-        model = replace(model, quantization=packed.storage)
+    if packed and packed.planned and model.quantization == NO_QUANTIZATION:
+        model = replace(model, quantization=packed.planned)
     dtype = number_format(model, device=device)
     return PlannedModel(
         name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
@@ -476,8 +476,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
     shape = shape if head is None else head.shape_over(shape)
     layout = layout_of(content.get(QUANTIZATION))
-    widened = Dtype.bf16 if isinstance(layout, PackedLayout) and not layout.storage else Dtype.fp32
-    stored = str(content.get("dtype") or content.get("torch_dtype") or widened.value)
+    unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
+    stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
     return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
 
 
@@ -528,8 +528,6 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
-        if stored.layout and not stored.layout.storage:
-            yield f"{model.name} holds {stored.name} weights, which runs widen to {model.stored.name}"
 
 
 def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:

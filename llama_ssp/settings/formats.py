@@ -31,6 +31,7 @@ class StorageFormat:
     settings: Mapping[str, str] = field(default_factory=dict)
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
+    word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
     # that of its file. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
@@ -77,7 +78,7 @@ class StorageFormat:
         if self.weight_bytes is None:
             return num_weights * value_bytes
         group = group or max(self.groups, default=0)
-        return math.ceil(num_weights * self.weight_bytes) + (WORD_BYTES * -(-num_weights // group) if group else 0)
+        return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
     def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
         """Import the kernel, if there is one."""
@@ -101,7 +102,10 @@ ORDER_BYTES = 4  # Of an input, where the groups of files are scattered.
 NF4_GROUP = 64  # Inputs that share a word.
 INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
+FP4_GROUP = 32  # The same.
+FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
+_KERNELS = "llama_ssp.models.quantization.weight_only"
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
@@ -162,47 +166,33 @@ register(_NF4)
 register(  # a float of 4 bits in place of it: for checkpoints that are stored so
     replace(_NF4, name="fp4", order=6, kernel="llama_ssp.models.quantization.precision:Fp4Linear", change_weight=None)
 )
-register(  # our own: one byte per weight, and an fp32 scale per output
-    StorageFormat(
-        name="int8_weight_only",
-        order=3,
-        short_name="int8wo",
-        kernel="llama_ssp.models.quantization.weight_only:int8_weight_only_linear",
-        weight_bytes=1,
-        row_bytes=WORD_BYTES,
-        fp32_on_cpus=True,
-        gpu_read_bytes=_few_rows_bytes,
-        gpu_unpacks=UNPACKED_WEIGHTS,
-        one_gpu_per_rank=True,
-        change_weight=3,
-    )
+_WEIGHT_ONLY = StorageFormat(  # our own: one byte per weight, and an fp32 scale per output
+    name="int8_weight_only",
+    order=3,
+    short_name="int8wo",
+    kernel=f"{_KERNELS}:int8_weight_only_linear",
+    weight_bytes=1,
+    row_bytes=WORD_BYTES,
+    fp32_on_cpus=True,
+    gpu_read_bytes=_few_rows_bytes,
+    gpu_unpacks=UNPACKED_WEIGHTS,
+    one_gpu_per_rank=True,
+    change_weight=3,
 )
-register(  # half a byte per weight, and a word of 4 bytes per group
-    StorageFormat(
-        name="int4_weight_only",
-        order=4,
-        short_name="int4wo",
-        kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
-        weight_bytes=0.5,
-        fp32_on_cpus=True,
-        gpu_read_bytes=_few_rows_bytes,
-        gpu_unpacks=UNPACKED_WEIGHTS,
-        groups=INT4_GROUPS,
-        one_gpu_per_rank=True,
-        change_weight=5,
-    )
-)
-register(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
-    StorageFormat(
-        name="fp8_weight_only",
-        order=5,
-        short_name="fp8wo",
-        kernel="llama_ssp.models.quantization.weight_only:fp8_weight_only_linear",
-        weight_bytes=1,
-        fp32_on_cpus=True,
-        gpu_read_bytes=_few_rows_bytes,
-        gpu_unpacks=UNPACKED_WEIGHTS,
-        groups=(FP8_GROUP,),
-        one_gpu_per_rank=True,
-    )
-)
+_INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
+    _WEIGHT_ONLY, name="int4_weight_only", order=4, short_name="int4wo", kernel=f"{_KERNELS}:int4_weight_only_linear",
+    weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5,
+)  # fmt: skip
+_FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
+    _WEIGHT_ONLY, name="fp8_weight_only", order=5, short_name="fp8wo", kernel=f"{_KERNELS}:fp8_weight_only_linear",
+    row_bytes=0, groups=(FP8_GROUP,), change_weight=None,
+)  # fmt: skip
+_MXFP4 = replace(  # E2M1, a float of 4 bits, a power of two per 32 weights in a byte, and a scale per output
+    _FP8, name="mxfp4", order=7, short_name=None, kernel=f"{_KERNELS}:mxfp4_linear", weight_bytes=0.5,
+    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,),
+)  # fmt: skip
+_NVFP4 = replace(  # E4M3 per 16 weights in its place
+    _MXFP4, name="nvfp4", order=8, kernel=f"{_KERNELS}:nvfp4_linear", word_bytes=2,
+)  # fmt: skip
+for _each in (_WEIGHT_ONLY, _INT4, _FP8, _MXFP4, _NVFP4):
+    register(_each)

@@ -2,11 +2,12 @@
 
 Runs keep weights as they are stored where `layout_of` has a layout, and refuse others; plans say the same.
 
-    compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies
+    compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies; MXFP4, NVFP4
     awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
     bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
     fp8, fbgemm_fp8       a scale per block, output or matrix
-    mxfp4                 4 bits with a byte per 32 weights, in experts alone; runs widen them to 16 bits
+    mxfp4                 floats of 4 bits, with a power of two per 32 weights, in the experts of gpt-oss
+    modelopt              FP8 with a scale per matrix; NVFP4, floats of 4 bits with FP8 per 16 weights
 """
 
 import re
@@ -16,7 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 
 QUANTIZATION = "quantization_config"
@@ -24,7 +25,7 @@ READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
     "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
     "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
-    "fp4 or 8 bits, or mxfp4"
+    "fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 (compressed-tensors, modelopt)"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -38,7 +39,7 @@ class PackedLayout:
 
     Attributes:
         name: for tables.
-        storage: the storage format that they are read in; empty if they are read as numbers.
+        storage: the storage format that they are read in.
         block: numbers of outputs and of inputs that share a scale; None for all of them.
         group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
         weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
@@ -48,6 +49,9 @@ class PackedLayout:
         least_zero: what a stored zero of 0 stands for.
         is_scattered: any inputs may share a scale, as `order` says.
         steps: that a stored scale is divided into.
+        factor: last part of the name of a scale of the matrix, which may be absent.
+        divides: by that scale.
+        joint: what precedes the last parts; none where a tensor has all experts.
     """
 
     name: str
@@ -64,6 +68,9 @@ class PackedLayout:
     least_zero: int = 0
     is_scattered: bool = False
     steps: int = 1
+    factor: str = ""
+    divides: bool = False
+    joint: str = "."
 
     @property
     def slice_group(self) -> int:
@@ -81,7 +88,7 @@ class PackedLayout:
     @property
     def leaves(self) -> tuple[str, ...]:
         """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
-        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, *self.others)))
+        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, self.factor, *self.others)))
 
 
 _Found: TypeAlias = PackedLayout | list[str]
@@ -120,8 +127,7 @@ def _awq(described: Mapping[str, Any]) -> _Found:
 
 
 def _compressed(described: Mapping[str, Any]) -> _Found:
-    groups = described.get("config_groups")
-    weights = [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
+    weights = _weights(described)
     first = weights[0] if weights else None
     problems = [f"transform_config {shown(found)}" for found in [described.get("transform_config")] if found]
     is_sparse = (_field(described.get("sparsity_config"), "format") or "dense") != "dense"
@@ -142,6 +148,11 @@ def _compressed(described: Mapping[str, Any]) -> _Found:
             zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
             is_scattered=order in _SCATTERED,
         )  # fmt: skip
+    if (storage := str(form).removesuffix("-pack-quantized")) in FP4_SCALED:
+        return _fp4(
+            block, problems, storage=storage, name=f"compressed-tensors {storage}", weight="weight_packed",
+            factor="weight_global_scale" if storage == "nvfp4" else "", divides=True,
+        )  # fmt: skip
     if form == "float-quantized":
         return _fp8_in(block, problems, name="compressed-tensors fp8")
     problems += ["symmetric false"] if first.get("symmetric") is False else []
@@ -158,17 +169,40 @@ def _fp8(described: Mapping[str, Any]) -> _Found:
     return _fp8_in((None, None) if block is None else _pair(block), [], name="fp8")
 
 
-def _fbgemm(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return _fp8_in((1, None), [], name="fbgemm fp8")
-
-
 def _fp8_in(block: _Block | None, problems: list[str], *, name: str) -> _Found:
     if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
         problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
     return problems or PackedLayout(
-        name=name, storage="fp8_weight_only", block=block or (None, None), group=FP8_GROUP, weight="weight",
-        scale="weight_scale", others=_OF_ACTIVATIONS,
+        name=name, storage="fp8_weight_only", block=block or (None, None), weight="weight",
+        group=FP8_GROUP if block and block[1] else 0, scale="weight_scale", others=_OF_ACTIVATIONS,
     )  # fmt: skip
+
+
+def _fp4(
+    block: _Block | None,
+    problems: list[str],
+    *,
+    storage: str,
+    **layout: Any,  # noqa: ANN401 - its fields
+) -> _Found:
+    if block != (1, FP4_SCALED[storage]):
+        problems = [*problems, f"group_size {shown(block and block[1])}"]
+    layout = {"scale": "weight_scale", "others": _OF_ACTIVATIONS} | layout
+    return problems or PackedLayout(storage=storage, block=block or (1, None), group=FP4_GROUP, **layout)
+
+
+def _modelopt(described: Mapping[str, Any]) -> _Found:
+    weights = _weights(described) or [described]
+    match described.get("quant_algo"):
+        case "FP8":
+            return _fp8_in((None, None), [], name="modelopt fp8")
+        case "NVFP4" if len(weights) == 1:
+            return _fp4(
+                _grouped(_field(weights[0], "group_size")), [], storage="nvfp4", name="modelopt nvfp4",
+                weight="weight", factor="weight_scale_2",
+            )  # fmt: skip
+        case algorithm:
+            return [f"quant_algo {shown(algorithm)} with {len(weights)} config_groups"]
 
 
 def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
@@ -190,18 +224,16 @@ def _bitsandbytes(described: Mapping[str, Any]) -> _Found:
     )  # fmt: skip
 
 
-def _mxfp4(described: Mapping[str, Any]) -> _Found:  # noqa: ARG001 - it has one form
-    return PackedLayout(name="mxfp4", storage="", block=(1, 32), weight="_blocks", scale="_scales")
-
-
 BNB_STATE = "weight.quant_state.bitsandbytes__"
 """What precedes the kind in the last part of the name of a tensor with JSON."""
 _PACKED_BYTES = "pack-quantized with 8 bits"
 _FORMS_READ = {
     "pack-quantized": (4, "int"), _PACKED_BYTES: (8, "int"), "int-quantized": (8, "int"),
-    "float-quantized": (8, "float"),
+    "float-quantized": (8, "float"), **{f"{storage}-pack-quantized": (4, "float") for storage in FP4_SCALED},
 }  # fmt: skip
 """Bits and kind of the weights, by the `format` of compressed-tensors."""
+_COUNTED = {4: "int4_weight_only", 8: "int8_weight_only"}
+"""Storage formats, by the bits of weights that runs refuse."""
 _PER_OUTPUT: tuple[_Block, ...] = ((1, None), (None, None))
 """Blocks without a border within a row."""
 
@@ -215,8 +247,11 @@ BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
-    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "fbgemm_fp8": _fbgemm,
-    "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4,
+    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt, "fbgemm_fp8": lambda _: _fp8_in((1, None), [], name="fbgemm fp8"),
+    "mxfp4": lambda _: _fp4(
+        (1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint=""
+    ),
 }  # fmt: skip
 
 
@@ -243,6 +278,12 @@ def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[st
             yield f"{name} {shown(found)}"
 
 
+def _weights(described: object) -> list[Any]:
+    """What the groups of compressed-tensors say of their weights."""
+    groups = _field(described, "config_groups")
+    return [_field(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
+
+
 def _field(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
     return described.get(name) if isinstance(described, dict) else None
 
@@ -255,18 +296,25 @@ class StoredFormat:
         name: for tables and notes.
         layout: in which runs read it; None if they cannot.
         problem: a clause that says why they cannot.
+        counted: the storage format that a plan counts, if they cannot and the bits of a weight are known.
         kept_shares: by module, the share of the layers in which its matrix is not quantized; others are in none.
     """
 
     name: str
     layout: PackedLayout | None = None
     problem: str | None = None
+    counted: str | None = None
     kept_shares: tuple[tuple[str, float], ...] = ()
 
     @property
     def storage(self) -> str | None:
         """The storage format in which runs keep it; None if they read numbers, or cannot read it."""
-        return (self.layout.storage or None) if self.layout else None
+        return self.layout.storage if self.layout else None
+
+    @property
+    def planned(self) -> str | None:
+        """The storage format that a plan counts; None for numbers."""
+        return self.storage or self.counted
 
     def kept_format(self, quantization: str, *, where: object) -> str:
         """The storage format of a run of the checkpoint at `where`; see `kept_format`.
@@ -312,13 +360,14 @@ def stored_format(
     method = _field(described, "quant_method")
     named = method if isinstance(method, str) else f"quant_method {shown(method)}"
     if isinstance(layout, str):
-        return StoredFormat(name=named, problem=layout)
-    if not layout.storage:
-        return StoredFormat(name=layout.name, layout=layout)
+        weights = _weights(described)
+        bits = _field(described, "bits") or (weights and _field(weights[0], "num_bits"))
+        return StoredFormat(name=named, problem=layout, counted=_COUNTED.get(bits) if type(bits) is int else None)
     kept, quantized = _patterns(described)
-    may_have_head = method == _COMPRESSED or described.get("lm_head") is True
+    kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
+    may_have_head = method in (_COMPRESSED, "modelopt") or described.get("lm_head") is True
     if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):
-        return StoredFormat(name=layout.name, problem="a quantized output head")
+        return StoredFormat(name=layout.name, problem="a quantized output head", counted=layout.storage)
     shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}
     kept_shares = tuple((module, share) for module, share in shares.items() if share)
     return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)
@@ -353,7 +402,7 @@ def _pair(sizes: object) -> _Block | None:
     return sizes[0], sizes[1]
 
 
-_KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
+_KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", "exclude_modules")
 """Fields that name modules that are not quantized."""
 _CLASS = "Linear"
 """What compressed-tensors calls all linear layers."""

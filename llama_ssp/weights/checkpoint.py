@@ -33,7 +33,6 @@ from llama_ssp.settings.model_files import (
 from llama_ssp.settings.schema import ModelConfig, ModelShape
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts
-from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
 
@@ -50,7 +49,7 @@ class Checkpoint:
     folder: Path
     config: PretrainedConfig
     shape: ModelShape
-    tensors: Mapping[str, StoredTensor | PackedTensor | WidenedTensor | JoinedTensor]
+    tensors: Mapping[str, StoredTensor | PackedTensor | JoinedTensor]
     head: HeadConfig | None = None  # of a draft head, which `weights.head` joins with its target.
 
     @property

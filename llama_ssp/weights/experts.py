@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights.mxfp4_files import WidenedTensor
 from llama_ssp.weights.packed import PackedTensor
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
@@ -68,15 +67,15 @@ def _read(matrix: StoredTensor | PackedTensor, outputs: range, inputs: Sequence[
 
 
 def join_experts(
-    tensors: Mapping[str, StoredTensor | PackedTensor | WidenedTensor], folder: Path
-) -> dict[str, StoredTensor | PackedTensor | WidenedTensor | JoinedTensor]:
+    tensors: Mapping[str, StoredTensor | PackedTensor], folder: Path
+) -> dict[str, StoredTensor | PackedTensor | JoinedTensor]:
     """Replace the matrices of experts by joined tensors; CheckpointError for experts that do not fit each other."""
     found: dict[str, dict[int, dict[int, StoredTensor | PackedTensor]]] = defaultdict(lambda: defaultdict(dict))
-    others: dict[str, StoredTensor | PackedTensor | WidenedTensor | JoinedTensor] = {}
+    others: dict[str, StoredTensor | PackedTensor | JoinedTensor] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
         is_matrix = len(tensor.shape) == 2  # noqa: PLR2004
-        if match and match["matrix"] in _JOINED and is_matrix and not isinstance(tensor, WidenedTensor):
+        if match and match["matrix"] in _JOINED and is_matrix:
             joined, place = _JOINED[match["matrix"]]
             found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
         else:

@@ -26,12 +26,18 @@ GAP = 2**16 - 1
 
 def pack(codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, order_I: Tensor | None = None) -> Tensor:
     """Pack codes (uint8), scales (fp32) and zeros (integers), and the order of the inputs, into rows (O, G, W)."""
-    low, high = codes_OI.unflatten(1, (scales_OG.shape[1], 2, -1)).unbind(2)
-    bytes_OGB = low | high << 4
+    bytes_OGB = pack_codes(codes_OI, scales_OG.shape[1])
     if order_I is not None:
         order_GB = order_I.to(torch.int16).view(scales_OG.shape[1], -1).view(torch.uint8)
         bytes_OGB = torch.cat([bytes_OGB, order_GB.expand(len(codes_OI), -1, -1)], dim=2)
     return byte_rows.join(bytes_OGB, words_of(scales_OG, zeros_OG))
+
+
+def pack_codes(codes_OI: Tensor, num_groups: int) -> Tensor:
+    """The bytes (O, G, B) of codes, as drawn above."""
+    low, high = codes_OI.unflatten(1, (num_groups, 2, -1)).unbind(2)
+    bytes_OGB: Tensor = low | high << 4
+    return bytes_OGB
 
 
 def split(rows_OGW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,14 +7,18 @@
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
     bitsandbytes         weight (O, I) in int8, SCB (O,), 127 times the scales; of 4 bits see `bnb_files`
-    mxfp4                see `mxfp4_files`
+    MXFP4, NVFP4         weight_packed (O, I / 2), weight_scale (O, S), of NVFP4 weight_global_scale (), which divides
+    NVFP4 of modelopt    weight (O, I / 2), weight_scale (O, S), weight_scale_2 (), which multiplies
+    mxfp4 of gpt-oss     NAME_blocks (X, O, S, 16), NAME_scales (X, O, S) of the tensor NAME (X, I, O) of all experts
 
 Eight codes are an int32, the first in the lowest bits; AWQ's are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. A code
 without a zero has the zero 8; version 1 of GPTQ stores zeros that are 1 too small. Packed int8 weights are bytes that
 are 128 too large. GPTQ and compressed-tensors may sort the inputs by importance (desc_act, actorder), which scatters
 the groups, so that they are read in the order of `int4_rows`. A static actorder, or weight, keeps them in place.
 
-Shapes: O outputs, I inputs, G groups of inputs.
+Floats of 4 bits are two a byte, the first in its low half.
+
+Shapes: X experts, O outputs, I inputs, G groups of inputs, S groups of 32 inputs, or of 16.
 """
 
 from collections.abc import Mapping
@@ -29,8 +33,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.settings.stored import BNB_FORM, PackedLayout
-from llama_ssp.weights import bnb_files, byte_rows, int4_rows, mxfp4_files
-from llama_ssp.weights.mxfp4_files import WidenedTensor
+from llama_ssp.weights import bnb_files, byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 
 _CODES_OF_A_WORD, _BYTES_OF_A_WORD, _SIGN_BIT = 8, 4, 128
@@ -39,13 +42,13 @@ _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
 _ZERO = 8
 """Of symmetric weights."""
 _INT4, _OF_BNB = "int4_weight_only", ("nf4", "fp4")
-_KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3"}
-"""The dtype of weights that are not packed into words, as files call it, by storage format."""
+_KINDS = {"int8_weight_only": "I8", "fp8_weight_only": "F8_E4M3", "mxfp4": "U8", "nvfp4": "F8_E4M3"}
+"""The dtype of weights that are not packed into words, or of scales of `fp4_rows`, as files call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor(TensorFacts):
-    """The weight of a layer, whose `parts` are stored tensors by the last part of their names."""
+    """The weight of a layer, or of all experts, whose `parts` are stored tensors by the last part of their names."""
 
     layout: PackedLayout
     parts: Mapping[str, StoredTensor]
@@ -55,15 +58,25 @@ class PackedTensor(TensorFacts):
 
         This part has whole groups. CheckpointError if a file has changed, or its groups are others than it describes.
         """
+        dim = wanted.get("dim")
+        if len(self.shape) == 3:  # noqa: PLR2004 - experts, inputs and outputs
+            chosen = wanted["parts"] if dim == 0 else [range(self.shape[0])]
+            part_of_each: Wanted = {"dim": dim % 2, "parts": wanted["parts"]} if dim else {}
+            experts = [self._expert(number).read(**part_of_each) for part in chosen for number in part]
+            return torch.stack(experts).to(wanted.get("device"))
         outputs, inputs = (range(size) for size in self.shape)
-        if wanted.get("dim") == 1:
+        if dim == 1:
             (part,) = wanted["parts"]
             rows = self._rows(outputs, part)
         else:
-            parts = wanted["parts"] if wanted.get("dim") == 0 else [outputs]
+            parts = wanted["parts"] if dim == 0 else [outputs]
             pieces = [self._rows(part, inputs) for part in parts]
             rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return rows.to(wanted.get("device"))
+
+    def _expert(self, number: int) -> "PackedTensor":
+        parts = {leaf: replace(part, number=number, shape=part.shape[1:]) for leaf, part in self.parts.items()}
+        return replace(self, shape=self.shape[:0:-1], parts=parts)
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
         if self.layout.is_scattered:
@@ -72,6 +85,8 @@ class PackedTensor(TensorFacts):
         assert not group or inputs.start % group == 0 == inputs.stop % group, "a slice has whole groups"
         if self.layout.storage in _OF_BNB:
             return bnb_files.rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
+        if self.layout.storage in fp4_rows.SCALES:
+            return self._floats(outputs, inputs)
         self._check_order(inputs)
         rows, rows_O = self._blocks(outputs, 0)
         columns, columns_G = self._blocks(inputs[:: group or len(inputs)], 1)
@@ -80,6 +95,16 @@ class PackedTensor(TensorFacts):
             return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
         scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G] / self.layout.steps
         return byte_rows.join(self._bytes(outputs, inputs).unflatten(1, (len(columns_G), -1)), scales_OG)
+
+    def _floats(self, outputs: range, inputs: range) -> Tensor:
+        codes, scales = (
+            self.parts[leaf].read(outputs, range(inputs.start // width, inputs.stop // width))
+            for leaf in (self.layout.weight, self.layout.scale)
+            for width in [self.shape[1] // self.parts[leaf].shape[1]]
+        )
+        factor = self.parts[self.layout.factor].read().float().view(1) if self.layout.factor else torch.ones(1)
+        factor = 1 / factor if self.layout.divides else factor
+        return fp4_rows.pack(_codes(codes.flatten(1)), scales.view(torch.uint8), factor.expand(len(outputs)))
 
     def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
         """The scales and the zeros (O, G) of some groups of the file."""
@@ -166,24 +191,19 @@ def _codes(words: Tensor) -> Tensor:
 
 def combine(
     tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path
-) -> Mapping[str, StoredTensor | PackedTensor | WidenedTensor]:
+) -> Mapping[str, StoredTensor | PackedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
-    weights: Mapping[str, PackedTensor | WidenedTensor | None]
-    if layout.storage:
-        suffix = f".{layout.scale}"
-        modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-        weights = {f"{module}.weight": _packed(tensors, layout, module) for module in modules}
-        parts = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
-    else:
-        weights = mxfp4_files.widened(tensors, layout)
-        parts = {f"{name}{leaf}" for name in weights for leaf in layout.leaves}
+    suffix = f".{layout.scale}" if layout.joint else layout.weight
+    modules = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    weights = {f"{module}.weight" if layout.joint else module: _packed(tensors, layout, module) for module in modules}
+    parts = {f"{module}{layout.joint}{leaf}" for module in modules for leaf in layout.leaves}
     found = {name: tensor for name, tensor in weights.items() if tensor}
     if len(found) < len(weights) or not weights:
         unfit = next((name for name in weights if name not in found), "any layer")
         raise CheckpointError(
-            f"{folder} holds no {layout.storage or layout.name} weight for {unfit}, though its config.json describes "
+            f"{folder} holds no {layout.storage} weight for {unfit}, though its config.json describes "
             f"them: {', '.join(layout.leaves)} that fit each other are required"
         )
     return {name: tensor for name, tensor in tensors.items() if name not in parts} | found
@@ -197,12 +217,15 @@ def _shapes(num_rows: int, num_columns: int) -> list[tuple[int, ...]]:
 
 def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: str) -> PackedTensor | None:
     """The weight of a module; None if its parts do not fit each other."""
-    parts = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}.{leaf}"))}
+    parts = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}{layout.joint}{leaf}"))}
+    make = partial(PackedTensor, storage=layout.storage, group=layout.slice_group, layout=layout, parts=parts)
+    if layout.storage in fp4_rows.SCALES:
+        shape = _shape_of_floats(parts, layout)
+        return make(dtype=torch.bfloat16, shape=shape) if shape else None
     step = -1 if layout.has_inputs_first else 1
     matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
     if layout.weight not in matrices or layout.scale not in parts:
         return None
-    make = partial(PackedTensor, storage=layout.storage, group=layout.slice_group, layout=layout, parts=parts)
     if layout.storage in _OF_BNB:
         shape = bnb_files.shape_of(parts, layout.storage)
         return make(dtype=torch.float32, shape=shape) if shape else None
@@ -226,3 +249,18 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
     if order := parts.get(layout.order):
         fits &= order.shape == (num_inputs,)
     return make(dtype=dtype, shape=shape) if fits else None
+
+
+def _shape_of_floats(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> tuple[int, ...] | None:
+    """The shape of a weight of `fp4_rows`, (X, I, O) of all experts; None if its parts do not fit each other."""
+    weight, scale, factor = (parts.get(leaf) for leaf in (layout.weight, layout.scale, layout.factor))
+    size = layout.block[1] or 0
+    if not (weight and scale and bool(layout.factor) == bool(factor) and len(scale.shape) == 2 + (not layout.joint)):
+        return None
+    *experts, num_outputs, num_scales = scale.shape
+    num_inputs = num_scales * size
+    fits = (weight.kind, scale.kind) == ("U8", _KINDS[layout.storage]) and num_inputs % layout.group == 0
+    codes = (num_scales, size // 2) if experts else (num_inputs // 2,)
+    fits &= weight.shape == (*experts, num_outputs, *codes) and (not factor or factor.shape in ((), (1,)))
+    shape = (*experts, num_inputs, num_outputs) if experts else (num_outputs, num_inputs)
+    return shape if fits else None

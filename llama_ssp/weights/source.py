@@ -101,18 +101,21 @@ class StoredTensor(TensorFacts):
     Attributes:
         name: in the file.
         kind: the file's word for its dtype, such as F16 or I32.
+        number: of the part of the first dimension that this is, as of an expert; None for the whole tensor.
     """
 
     file: Path
     name: str
     kind: str
+    number: int | None = None
 
     def read(self, *parts: range) -> Tensor:
         """Read the tensor, or parts of its first dimensions; the result may be a view of the mapped file.
 
         CheckpointError if the file has changed since it was inspected.
         """
-        index = tuple(slice(part.start, part.stop) for part in parts)
+        index: tuple[int | slice, ...] = () if self.number is None else (self.number,)
+        index += tuple(slice(part.start, part.stop) for part in parts)
         try:
             with safe_open(self.file, framework="pt") as stored:
                 piece: Tensor = stored.get_slice(self.name)[index] if index else stored.get_tensor(self.name)

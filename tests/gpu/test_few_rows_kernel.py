@@ -1,20 +1,20 @@
-"""On a GPU: the kernel for int8, FP8 and int4 computes the product, and a row's bits do not depend on other rows."""
+"""On a GPU: the kernel for 8 and 4 bits computes the product, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.weights import byte_rows, int4_rows
+from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from tests.helpers.lanes import grid
 
 pytestmark = pytest.mark.gpu(1)
 
 SHAPES = [(4096, 4096), (4096, 11008), (1536, 4096), (128, 2048), (1000, 1408)]
-GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4, 64": 64, "int4, 32": 32}
+GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4, 64": 64, "int4, 32": 32, "mxfp4": 32, "nvfp4": 16}
 every_case = grid(form=list(GROUPS), shape=SHAPES, dtype=[torch.float32, torch.float16, torch.bfloat16])
 
 
-def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """64 rows, what the kernel takes of the weights, and the weights in fp64."""
     generator = torch.Generator().manual_seed(sum(shape))
     x_MI = torch.randn(64, shape[1], generator=generator).to("cuda", dtype)
@@ -29,6 +29,13 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
         numbers = numbers_OI.double().unflatten(1, (-1, group)) * scales_OG.double()[..., None]
         return x_MI, (numbers_OI.cuda(), scales_OG.t().contiguous().cuda()), numbers.flatten(1).cuda()
     codes_OI = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    if form in fp4_rows.SCALES:
+        scales_OS = torch.rand(shape[0], shape[1] // group, generator=generator).to(fp4_rows.SCALES[form])
+        factors_O = torch.rand(shape[0], generator=generator) / 64
+        codes, _, _ = fp4_rows.split(fp4_rows.pack(codes_OI, scales_OS.view(torch.uint8), factors_O))
+        numbers = torch.tensor(fp4_rows.NUMBERS).double()[codes_OI.int()].unflatten(1, (-1, group))
+        numbers = (numbers * scales_OS.double()[..., None]).flatten(1) * factors_O.double()[:, None]
+        return x_MI, (codes.cuda(), scales_OS.t().contiguous().cuda(), factors_O.cuda()), numbers.cuda()
     scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator).half().float() / 64
     zeros_OG = torch.randint(0, 17, scales_OG.shape, generator=generator)
     numbers = (codes_OI.double().unflatten(1, (-1, group)) - zeros_OG[..., None]) * scales_OG.double()[..., None]

@@ -33,7 +33,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
-from llama_ssp.weights import byte_rows, int4_rows
+from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.models import build_checkpoint
@@ -364,7 +364,7 @@ def dot_of_bf16() -> None:
     )
 
 
-Operands = tuple[Tensor, Tensor]
+Operands = tuple[Tensor, ...]
 
 
 def of_bytes(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[Operands, Tensor]:
@@ -392,9 +392,23 @@ def of_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype) -> tuple[O
     return (weight, scales.t().contiguous()), numbers.flatten(1)
 
 
+def of_4_bit_floats(num_outputs: int, num_inputs: int, _dtype: torch.dtype, *, kind: str) -> tuple[Operands, Tensor]:
+    """What it takes of weights in MXFP4 or NVFP4, and the weights."""
+    codes = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
+    scales = 2.0 ** -torch.randint(0, 6, (num_outputs, num_inputs // {"mxfp4": 32, "nvfp4": 16}[kind]))
+    stored = scales.to({"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}[kind])
+    factors = 2.0 ** torch.randint(-3, 4, (num_outputs,))
+    bytes_, _, _ = fp4_rows.split(fp4_rows.pack(codes, stored.view(torch.uint8), factors))
+    table = torch.tensor([sign * number for sign in (1.0, -1.0) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+    numbers = (table.double()[codes.int()].unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+    return (bytes_, stored.t().contiguous(), factors), numbers * factors[:, None]
+
+
 Make = Callable[[int, int, torch.dtype], tuple[Operands, Tensor]]
 of_64: Make = partial(of_halves, group=64)
 of_32: Make = partial(of_halves, group=32)
+of_mxfp4: Make = partial(of_4_bit_floats, kind="mxfp4")
+of_nvfp4: Make = partial(of_4_bit_floats, kind="nvfp4")
 
 
 def few_rows() -> None:
@@ -402,7 +416,8 @@ def few_rows() -> None:
     dot_of_bf16()
     cases: Sequence[tuple[Make, int, int]] = (
         (of_bytes, 33, 80), (of_bytes, 20, 2100), (of_halves, 33, 128), (of_halves, 20, 2176), (of_64, 20, 2112),
-        (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176),
+        (of_32, 20, 2080), (of_floats, 33, 128), (of_floats, 20, 2176), (of_mxfp4, 33, 96), (of_mxfp4, 20, 2080),
+        (of_nvfp4, 33, 96), (of_nvfp4, 20, 2080),
     )  # fmt: skip
     for dtype, (make, num_outputs, num_inputs) in product((torch.float32, torch.float16, torch.bfloat16), cases):
         operands, numbers = make(num_outputs, num_inputs, dtype)
@@ -414,7 +429,7 @@ def few_rows() -> None:
                 assert ((y - wanted[:num_rows]).abs() <= wanted[:num_rows].abs() / 128).all()
             else:
                 assert torch.equal(y, wanted[:num_rows].to(dtype)), (dtype, num_outputs, num_inputs, num_rows)
-    for make in (of_bytes, of_halves):
+    for make in (of_bytes, of_halves, of_nvfp4):
         operands, numbers = make(16, 2176, torch.float16)
         x, bias, residual = (torch.randint(-8, 9, shape).to(torch.float16) for shape in ((3, 2176), (16,), (3, 16)))
         wanted = (x.double() @ numbers.t() + bias.double() + residual.double()).half()
@@ -427,11 +442,12 @@ def few_rows() -> None:
         y = product_of_few_rows(x, *operands, num_processors=1)
         assert (y - wanted).abs().max() < 1e-6 * wanted.abs().max(), "fp32 inputs lost digits"
     for make, dtype, num_outputs, num_inputs in (
-        (of_halves, torch.float16, 5, 128), (of_halves, torch.float32, 9, 17 * 128), (of_32, torch.float16, 5, 1056)
+        (of_halves, torch.float16, 5, 128), (of_halves, torch.float32, 9, 17 * 128), (of_32, torch.float16, 5, 1056),
+        (of_mxfp4, torch.float16, 5, 1056), (of_nvfp4, torch.float32, 9, 96),
     ):  # fmt: skip
-        (codes, words), numbers = make(num_outputs, num_inputs, torch.float16)
+        (codes, words, *scales), numbers = make(num_outputs, num_inputs, torch.float16)
         some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
-        unpack_codes(codes[some_outputs], words[:, some_outputs], found)
+        unpack_codes(codes[some_outputs], words[:, some_outputs], found, *(each[some_outputs] for each in scales))
         assert torch.equal(found, numbers[some_outputs].to(dtype))
 
 

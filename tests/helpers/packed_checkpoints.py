@@ -27,7 +27,9 @@ _BLOCKS: dict[str, tuple[int | None, int | None]] = {
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
 _FLOATS = ("nf4", "nf4, twice", "fp4, twice")
 _BNB_INT8 = "int8 of bitsandbytes"
-LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS)
+_FP4 = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16, "nvfp4 of modelopt": 16}
+"""Layouts of floats of 4 bits, with the inputs that share a scale."""
+LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS, *_FP4)
 FP4 = torch.tensor([sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)])
 NF4 = torch.tensor(
     [
@@ -40,7 +42,7 @@ _LINEAR = re.compile(r"layers\.\d+\..*(proj|query_key_value|dense\w*)\.weight$")
 MXFP4 = "mxfp4"
 """A layout of experts alone."""
 _OF_EXPERTS = re.compile(r"experts\.\w+_proj$")
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.tensor([sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 
 
 def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) -> None:
@@ -56,13 +58,16 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
     numbers: dict[str, Tensor] = {}
     for name, tensor in load_file(origin / "model.safetensors").items():
         if layout == MXFP4 and _OF_EXPERTS.search(name):
-            numbers[name], blocks, scales = _in_mxfp4(tensor.float())
+            numbers_XOI, parts = _in_fp4(tensor.float().transpose(1, 2), "mxfp4-pack-quantized")
+            numbers[name], scales = numbers_XOI.transpose(1, 2), parts["weight_scale"]
+            blocks = parts["weight_packed"].unflatten(2, (-1, 16))
             packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
             continue
         if layout == MXFP4 or not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        make = _in_bytes if layout in _BLOCKS else _in_floats if layout in _FLOATS else _in_4_bits
+        makers = {_in_bytes: _BLOCKS, _in_floats: _FLOATS, _in_fp4: _FP4, _in_4_bits: _GROUPS}
+        make = next(make for make, layouts in makers.items() if layout in layouts)
         numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
         packed_tensors |= {f"{module}.{leaf}": part for leaf, part in parts.items()}
@@ -80,8 +85,6 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 def quantization_config(layout: str) -> dict[str, Any]:
     """What config.json says of a layout."""
-    if layout == MXFP4:
-        return {"quant_method": layout, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     if layout in _BLOCKS:
         return _config_of_bytes(layout)
     if layout in _FLOATS:
@@ -90,6 +93,8 @@ def quantization_config(layout: str) -> dict[str, Any]:
             "bnb_4bit_quant_type": layout[:3], "bnb_4bit_use_double_quant": layout != "nf4",
             "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
         }  # fmt: skip
+    if layout == MXFP4 or layout in _FP4:
+        return _config_of_fp4(layout)
     size = _GROUPS[layout]
     if layout.startswith("awq"):
         return {
@@ -143,6 +148,20 @@ def _config_of_bytes(layout: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _config_of_fp4(layout: str) -> dict[str, Any]:
+    if layout == MXFP4:
+        return {"quant_method": layout, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    if layout == "nvfp4 of modelopt":
+        four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": four_bits, "input_activations": four_bits, "targets": ["Linear"]}
+        return {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group},
+            "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.33.0"},
+        }  # fmt: skip
+    strategy = "tensor_group" if layout.startswith("nvfp4") else "group"
+    return _compressed(layout, num_bits=4, type="float", symmetric=True, strategy=strategy, group_size=_FP4[layout])
+
+
 def _compressed(form: str, *, activations: object = None, **weights: object) -> dict[str, Any]:
     group = {
         "targets": ["Linear"], "weights": {"actorder": None, "dynamic": False} | weights,
@@ -154,16 +173,27 @@ def _compressed(form: str, *, activations: object = None, **weights: object) -> 
     }  # fmt: skip
 
 
-def _in_mxfp4(weight_XIO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers (X, I, O), the blocks (X, O, I / 32, 16) and the scales (X, O, I / 32)."""
-    groups = weight_XIO.transpose(1, 2).unflatten(2, (-1, 32))
-    exponents = (groups.abs().amax(3).clamp(min=2.0**-100).log2().floor() - 2).int()
-    scaled = groups / exponents.float().exp2()[..., None]
-    places = (scaled.abs()[..., None] - _E2M1).abs().argmin(4)
-    numbers = _E2M1[places] * scaled.sign() * exponents.float().exp2()[..., None]
-    codes = (places + 8 * (scaled < 0)).to(torch.uint8).unflatten(3, (-1, 2))
-    blocks = codes[..., 0] | codes[..., 1] << 4
-    return numbers.flatten(2).transpose(1, 2), blocks, (exponents + 127).to(torch.uint8)
+def _in_fp4(weight: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (..., O, I) and the stored parts of a weight of floats of 4 bits."""
+    groups = weight.unflatten(-1, (-1, _FP4[layout]))
+    largest, factor = groups.abs().amax(-1).clamp(min=2.0**-100), torch.tensor(1.0)
+    if layout.startswith("mxfp4"):
+        exponents = largest.log2().floor() - 2
+        stored, scales = (exponents + 127).to(torch.uint8), exponents.exp2()
+    else:
+        factor = largest.max() / (6 * 448)
+        stored = (largest / 6 / factor).to(torch.float8_e4m3fn)
+        scales = stored.float()
+    places = ((groups / (scales * factor)[..., None]).abs()[..., None] - E2M1[:8]).abs().argmin(-1)
+    codes = (places + 8 * (groups < 0)).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
+    parts = {"weight_packed": codes[..., 0] | codes[..., 1] << 4, "weight_scale": stored}
+    match layout:
+        case "nvfp4-pack-quantized":
+            parts |= {"weight_global_scale": (1 / factor).view(1), "input_global_scale": torch.tensor([9.0])}
+            factor = 1 / (1 / factor)
+        case "nvfp4 of modelopt":
+            parts |= {"weight": parts.pop("weight_packed"), "weight_scale_2": factor, "input_scale": torch.tensor(0.1)}
+    return (E2M1[places] * groups.sign() * scales[..., None] * factor).flatten(-2), parts
 
 
 def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -86,8 +86,9 @@ class OwnExperts(nn.Module):
         def taken(name: str) -> list[Any]:
             weights, biases = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
             delattr(module, name)
-            weights = weights.transpose(1, 2) if module.is_transposed else weights
-            biases = [None] * len(weights) if biases is None else biases.detach().to(weights.dtype)
+            turns = module.is_transposed and weights.dtype is not torch.uint8  # packed ones have their outputs first
+            weights = weights.transpose(1, 2) if turns else weights
+            biases = [None] * len(weights) if biases is None else biases.detach().to(module.gate_up_proj_bias.dtype)
             return [
                 kernel(weight_OI.clone(memory_format=torch.contiguous_format), bias_O)
                 for weight_OI, bias_O in zip(weights, biases, strict=True)

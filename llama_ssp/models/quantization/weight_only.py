@@ -1,4 +1,4 @@
-"""Linear layers whose weights alone are quantized: int8 with a scale per output, FP8 or int4 with one per group.
+"""Linear layers whose weights alone are quantized: int8 with a scale per output, others with one per group.
 
 Each product reads half the bytes of fp16 weights, or less. It uses a kernel for packed weights if there is a fast one
 for the number of rows; otherwise it unpacks blocks of weights that stay in the processor's cache.
@@ -17,8 +17,8 @@ from torch.nn import functional
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
 from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
-from llama_ssp.weights import byte_rows, int4_rows
+from llama_ssp.settings.formats import FEW_ROWS, FP4_GROUP, FP8_GROUP, UNPACKED_WEIGHTS, format_of
+from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -31,14 +31,12 @@ class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
     Args:
-        operands: the packed weights with their outputs first, and their scales, as the kernel takes them.
+        operands: the packed weights with their outputs first, and all their scales, as the kernel takes them.
         bias_O: of the layer; None for none.
         few_rows: the kernel for up to `FEW_ROWS` rows of a GPU; None for none.
     """
 
-    def __init__(
-        self, operands: tuple[Tensor, Tensor], bias_O: Tensor | None, few_rows: ProductOfFewRows | None
-    ) -> None:
+    def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: ProductOfFewRows | None) -> None:
         self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
         byte_weights = 2 if operands[0].dtype is torch.uint8 else 1
         self._num_inputs = byte_weights * operands[0].shape[1]  # a trace keeps it as a constant
@@ -131,17 +129,20 @@ class _Int4WeightOnly(_WeightOnlyLinear):
     """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads those of neighbours."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
-        codes_OI, words_GO = self._operands
+        codes_OI, words_GO, *scales = self._operands
         if into_CI.is_cuda and self._few_rows:
             from llama_ssp.kernels.linear_gpu import unpack_codes  # noqa: PLC0415 - imports Triton
 
-            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI)
-            return
-        groups = into_CI.unflatten(1, (len(words_GO), 2, -1))
-        first, last = int4_rows.unpack_codes(codes_OI[outputs].unflatten(1, (len(words_GO), -1)))
+            unpack_codes(codes_OI[outputs], words_GO[:, outputs], into_CI, *(scales_O[outputs] for scales_O in scales))
+        else:
+            self._write(codes_OI[outputs], words_GO[:, outputs].t(), outputs, into_CI)
+
+    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:  # noqa: ARG002
+        groups = into_CI.unflatten(1, (words_CG.shape[1], 2, -1))
+        first, last = int4_rows.unpack_codes(codes_CI.unflatten(1, (words_CG.shape[1], -1)))
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
-        words_CG11 = words_GO[:, outputs].t()[..., None, None].contiguous()
+        words_CG11 = words_CG[..., None, None].contiguous()
         # A trace cannot hold the change from bits to numbers, but it can hold an operator.
         scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
@@ -247,6 +248,32 @@ def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(torch.float32).smallest_normal
     scales_CG1 = (weight_CGI.abs().amax(2, keepdim=True) / torch.finfo(_E4M3).max).clamp_(min=tiny)
     return (weight_CGI / scales_CG1).to(_E4M3).flatten(1).view(torch.uint8), scales_CG1.squeeze(2)
+
+
+class _Fp4WeightOnly(_Int4WeightOnly):
+    """Its operands are the bytes of codes (O, I / 2), the scales (S, O) of their groups, and of the outputs (O,)."""
+
+    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
+        numbers = torch.tensor(fp4_rows.NUMBERS, device=into_CI.device)
+        halves = int4_rows.unpack_codes(codes_CI.unflatten(1, (-1, FP4_GROUP // 2)))
+        into_CI.copy_(numbers[torch.cat(halves, dim=2).flatten(1).int()])
+        into_CI.unflatten(1, (words_CG.shape[1], -1)).mul_(words_CG[..., None].float())
+        into_CI.mul_(self._operands[2][outputs, None])
+
+
+def _fp4_linear(kind: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer of floats of 4 bits, of `fp4_rows`; numbers are rounded to them."""
+    rows_OGW = weight_OI
+    if weight_OI.dtype is not torch.uint8:
+        rows_OGW, _ = quantize_by_blocks(weight_OI, partial(fp4_rows.rounded, kind))
+    codes_OI, scales_OS, factors_O = fp4_rows.split(rows_OGW)
+    if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
+        return NativeLinear(kind, rows_OGW, factors_O, bias_O)
+    scales_SO = scales_OS.t().contiguous().view(fp4_rows.SCALES[kind])
+    return _Fp4WeightOnly((codes_OI, scales_SO, factors_O), bias_O, find_few_rows(kind, weight_OI.device.type))
+
+
+mxfp4_linear, nvfp4_linear = partial(_fp4_linear, "mxfp4"), partial(_fp4_linear, "nvfp4")
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")

@@ -78,7 +78,7 @@ def test_the_reason_is_what_is_missing_else_the_error(programs: Path) -> None:
         assert choice_gpu.reason(each) == "/usr/bin/gcc failed, and its own message stands above"
 
 
-@pytest.mark.parametrize("form", ["int8_weight_only", "int4_weight_only", "fp8_weight_only"])
+@pytest.mark.parametrize("form", ["int8_weight_only", "int4_weight_only", "fp8_weight_only", "mxfp4", "nvfp4"])
 def test_a_form_goes_on_without_its_kernel_and_says_so_once(
     form: str, programs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

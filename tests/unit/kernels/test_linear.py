@@ -69,6 +69,8 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
         return in_fp8(weight)
     if version == linear.NIBBLES:
         return in_4_bits(weight, 128)
+    if version in linear.FP4:
+        return in_fp4(weight, version)
     return in_steps(weight) if version in QUANTIZED else weight.double()
 
 
@@ -89,6 +91,20 @@ def in_fp8(weight: Tensor) -> Tensor:
     scales = groups.abs().amax(2, keepdim=True) / 448
     weight_OI: Tensor = ((groups / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(1)
     return weight_OI
+
+
+def in_fp4(weight: Tensor, kind: str) -> Tensor:
+    """The nearest of 16 numbers times a power of two of 32 weights, or times E4M3 of 16 and a number of the output."""
+    groups, most = weight.unflatten(1, (-1, {"mxfp4": 32, "nvfp4": 16}[kind])).double(), weight.abs().amax(1)
+    largest = groups.abs().amax(2)
+    factors = most / (6 * 448) if kind == "nvfp4" else torch.ones(len(weight))
+    scales = 2.0 ** largest.log2().floor().sub(2)
+    if kind == "nvfp4":
+        scales = (largest / 6 / factors[:, None]).float().to(torch.float8_e4m3fn).double() * factors[:, None]
+    table = torch.tensor([sign * number for sign in (1.0, -1.0) for number in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+    scaled = groups / scales[..., None]
+    found: Tensor = (table.double()[(scaled[..., None] - table).abs().argmin(3)] * scales[..., None]).flatten(1)
+    return found
 
 
 def in_steps(rows: Tensor) -> Tensor:

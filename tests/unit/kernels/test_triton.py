@@ -149,7 +149,7 @@ def test_values_are_those_of_torch_s_operators() -> None:
 
 # Products of a few rows with weights of 8 or 4 bits.
 
-GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4_64": 64, "int4_32": 32}
+GROUPS = {"int8": 0, "fp8": 128, "int4": 128, "int4_64": 64, "int4_32": 32, "mxfp4": 32, "nvfp4": 16}
 """The inputs that share a word; none in int8."""
 MOST_INSTRUCTIONS = {("int8", 2): 6, ("int8", 4): 6, ("int4", 2): 4, ("int4", 4): 5}
 """Of a thread, for each weight of a form and inputs of so many bytes.
@@ -176,7 +176,8 @@ def tiles(
 def compiled(form: str, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
     """The kernel as it is called for a matrix with 4096 inputs on an H200."""
     group = GROUPS[form]
-    cut = tiles(num_rows, num_outputs, group=group if "int4" in form else None, value_bytes=VALUE_BYTES[dtype])
+    packed = max(group, 32) if "4" in form else None
+    cut = tiles(num_rows, num_outputs, group=packed, value_bytes=VALUE_BYTES[dtype])
     is_split = cut.grid[2] > 1
     constants = {
         "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
@@ -184,7 +185,9 @@ def compiled(form: str, capability: int, dtype: str, num_rows: int, *, num_outpu
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
-    types |= {"weight": "*u8", "scales": "*i32"} if "int4" in form else {"weight": "*i8", "scales": "*fp32"}
+    constants |= {"words": None} if form == "int8" else {} if "fp4" in form else {"scales": None}
+    word = {"fp8": "*fp32", "mxfp4": "*u8", "nvfp4": "*i8"}.get(form, "*i32")
+    types |= {"weight": "*u8" if packed else "*i8", "words": word, "scales": "*fp32"}
     return compile_kernel(
         linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
         num_stages=cut.num_stages, uneven=["num_rows"],

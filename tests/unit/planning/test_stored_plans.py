@@ -19,7 +19,6 @@ from llama_ssp.planning.spec import (
     check_readable,
     job_of_plan,
     planned_model,
-    read_config,
     resolve_shapes,
 )
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
@@ -34,7 +33,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
+from tests.helpers.packed_checkpoints import MXFP4, WEIGHTS, changed, quantization_config
 from tests.helpers.planning import measured_machine
 
 H100 = hardware.load("1xh100")
@@ -70,30 +69,12 @@ PHI_4 = {
 }  # fmt: skip
 
 
-FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ, NF4, NF4_TWICE = map(
+FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ, NF4, NF4_TWICE, EXPERTS = map(
     quantization_config,
-    ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq", "nf4", "nf4, twice"),
+    ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq", "nf4", "nf4, twice", MXFP4),
 )
 W8A8_ZEROS = changed("int8", *WEIGHTS, symmetric=False)
 """What runs do not read."""
-
-PUBLISHED = {  # GB, as the sums of the safetensors files that the pages of the hub list under "Files"
-    "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA_8B, FP8, 5.00 + 4.08),
-    "neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (LLAMA_8B, GPTQ, 5.74),
-    "TheBloke/Mistral-7B-v0.1-AWQ": (MISTRAL_7B, AWQ, 4.15),
-    "neuralmagic-ent/Qwen2.5-14B-quantized.w8a8": (QWEN_14B, W8A8, 5.00 + 4.96 + 4.82 + 1.56),
-    "OPEA/Qwen2.5-72B-Instruct-int4-sym-inc": (QWEN_72B, GPTQ, 41.5),
-    "RichardErkhov/Qwen_-_Qwen2.5-7B-Instruct-4bits": (QWEN_7B, NF4, 4.76 + 1.09),
-    "RedHatAI/phi-4-quantized.w8a8": (PHI_4, W8A8, 15.7),
-}
-REPORTED = {  # GB, as users report them, without a page that was looked up
-    "RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8": (LLAMA_70B, FP8, 72.7),
-    "hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4": (LLAMA_70B, AWQ, 39.77),
-    "Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4": (QWEN_72B, GPTQ, 41.6),
-    "unsloth/Meta-Llama-3.1-8B-bnb-4bit": (LLAMA_8B, NF4_TWICE, 5.7),
-    "Qwen/Qwen3-32B-FP8": (QWEN3_32B, FP8_BLOCKS, 34.3),
-}
-
 
 MOE = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768, "dtype": "bfloat16"}
 MIXTRAL = MOE | {
@@ -105,7 +86,7 @@ QWEN3_30B = MOE | {
     "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
     "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-GPT_OSS = MOE | {
+GPT_OSS = {name: value for name, value in MOE.items() if name != "dtype"} | {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
     "num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
 }  # fmt: skip
@@ -128,34 +109,48 @@ GEMMA3_27B = MOE | {
     "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
     "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
 }  # fmt: skip
-STATED = {  # billions of parameters, as the models' pages and reports have them
-    "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL, 46.7),
+WIDER = {id(AWQ): 1.5 / 128, id(GPTQ): 1.5 / 128, id(FP8_BLOCKS): 4 / 128, id(NF4_TWICE): 3 / 64}
+"""Bytes that a run keeps of each weight in addition: its scales are wider than in the files, or of fewer weights."""
+
+PAGES = {  # GB
+    # The sums of the safetensors files that the pages of the hub list under "Files".
+    "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA_8B, FP8, 5.00 + 4.08),
+    "neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (LLAMA_8B, GPTQ, 5.74),
+    "TheBloke/Mistral-7B-v0.1-AWQ": (MISTRAL_7B, AWQ, 4.15),
+    "neuralmagic-ent/Qwen2.5-14B-quantized.w8a8": (QWEN_14B, W8A8, 5.00 + 4.96 + 4.82 + 1.56),
+    "OPEA/Qwen2.5-72B-Instruct-int4-sym-inc": (QWEN_72B, GPTQ, 41.5),
+    "RichardErkhov/Qwen_-_Qwen2.5-7B-Instruct-4bits": (QWEN_7B, NF4, 4.76 + 1.09),
+    "RedHatAI/phi-4-quantized.w8a8": (PHI_4, W8A8, 15.7),
+    # As users report them.
+    "RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8": (LLAMA_70B, FP8, 72.7),
+    "hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4": (LLAMA_70B, AWQ, 39.77),
+    "Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4": (QWEN_72B, GPTQ, 41.6),
+    "unsloth/Meta-Llama-3.1-8B-bnb-4bit": (LLAMA_8B, NF4_TWICE, 5.7),
+    "Qwen/Qwen3-32B-FP8": (QWEN3_32B, FP8_BLOCKS, 34.3),
+    # `total_size` of model.safetensors.index.json.
+    "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL, None, 93.405585408),
     "mistralai/Mixtral-8x22B-v0.1": (
         MIXTRAL | {
             "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48
-        }, 140.6,
+        }, None, 281.241268224,
     ),
-    "Qwen/Qwen3-30B-A3B": (QWEN3_30B, 30.5),
-    "openai/gpt-oss-20b": (GPT_OSS, 20.91),
-    "openai/gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116.83),
-    "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3, 671),
-    "zai-org/GLM-4.5": (GLM_45, 355),
-    "meta-llama/Llama-4-Scout-17B-16E, without its vision": (SCOUT, 107.8),
-    "google/gemma-3-27b-it, without its vision": (GEMMA3_27B, 27.0),
+    "Qwen/Qwen3-30B-A3B": (QWEN3_30B, None, 61.064245248),
+    # The same, less a layer that runs do not read (MTP): 14 billion parameters, those of embedding and head in 16 bits.
+    "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3, FP8_BLOCKS, 688.586727753 - 14 - 1.9),
+    # "Checkpoint size" in arXiv:2508.10925, table 1.
+    "openai/gpt-oss-20b": (GPT_OSS, EXPERTS, 12.8 * 2**30 / 1e9),
+    "openai/gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, EXPERTS, 60.8 * 2**30 / 1e9),
+    # Two bytes of each parameter that the models' pages and reports have.
+    "zai-org/GLM-4.5, without MTP": (GLM_45, None, 2 * 355),
+    "meta-llama/Llama-4-Scout-17B-16E, without its vision": (SCOUT, None, 2 * 107.8),
+    "google/gemma-3-27b-it, without its vision": (GEMMA3_27B, None, 2 * 27.0),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("sizes", "billions"), STATED.values(), ids=STATED)
-def test_models_with_experts_have_the_parameters_that_their_pages_state(
-    sizes: dict[str, Any], billions: float, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert inventory(read_config(tmp_path)[0]).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:  # noqa: ANN401 - any field
     """The config of a plan of a folder with nothing but a config.json, as `llama-ssp plan` resolves it."""
-    (folder / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
+    quantized = {} if described is None else {"quantization_config": described}
+    (folder / "config.json").write_text(json.dumps(sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
     config = PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes)
     resolve_shapes(config)
@@ -170,15 +165,14 @@ def total(model: PlannedModel) -> int:
     return model_bytes(inventory(model.shape), model, device="cuda").total_bytes
 
 
-@pytest.mark.parametrize(
-    ("sizes", "described", "size_gb"), [*PUBLISHED.values(), *REPORTED.values()], ids=[*PUBLISHED, *REPORTED]
-)
-def test_public_checkpoints_are_planned_within_few_percent_of_their_size(
+@pytest.mark.parametrize(("sizes", "described", "size_gb"), PAGES.values(), ids=PAGES)
+def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their_pages_state(
     sizes: dict[str, Any], described: object, size_gb: float, tmp_path: Path
 ) -> None:
-    """What runs read is planned as they keep it: scales are wider than in the files, or shared by fewer weights."""
-    most = 1.1 if described is NF4_TWICE else 1.03
-    assert 0.99 < total(planned(tmp_path, sizes, described)) / 1e9 / size_gb < most
+    model = planned(tmp_path, sizes, described)
+    whole = inventory(model.shape)
+    num_weights = whole.num_layers * sum(matrix.num_elements for matrix in whole.layer)
+    assert total(model) == pytest.approx(size_gb * 1e9 + WIDER.get(id(described), 0) * num_weights, rel=0.01)
 
 
 def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
@@ -223,16 +217,6 @@ def test_a_tied_head_is_that_of_the_embedding_even_where_no_module_is_left_out(d
     assert sizes[0] == sizes[1]
 
 
-def test_experts_in_mxfp4_are_planned_in_16_bits_and_the_plan_says_so(tmp_path: Path) -> None:
-    """41.8 GB, of 20.91 billion parameters; the config.json of gpt-oss names no number format."""
-    unsaid = {name: value for name, value in GPT_OSS.items() if name != "dtype"}
-    config = config_of(tmp_path, unsaid, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    check_readable(tmp_path, "none")
-    job = job_of_plan(config, H100)
-    assert total(job.target) / 1e9 == pytest.approx(2 * 20.91, rel=0.01)
-    assert "local holds mxfp4 weights, which runs widen to bf16" in make_plan(job, H100).notes
-
-
 def test_a_quantization_that_is_given_has_precedence(tmp_path: Path) -> None:
     model = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
     plain = replace(model, stored_format=None)
@@ -262,13 +246,24 @@ def notes(folder: Path, described: object, quantization: str = "none") -> list[s
     return [note for note in make_plan(job_of_plan(config, H100), H100).notes if not note.startswith("not measured")]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8_weight_only"])
-def test_a_plan_says_that_runs_do_not_read_the_format(quantization: str, tmp_path: Path) -> None:
-    (said,) = notes(tmp_path, W8A8_ZEROS, quantization=quantization)
-    reason = "local describes quantized weights that cannot be read (symmetric false)"
-    counted = "bf16" if quantization == "none" else quantization
+@pytest.mark.parametrize(
+    ("described", "quantization", "counted", "reason"),
+    [
+        (W8A8_ZEROS, "none", "int8_weight_only", "symmetric false"),
+        (W8A8_ZEROS, "int4_weight_only", "int4_weight_only", "symmetric false"),
+        (changed("awq", version="gemv"), "none", "int4_weight_only", 'version "gemv"'),
+        (changed("gptq", lm_head=True), "none", "int4_weight_only", "a quantized output head"),
+        (changed("nvfp4 of modelopt", ignore=[]), "none", "nvfp4", "a quantized output head"),
+        (changed("gptq", bits=3), "none", "bf16", "bits 3"),
+    ],
+)
+def test_a_plan_counts_what_runs_refuse_and_says_so(
+    described: object, quantization: str, counted: str, reason: str, tmp_path: Path
+) -> None:
+    (said,) = notes(tmp_path, described, quantization=quantization)
+    reason = f"local describes quantized weights that cannot be read ({reason})"
     assert said.startswith(f"runs refuse this model, whose matrices are counted as {counted}: {reason}: unquantized")
-    model = planned(tmp_path, SMALL, W8A8_ZEROS, quantization)
+    model = planned(tmp_path, SMALL, described, quantization)
     assert total(model) == total(replace(model, stored_format=None))
     with pytest.raises(CheckpointError, match="that cannot be read"):
         check_readable(tmp_path, quantization)
@@ -298,7 +293,7 @@ def test_no_change_quantizes_files_again_or_lets_their_layers_wait(tmp_path: Pat
 
 
 def test_searches_and_comparisons_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
-    for described, name in ((W8A8_ZEROS, "bf16"), (AWQ, "int4_weight_only")):
+    for described, name in ((W8A8_ZEROS, "int8_weight_only"), (AWQ, "int4_weight_only")):
         config = config_of(tmp_path, LLAMA_70B, described)
         rows = search(job_of_plan(config, H100), H100)
         assert {row["quantization"] for row in rows} == {name}

@@ -6,7 +6,7 @@ import yaml
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
 from llama_ssp.settings.stored import StoredFormat, stored_format
-from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, quantization_config
+from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
@@ -62,6 +62,11 @@ REFUSED: dict[str, tuple[object, str]] = {
     "an order of 1": (changed("gptq", desc_act=1), r"\(desc_act 1\)"),
     "bitsandbytes without bits": ({"quant_method": "bitsandbytes"}, "load_in_4bit null"),
     "groups that are a list": ({"quant_method": "compressed-tensors", "config_groups": [4]}, "no config_groups"),
+    "floats in other groups": (changed("nvfp4-pack-quantized", *WEIGHTS, group_size=32), r"\(group_size 32\)"),
+    "another algorithm": (changed("nvfp4 of modelopt", quant_algo="W4A8"), r'\(quant_algo "W4A8"'),
+    "groups of two kinds": (
+        changed("nvfp4 of modelopt", "config_groups", group_1={"weights": {}}), r"with 2 config_groups\)",
+    ),
     "no strategy": (changed(COMPRESSED, *WEIGHTS, strategy=None), "strategy null"),
 }  # fmt: skip
 
@@ -91,9 +96,10 @@ KEPT_IN = {
     "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
     "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
     "awq, small": (INT4, 64), "int8": (INT8, 0), "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0),
-    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 128),
-    "fbgemm_fp8": (FLOATS, 128), "float": (FLOATS, 128), "float, blocks": (FLOATS, 128),
-    "float, one scale": (FLOATS, 128), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 0),
+    "fbgemm_fp8": (FLOATS, 0), "float": (FLOATS, 0), "float, blocks": (FLOATS, 128),
+    "float, one scale": (FLOATS, 0), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
+    "mxfp4-pack-quantized": ("mxfp4", 32), "nvfp4-pack-quantized": ("nvfp4", 32), "nvfp4 of modelopt": ("nvfp4", 32),
 }  # fmt: skip
 READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
     "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
@@ -101,6 +107,8 @@ READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LA
     "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
     "bytes alone": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, INT8, 0),
     "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
+    "experts alone": (quantization_config(MXFP4), "mxfp4", 32),
+    "modelopt's bytes": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, FLOATS, 0),
 }
 
 
@@ -140,7 +148,9 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", ["ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers"])
+@pytest.mark.parametrize(
+    "field", ["ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "exclude_modules"]
+)
 @pytest.mark.parametrize(("patterns", "shares"), KEPT.values(), ids=KEPT)
 def test_modules_that_are_left_out_stay_as_they_are(
     field: str, patterns: list[object], shares: dict[str, float]

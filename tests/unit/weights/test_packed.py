@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weights import byte_rows, int4_rows
+from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.lanes import grid
 from tests.helpers.models import build_checkpoint
-from tests.helpers.packed_checkpoints import FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
+from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
 
 pytestmark = pytest.mark.seconds
 
@@ -46,6 +46,13 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
         values, words, order = int4_rows.split(rows)
     else:
         (values, words), order = byte_rows.split(rows), None
+    if storage in ("mxfp4", "nvfp4"):
+        codes, scales, factors = fp4_rows.split(rows)
+        scales = 2.0 ** (scales.float() - 127) if storage == "mxfp4" else scales.view(torch.float8_e4m3fn).float()
+        codes_OGH = codes.unflatten(1, (-1, 16))
+        values = E2M1[torch.cat([codes_OGH & 15, codes_OGH >> 4], dim=2).flatten(1).long()]
+        numbers_OI: Tensor = (values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+        return numbers_OI * factors[:, None]
     groups, scales = values.unflatten(1, (words.shape[1], -1)), words.view(torch.float32)[..., None]
     match storage:
         case "int8_weight_only":
@@ -124,7 +131,8 @@ PARTS = [
     ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
     ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
     ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
-    ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"),
+    ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"), ("mxfp4-pack-quantized", "weight_packed"),
+    ("nvfp4-pack-quantized", "weight_scale"), ("nvfp4-pack-quantized", "weight_global_scale"),
 ]  # fmt: skip
 
 
@@ -135,7 +143,9 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
         tensors[name] = tensors[name][1:].clone()
 
     folder = edited(made(layout)[0], tmp_path, shorten)
-    with pytest.raises(CheckpointError, match=r"no (\w+_weight_only.*|nf4|fp4) weight for model.layers.1.*k_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"no (\w+_weight_only.*|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj"
+    ):
         inspect(folder)
 
 

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
-from llama_ssp.models.loading import check_model, load_model
+from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.loading import check_model, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
+from llama_ssp.settings.schema import ModelConfig, TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -58,8 +60,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @torch.inference_mode()
-def greedy(runner: Runner) -> tuple[list[int], Tensor]:
+def greedy(runner: Any, comm: Comm | None = None) -> tuple[list[int], Tensor]:  # noqa: ANN401 - modules too
     """The ids that follow a prompt, and the logits of all positions."""
+    if isinstance(runner, PreTrainedModel):
+        runner = ModuleRunner(runner, comm=comm or Comm.single())
     ids = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     runner.allocate(batch_size=1, capacity=64)
     logits = [runner.forward(torch.tensor([ids]), torch.arange(len(ids))[None], bucket=64)[0]]
@@ -75,11 +79,13 @@ def spread(origin: Checkpoint, *, spreads: bool = True) -> Checkpoint:
 
 
 def load(folder: Path, comm: Comm, precision: Precision | None = None, *, spreads: bool = False) -> Runner:
-    """In the precision of the files, unless another is given."""
+    """In the precision of the files, unless another is given; modules of families that all ranks compare at a time."""
     origin = spread(inspect(folder), spreads=spreads)
     storage = storage_of(origin)
     precision = precision or Precision(quantization=storage or "none", is_stored=storage is not None)
-    return load_model(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
+    make: Any = load_model if record_of(origin.shape.model_type).is_written else load_modules
+    loaded: Runner = make(origin, dtype=torch.float32, device=CPU, comm=comm, precision=precision)
+    return loaded
 
 
 def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool = False) -> None:
@@ -87,7 +93,7 @@ def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool
     check_model(inspect(packed), num_ranks=num_ranks, quantization=str(storage_of(inspect(packed))))
     comms = thread_comms(num_ranks)
     runners = [load(packed, comm, spreads=spreads) for comm in comms]
-    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank])):
+    for found_ids, found in on_ranks(comms, lambda comm: greedy(runners[comm.rank], comm)):
         assert found_ids == ids
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
 
@@ -138,34 +144,26 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
 
 
 @pytest.mark.parametrize(("num_ranks", "spreads"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8", MXFP4])
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int, *, spreads: bool) -> None:
-    assert_same_text(*made("qwen3_moe", layout, moe_intermediate_size=256), num_ranks=num_ranks, spreads=spreads)
+    family, sizes = ("gpt_oss", GPT_OSS) if layout == MXFP4 else ("qwen3_moe", {"moe_intermediate_size": 256})
+    assert_same_text(*made(family, layout, **sizes), num_ranks=num_ranks, spreads=spreads)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.fp32, Dtype.bf16])
-def test_experts_in_mxfp4_are_widened_to_the_numbers_that_they_stand_for(made: Made, dtype: Dtype) -> None:
-    found = [
-        greedy(load_model(inspect(folder), dtype=getattr(torch, dtype.value), device=CPU, comm=Comm.single()))
-        for folder in made("gpt_oss", MXFP4, **GPT_OSS)
-    ]
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-
-
-def test_a_plan_counts_experts_in_mxfp4_in_16_bits_where_a_cpu_keeps_them_so(made: Made) -> None:
+@pytest.mark.parametrize(("num_ranks", "spreads"), [(1, False), (2, False), (2, True)])
+def test_a_plan_counts_the_experts_in_mxfp4_that_ranks_hold(made: Made, num_ranks: int, *, spreads: bool) -> None:
     packed, _ = made("gpt_oss", MXFP4, **GPT_OSS)
-    runner: Any = load(packed, Comm.single())
-    experts = [vars(module) for module in runner._model.modules() if type(module) is OwnExperts]
-    biases = 2 * 4 * (2 * 96 + 384)  # of an expert of two layers: those of others share memory, and no plan counts any
     model = planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
-    assert model.quantization == "none"
-    whole = inventory(model.shape)
-    without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
-    model = replace(model, stored=Dtype.bf16)  # as of a config.json that names no number format
-    counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]
-    held = sum(tensor.nbytes for tensor in tensors_of(experts, {}) if tensor.numel() > 16)
-    assert held - biases == counted[0] - counted[1]
+    assert dict(model.kept_shares) == dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 1.0)
+    held = shares(replace(model.shape, spreads_experts=spreads), num_ranks=num_ranks, quantization=model.quantization)
+    for rank, whole in enumerate(held):
+        runner: Any = load(packed, Comm(rank=rank, size=num_ranks), spreads=spreads)
+        experts = [vars(module) for module in runner.modules() if type(module) is OwnExperts]
+        biases = 2 * 4 * sum(matrix.num_rows for matrix in whole.experts)  # no plan counts them; experts share memory
+        without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
+        counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]
+        loaded = sum(tensor.nbytes for tensor in tensors_of(experts, {}) if tensor.numel() > 16)
+        assert loaded - biases == counted[0] - counted[1]
 
 
 def test_blocks_of_experts_without_scales_are_refused(made: Made, tmp_path: Path) -> None:
