@@ -115,11 +115,16 @@ class ReadAhead:
 
 
 class _Row(NamedTuple):
-    """A row of the table: a stored tensor or a slice of it, and the device that it goes to."""
+    """A row of the table: a stored tensor or a slice of it, its number format, and the device that it goes to."""
 
     source: str
     cut: Slice | None
+    dtype: torch.dtype | None
     device: torch.device
+
+
+class _Buffer(nn.Parameter):
+    """A buffer that is stored like the parameters, in its own number format: the bias of a router's choice, a scale."""
 
 
 class Weights:
@@ -197,11 +202,12 @@ class Weights:
         slices: Mapping[str, Slice] = getattr(module, "slices", {})
         cut = slices.get(leaf)
         device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self.device)
-        return _Row(source, cut, device)
+        dtype = None if isinstance(getattr(module, leaf), _Buffer) else self._dtype
+        return _Row(source, cut, dtype, device)
 
     def _read(self, row: _Row) -> Tensor:
         dim, parts = (row.cut.dim, row.cut.parts) if row.cut else (None, [])
-        return self._origin.read(row.source, dim=dim, parts=parts, dtype=self._dtype, device=row.device)
+        return self._origin.read(row.source, dim=dim, parts=parts, dtype=row.dtype, device=row.device)
 
 
 @contextmanager
@@ -345,6 +351,10 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
         message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
         raise CheckpointError(message) from error
     adapt(model)
+    for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, _Buffer(getattr(module, leaf).to("meta"), requires_grad=False))
     model.eval().requires_grad_(requires_grad=False)
     return model
 
