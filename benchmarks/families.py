@@ -109,7 +109,7 @@ def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
     sources = find_sources(modules, origin)
     shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
     parameters = dict(modules.named_parameters(remove_duplicate=False))
-    loaded = sum({source: parameters[name].nbytes for name, source in sources.items()}.values())
+    loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in sources.items()})
     return f"{planned}" if planned == loaded else f"{planned} / {loaded}"
 
 

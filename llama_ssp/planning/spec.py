@@ -92,7 +92,22 @@ class PlannedModel:
     @property
     def row_bytes(self) -> int:
         """Bytes of a head's key, or value, in the cache."""
-        return CACHES.of(self.cache_dtype).row_bytes(self.shape.head_dim, value_bytes=DTYPE_BYTES[self.dtype])
+        return self._row_bytes(self.shape.head_dim)
+
+    def _row_bytes(self, width: int) -> int:
+        return CACHES.of(self.cache_dtype).row_bytes(width, value_bytes=DTYPE_BYTES[self.dtype])
+
+    def slot_bytes(self, num_kv_heads: int) -> int:
+        """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
+
+        Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
+        """
+        shape, kinds = self.shape, self.shape.layer_kinds
+        if not kinds:
+            return 2 * shape.num_hidden_layers * num_kv_heads * self.row_bytes
+        of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
+        rows = kinds.count("s") * num_kv_heads * self.row_bytes
+        return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
 
     @property
     def has_own_cache(self) -> bool:
@@ -470,7 +485,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     }
     is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
     experts = expert_sizes(content.get, num_layers=sizes["num_hidden_layers"])
-    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **experts)
+    own = family.sizes(content.get) if family.sizes else {}
+    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **experts, **own)
     if shape.head_dim < 1:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")

@@ -21,8 +21,9 @@ from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import build_empty, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import read_config
+from llama_ssp.planning.spec import PlannedModel, read_config
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
@@ -59,7 +60,7 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 
 NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
 NO_PLAN = ("xglm",)
-LIGHT = ("mistral", "phi3", "mixtral", "nanochat")
+LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -93,9 +94,27 @@ def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in NO_RECORD])
 def test_a_plan_counts_the_parameters_of_every_family_with_a_record(saved: SavedModels, kind: str) -> None:
     folder, model = saved(kind)
-    wanted = sum(parameter.numel() for parameter in model.parameters())
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
+    wanted = sum(tensor.numel() for tensor in tensors.values())
     assert inventory(inspect(folder).shape).num_parameters == wanted
     assert read_config(folder)[0] == inspect(folder).shape
+
+
+@pytest.mark.parametrize(("kind", "num_heads"), [("mistral", 2), ("gemma4_text", 2), ("gemma4_text, keys", 4)])
+def test_a_plan_counts_the_cache_of_each_of_two_ranks(saved: SavedModels, kind: str, num_heads: int) -> None:
+    """Global heads have another width, and the last layers may have none; where they are fewer, ranks have all."""
+    folder, comms = saved(kind)[0], thread_comms(2)
+    runners: list[Any] = load_ranks(folder, comms)
+
+    def held(comm: Comm) -> int:
+        runner = runners[comm.rank]
+        runner.allocate(batch_size=3, capacity=24)
+        runner.forward(random_ids(3, 8), torch.arange(8).repeat(3, 1), bucket=24)
+        return sum(whole.nbytes for whole in runner._cache._wholes)
+
+    shape = read_config(folder)[0]
+    model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
+    assert on_ranks(comms, held) == 2 * [3 * 24 * model.slot_bytes(num_heads)]
 
 
 def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_path: Path) -> None:
