@@ -30,6 +30,7 @@ from llama_ssp.architectures.matrices import (
     stays_whole,
     widths,
 )
+from llama_ssp.architectures.served import no_plan
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
@@ -154,7 +155,7 @@ def shard(
         return
     plan = tp_plan_of(model)
     if not plan:
-        raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
+        raise PlacementError(no_plan(shape.model_type, comm.size))
     shards = split_model(shape, num_ranks=comm.size, quantization=quantization, whole=whole)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)

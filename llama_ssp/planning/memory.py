@@ -31,6 +31,7 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
 )
+from llama_ssp.architectures.served import check_ranks
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -311,6 +312,7 @@ def rank_shares(
         return tuple(
             replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
+    check_ranks(shape.model_type, num_ranks)
     held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     _check_groups(model, held)
     return held

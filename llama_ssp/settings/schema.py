@@ -124,6 +124,7 @@ class ModelShape:
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    refusal: str = ""  # why runs refuse the model, if they do.
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property
