@@ -14,7 +14,7 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
-from llama_ssp.architectures.served import WITHOUT_PLAN, check_ranks, check_servable
+from llama_ssp.architectures.served import check_ranks, check_servable
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.caches import CACHES, OWN_DTYPE
@@ -444,7 +444,7 @@ _NAMES = {
 """Names of a size in the files of different families, where it has several."""
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 _OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
-"""Sizes that must be in the file of a family that the engine runs, and in that of most others."""
+"""Sizes that must be in the file of a family that the engine runs, and in that of any other."""
 _ALL_SIZES = (*_OF_RUNS, "intermediate_size", "num_key_value_heads", "head_dim")
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
@@ -473,7 +473,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
         refusal = str(error)
     required = _OF_RUNS if head is None else _SIZES
     if not family.is_written:
-        content, required = _of_text(model_type, content, whole), _SIZES if model_type in WITHOUT_PLAN else _OF_PLANS
+        content, required = _of_text(model_type, content, whole), _OF_PLANS
     found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
     found.insert(0, ("max_position_embeddings", num_positions(content.get)))
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
