@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_NORM = re.compile(r"(norm|ln_\w+)\.weight$|scale|layer_scalar$")
+_NORM = re.compile(r"(norm|ln_\w+)\.weight$|router\.\w*scale$|layer_scalar$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
@@ -154,7 +154,10 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     config = tiny_config(family, **changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.state_dict(keep_vars=True).items():
+    ties = model.all_tied_weights_keys
+    for name, parameter in (dict(model.named_parameters()) | model.state_dict(keep_vars=True)).items():
+        if name in ties:
+            continue
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
         parameter.data = noise + 1 if _NORM.search(name) else noise
     model.eval().requires_grad_(requires_grad=False)
