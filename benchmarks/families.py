@@ -51,6 +51,11 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
     "phimoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}, "biogpt": {},
     "qwen3_next": {"num_key_value_heads": 4, **_EXPERTS}, "vaultgemma": _GROUPED,
+    "qwen3_5_text": _GROUPED, "qwen3_5_moe_text": _GROUPED | _EXPERTS, "granite_swa": _GROUPED,
+    "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | {
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "gemma4_unified_text": FAMILIES["gemma4_text"],
 }  # fmt: skip
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
 _HEAD = """\
@@ -109,7 +114,7 @@ def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
     sources = find_sources(modules, origin)
     shard(modules, origin.shape, Comm(rank=0, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
     parameters = dict(modules.named_parameters(remove_duplicate=False))
-    loaded = sum({source: parameters[name].nbytes for name, source in sources.items()}.values())
+    loaded = sum(size for _, size in {(source, parameters[name].nbytes) for name, source in sources.items()})
     return f"{planned}" if planned == loaded else f"{planned} / {loaded}"
 
 

@@ -23,9 +23,9 @@ def _with_normed_queries(shape: ModelShape) -> Inventory:
 
 
 def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_norms: int) -> Inventory:
-    """Two numbers of the activation in each layer."""
+    """Two learned numbers and two others of the activation in each layer."""
     found = decoder(shape, modules, head_norms=head_norms)
-    return replace(found, layer_vectors=found.layer_vectors + 2)
+    return replace(found, layer_vectors=found.layer_vectors + 4)
 
 
 SEED_OSS = replace(QWEN2, model_type="seed_oss", windows=None)

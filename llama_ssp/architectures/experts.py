@@ -27,8 +27,8 @@ QWEN2_MOE = replace(
 )  # fmt: skip
 """With the vector that weighs the MLP beside the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
-DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=QWEN3.parameters)
-GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=decoder)
+DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_norms=2, routes_by_bias=True))
+GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, routes_by_bias=True))
 
 _VOCABULARY = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 _LATENT = {f"model.layers.*.self_attn.{name}": style for name, style in (
@@ -44,7 +44,7 @@ GPT_OSS = Family(
 )  # fmt: skip
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "moe_num_shared_experts")
 
 
@@ -66,6 +66,7 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
         "num_experts_per_tok": min(num_chosen, num_experts),
         "moe_intermediate_size": units,
         "shared_intermediate_size": first("shared_expert_intermediate_size", "shared_intermediate_size")
+        or (first("intermediate_size") if field("enable_moe_block") else 0)  # of a Gemma 4
         or units * (first(*_SHARED) or int(bool(field("intermediate_size_mlp")))),  # the latter is a Llama 4's
         "num_dense_layers": min(len(dense), num_layers - 1),
     }

@@ -29,6 +29,8 @@ class Family:
     # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
     # one; None if no layer has a sliding window.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None
+    # maps what gives a field of a config by name to sizes that this family alone has.
+    sizes: Callable[[Callable[[str], Any]], dict[str, Any]] | None = None
     num_masks: int = 1  # masks of a forward that exist at the same time.
     attention: str = "sdpa"  # the library's `attn_implementation`.
     keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
@@ -106,7 +108,8 @@ LONGROPE = "longrope"
 
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
     """What every rank of a model holds whole: what was asked for, and what its family cannot cut."""
-    return WholeParts.attention if record_of(shape.model_type).keeps_attention else whole
+    has_others = shape.num_global_key_value_heads not in {0, shape.num_key_value_heads}  # which split elsewhere
+    return WholeParts.attention if has_others or record_of(shape.model_type).keeps_attention else whole
 
 
 def inventory(shape: ModelShape) -> Inventory:

@@ -367,7 +367,7 @@ class Inventory:
     def num_all_reduces(self) -> int:
         """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
         has_cut_embedding = any(table.cut is not None for table in self.embeddings)
-        return self.num_layers * sum(matrix.cut == 1 for matrix in self.layer) + has_cut_embedding
+        return self.num_layers * len({matrix.module for matrix in self.layer if matrix.cut == 1}) + has_cut_embedding
 
     def keeping(self, whole: WholeParts) -> "Inventory":
         """The parameters with some of them not to be cut; each rank then has its slice of a tied head as a copy."""
@@ -447,6 +447,7 @@ def decoder(
     shape: ModelShape, modules: Sequence[str] = (*ATTENTION, *GATED),
     *,
     biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
+    routes_by_bias: bool = False,
 ) -> Inventory:  # fmt: skip
     """List the parameters of a decoder with grouped-query attention and one MLP in each layer; those of Llama.
 
@@ -457,6 +458,7 @@ def decoder(
         norms: vectors of the model's width in a layer.
         final_norms: and behind the last layer.
         head_norms: vectors of the head dim in a layer.
+        routes_by_bias: experts have a bias each that they are chosen by.
     """
     units, queries = shape.intermediate_size, shape.num_attention_heads * shape.head_dim
     keys, inputs = shape.num_key_value_heads * shape.head_dim, dict.fromkeys(_OF_HEADS, queries)
@@ -471,10 +473,10 @@ def decoder(
         shape, sizes, biased=biased, layer_vectors=norms * shape.hidden_size + head_norms * shape.head_dim,
         final_vectors=final_norms * shape.hidden_size,
     )  # fmt: skip
-    return _with_experts(found, shape) if shape.num_experts else found
+    return _with_experts(found, shape, routes_by_bias=routes_by_bias) if shape.num_experts else found
 
 
-def _with_experts(dense: Inventory, shape: ModelShape) -> Inventory:
+def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) -> Inventory:
     """The parameters of a model whose MLPs are experts in most layers, with a router and perhaps an MLP beside them."""
     width, share = shape.hidden_size, 1 - shape.num_dense_layers / shape.num_hidden_layers
     chosen = share * shape.num_experts_per_tok
@@ -491,7 +493,7 @@ def _with_experts(dense: Inventory, shape: ModelShape) -> Inventory:
     units = shape.shared_intermediate_size
     shared = both("shared_experts", units, copies=share) if units else []
     attention = [each for each in dense.layer if _CUTS[each.module] in HEAD_CUTS]
-    router = round(share * shape.num_experts * width)  # never quantized
+    router = round(share * shape.num_experts * (width + routes_by_bias))  # never quantized
     return replace(dense, layer=(*attention, *mlp, *experts, *shared), layer_vectors=dense.layer_vectors + router)
 
 

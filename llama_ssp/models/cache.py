@@ -391,7 +391,8 @@ class CachedRunner:
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int = num_positions(lambda name: getattr(config, name, None))
         self.num_allocations = self.num_uses = 0
-        self._num_layers: int = config.num_hidden_layers
+        # The last layers may read the keys and values of earlier ones.
+        self._num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
         self._windows = record_of(config.model_type).windows_of(config)
         self._cache: StaticCache | None = None
 

@@ -34,11 +34,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.architectures.served import check_ranks, check_servable
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
-from llama_ssp.models.huggingface.families import adapt, check_files, check_servable
+from llama_ssp.models.huggingface.families import adapt, check_files
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.llama.head import HeadRunner, build_modules
@@ -115,11 +116,16 @@ class ReadAhead:
 
 
 class _Row(NamedTuple):
-    """A row of the table: a stored tensor or a slice of it, and the device that it goes to."""
+    """A row of the table: a stored tensor or a slice of it, its number format, and the device that it goes to."""
 
     source: str
     cut: Slice | None
+    dtype: torch.dtype | None
     device: torch.device
+
+
+class _Buffer(nn.Parameter):
+    """A buffer that is stored like the parameters, in its own number format: the bias of a router's choice, a scale."""
 
 
 class Weights:
@@ -197,11 +203,12 @@ class Weights:
         slices: Mapping[str, Slice] = getattr(module, "slices", {})
         cut = slices.get(leaf)
         device = next((place for path, place in self._places.items() if name.startswith(f"{path}.")), self.device)
-        return _Row(source, cut, device)
+        dtype = None if isinstance(getattr(module, leaf), _Buffer) else self._dtype
+        return _Row(source, cut, dtype, device)
 
     def _read(self, row: _Row) -> Tensor:
         dim, parts = (row.cut.dim, row.cut.parts) if row.cut else (None, [])
-        return self._origin.read(row.source, dim=dim, parts=parts, dtype=self._dtype, device=row.device)
+        return self._origin.read(row.source, dim=dim, parts=parts, dtype=row.dtype, device=row.device)
 
 
 @contextmanager
@@ -329,7 +336,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     from accelerate import init_empty_weights  # noqa: PLC0415 - slow to import, and needed only here
 
-    check_servable(origin.config)
+    check_servable(lambda name: getattr(origin.config, name, None))
     check_files(origin)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
     config = deepcopy(origin.config)
@@ -345,6 +352,10 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
         message = f"{origin.folder}/config.json describes no model that can be built ({reason}): copy it again"
         raise CheckpointError(message) from error
     adapt(model)
+    for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, _Buffer(getattr(module, leaf).to("meta"), requires_grad=False))
     model.eval().requires_grad_(requires_grad=False)
     return model
 
@@ -458,6 +469,7 @@ def check_model(
     whole = _whole_parts(origin, whole)
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
+    check_ranks(origin.shape.model_type, num_ranks)
     kept = check_packed(model, origin, find_sources(model, origin), quantization)
     packed, storage = packed_of(origin), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
@@ -560,6 +572,9 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """All linear layers except the output head, whole or sharded, by name."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear | ColumnLinear | RowLinear)
+        # Routers stay: some are linear layers with a forward of their own, and their modules read others' weights.
+        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        is_plain = is_plain and not name.endswith((".router.proj", ".gate.wg"))
+        is_linear = is_plain or isinstance(module, ColumnLinear | RowLinear)
         if is_linear and module is not head and not isinstance(module, GatheredLinear):
             yield name, module

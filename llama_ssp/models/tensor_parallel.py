@@ -30,6 +30,7 @@ from llama_ssp.architectures.matrices import (
     stays_whole,
     widths,
 )
+from llama_ssp.architectures.served import no_plan
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
@@ -154,7 +155,7 @@ def shard(
         return
     plan = tp_plan_of(model)
     if not plan:
-        raise PlacementError(f"{shape.model_type} has no tensor-parallel plan: run it on one rank, not on {comm.size}")
+        raise PlacementError(no_plan(shape.model_type, comm.size))
     shards = split_model(shape, num_ranks=comm.size, quantization=quantization, whole=whole)
     for name, module in list(model.named_modules()):
         style = _style(plan, name)
@@ -169,15 +170,15 @@ def shard(
             continue
         parent, cut = model.get_submodule(name.rpartition(".")[0]), cut_of(name)
         if cut in HEAD_CUTS and not hasattr(parent, "kv_b_proj"):  # heads of latents have any width
-            _check_heads(name, _size_of(module, style), cut, shape)
+            _check_heads(name, _size_of(module, style), cut, shape, getattr(parent, "head_dim", shape.head_dim))
         model.set_submodule(name, _local(name, module, style, shards=shards, comm=comm))
         if cut in HEAD_CUTS:
             _set_local_heads(parent, shards[comm.rank].heads)
 
 
-def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape) -> None:
+def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: int) -> None:
     queries, keys = shape.num_attention_heads, shape.num_key_value_heads
-    said = shape.head_dim * {
+    said = head_dim * {
         Cut.query_heads: queries, Cut.kv_heads: keys, Cut.fused_qkv: 3 * queries, Cut.qkv: queries + 2 * keys
     }[cut]  # fmt: skip
     if size != said:

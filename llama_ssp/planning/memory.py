@@ -31,6 +31,7 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
 )
+from llama_ssp.architectures.served import check_ranks
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
@@ -312,6 +313,7 @@ def rank_shares(
         return tuple(
             replace(share, embeddings=uncut.embeddings, head=uncut.head) for share in shares(shape, num_ranks=num_ranks)
         )
+    check_ranks(shape.model_type, num_ranks)
     held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     _check_groups(model, held)
     return held
@@ -373,13 +375,13 @@ def _parts(
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
-    parts = []
+    parts, slots = [], num_rows * num_slots
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
         part = _Part(
             weights=weights,
-            cache_bytes=held.num_layers * 2 * num_kv_heads * model.row_bytes * num_rows * num_slots,
+            cache_bytes=slots * model.slot_bytes(num_kv_heads) * held.num_layers // shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
@@ -641,7 +643,7 @@ def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:
 
 def kv_bytes_per_token(model: PlannedModel) -> int:
     """Keys and values of one token in all layers, over all ranks."""
-    return 2 * model.shape.num_hidden_layers * model.shape.num_key_value_heads * model.row_bytes
+    return model.slot_bytes(model.shape.num_key_value_heads)
 
 
 def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
 from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
+from llama_ssp.architectures.served import check_ranks, check_servable
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.caches import CACHES, OWN_DTYPE
@@ -92,7 +93,22 @@ class PlannedModel:
     @property
     def row_bytes(self) -> int:
         """Bytes of a head's key, or value, in the cache."""
-        return CACHES.of(self.cache_dtype).row_bytes(self.shape.head_dim, value_bytes=DTYPE_BYTES[self.dtype])
+        return self._row_bytes(self.shape.head_dim)
+
+    def _row_bytes(self, width: int) -> int:
+        return CACHES.of(self.cache_dtype).row_bytes(width, value_bytes=DTYPE_BYTES[self.dtype])
+
+    def slot_bytes(self, num_kv_heads: int) -> int:
+        """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
+
+        Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
+        """
+        shape, kinds = self.shape, self.shape.layer_kinds
+        if not kinds:
+            return 2 * shape.num_hidden_layers * num_kv_heads * self.row_bytes
+        of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
+        rows = kinds.count("s") * num_kv_heads * self.row_bytes
+        return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
 
     @property
     def has_own_cache(self) -> bool:
@@ -420,9 +436,10 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
 
 
 _NAMES = {
-    "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer"),
-    "num_attention_heads": ("num_attention_heads", "num_heads", "n_head"),
-    "hidden_size": ("hidden_size", "n_embd"),
+    "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "attention_heads", "n_head", "n_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner"),
 }
 """Names of a size in the files of different families, where it has several."""
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
@@ -439,7 +456,7 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     """Read the sizes and the number format of a checkpoint from its config.json.
 
     A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
-    PlacementError.
+    PlacementError. What `check_servable` rejects has its sentence in `refusal`.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)
@@ -449,7 +466,11 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
         raise _incomplete(file, "model_type")
-    family = record_of(model_type)
+    family, refusal = record_of(model_type), ""
+    try:
+        check_servable(content.get)
+    except ConfigError as error:
+        refusal = str(error)
     required = _OF_RUNS if head is None else _SIZES
     if not family.is_written:
         content, required = _of_text(model_type, content, whole), _OF_PLANS
@@ -470,7 +491,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     }
     is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
     experts = expert_sizes(content.get, num_layers=sizes["num_hidden_layers"])
-    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **experts)
+    own = {**experts, **(family.sizes(content.get) if family.sizes else {}), "refusal": refusal}
+    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **own)
     if shape.head_dim < 1:
         wanted = f"at least the {num_heads} of num_attention_heads is required"
         raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
@@ -493,8 +515,8 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     )  # fmt: skip
 
 
-def check_readable(folder: Path, quantization: str) -> None:
-    """Check by config.json alone that runs read a checkpoint, and with this quantization.
+def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> None:
+    """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
 
     Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
     quantization than the stored one. A file without a family is left to the run.
@@ -503,14 +525,19 @@ def check_readable(folder: Path, quantization: str) -> None:
     content = read_json(folder / CONFIG_FILE)
     if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
         shape, _ = read_config(folder)
+        if shape.refusal:
+            raise ConfigError(shape.refusal)
+        check_ranks(shape.model_type, num_ranks)
         if stored := read_stored_format(folder, shape):
             stored.kept_format(quantization, where=folder)
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models have no record, so that their plan is that of a Llama of the same sizes."""
+    """Say which models runs refuse, and which have no record, so that their plan is that of a Llama of their sizes."""
     for model in models:
-        if model.shape and not record_of(model.shape.model_type).is_written:
+        if model.shape and model.shape.refusal:
+            yield f"runs refuse {model.name}: {model.shape.refusal}"
+        elif model.shape and not record_of(model.shape.model_type).is_written:
             yield (
                 f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates; a run compares "
                 f"{model.shape.model_type} models with transformers before it begins"

@@ -379,7 +379,7 @@ def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
 def _slot_bytes(placement: ModelPlacement) -> int:
     """Keys and values of a cache slot in all layers, on the rank with the most heads."""
     _, num_heads = _most_heads(placement)
-    return 2 * num_heads * placement.model.row_bytes * placement.model.shape.num_hidden_layers
+    return placement.model.slot_bytes(num_heads)
 
 
 def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:

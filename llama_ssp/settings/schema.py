@@ -111,10 +111,20 @@ class ModelShape:
     moe_intermediate_size: int = 0  # units of an expert.
     shared_intermediate_size: int = 0  # units of the MLP beside the experts that reads every token.
     num_dense_layers: int = 0  # layers without experts.
+    # of a Gemma 4, a letter for each layer: s for one with a window and g for a global one, upper case for one that
+    # reads the keys and values of an earlier one.
+    layer_kinds: str = ""
+    global_head_dim: int = 0  # width of the heads of global layers.
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False  # the keys of global layers are their values too.
+    use_double_wide_mlp: bool = False  # where layers read the keys and values of earlier ones.
+    hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
+    vocab_size_per_layer_input: int = 0
     spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
+    refusal: str = ""  # why runs refuse the model, if they do.
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -19,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
-from llama_ssp.architectures.family import num_positions, text_part
+from llama_ssp.architectures.family import num_positions, record_of, text_part
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
@@ -114,22 +113,23 @@ _OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
-    num_heads = config.num_attention_heads
+    content, family, num_heads = config.to_dict(), record_of(config.model_type), config.num_attention_heads
+
+    def field(name: str) -> Any:  # noqa: ANN401 - any field
+        return content[name] if name in content else getattr(config, name, None)
+
     stored = (
         "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings",
     )  # fmt: skip
     return ModelShape(
         **{name: getattr(config, name) for name in stored},
-        max_position_embeddings=num_positions(partial(_field, config)),
-        **expert_sizes(partial(_field, config), num_layers=config.num_hidden_layers),
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        max_position_embeddings=num_positions(field),
+        **expert_sizes(field, num_layers=config.num_hidden_layers),
+        **(family.sizes(field) if family.sizes else {}),
+        num_key_value_heads=field("num_key_value_heads") or num_heads,
+        head_dim=field("head_dim") or config.hidden_size // num_heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
     )
-
-
-def _field(config: PretrainedConfig, name: str) -> Any:  # noqa: ANN401 - any field
-    return getattr(config, name, None)
 
 
 _MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"

@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-_NORM = re.compile(r"(norm|ln_\w+)\.weight$")
+_NORM = re.compile(r"(norm|ln_\w+)\.weight$|router\.\w*scale$|layer_scalar$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
@@ -46,6 +46,10 @@ _LATENT = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+_GEMMA4 = {
+    "num_key_value_heads": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW,
+    "layer_types": _LAYER_TYPES,
+}  # fmt: skip
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
@@ -60,6 +64,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _GEMMA | {"sliding_window_pattern": 2},
     "gpt_neo": {"window_size": WINDOW},
+    "gemma4_text": _GEMMA4 | {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0,
+    },
+    "gemma4_text, keys": _GEMMA4 | {
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48,
+    },
     # `architectures.decoders`
     "seed_oss": _GROUPED,
     "ministral": _GROUPED | {"sliding_window": WINDOW},
@@ -105,6 +117,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": {"num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": _GROUPED | _ROUTED,
+    "dots1": _GROUPED | _ROUTED,
     # without records
     "gpt_oss": _GROUPED | {
         "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES,
@@ -123,6 +136,8 @@ def tiny_config(family: str, **changes: object) -> PretrainedConfig:
         sizes["num_heads"], sizes["num_layers"] = sizes.pop("num_attention_heads"), sizes.pop("num_hidden_layers")
         kinds = [["global" if number % 2 else "local"] for number in range(sizes["num_layers"])]
         sizes.setdefault("attention_types", [[kind, 1] for kind in kinds])
+    if "num_kv_shared_layers" in sizes:
+        sizes["num_kv_shared_layers"] = min(sizes["num_kv_shared_layers"], sizes["num_hidden_layers"] // 2)
     if "layer_types" in sizes:
         sizes["layer_types"] = [*islice(cycle(sizes["layer_types"]), sizes["num_hidden_layers"])]
     config: PretrainedConfig = CONFIG_MAPPING[model_type](**sizes)
@@ -135,11 +150,14 @@ def library_attention(config: PretrainedConfig) -> dict[str, str]:
 
 
 def tiny_model(family: str, **changes: object) -> PreTrainedModel:
-    """A tiny model of one family; every parameter is random, biases and norms too, so that a lost one shows."""
+    """A tiny model of one family; all that is stored is random, biases and norms too, so that a lost one shows."""
     config = tiny_config(family, **changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
+    ties = model.all_tied_weights_keys
+    for name, parameter in (dict(model.named_parameters()) | model.state_dict(keep_vars=True)).items():
+        if name in ties:
+            continue
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
         parameter.data = noise + 1 if _NORM.search(name) else noise
     model.eval().requires_grad_(requires_grad=False)

@@ -13,48 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from llama_ssp.architectures.family import families, record_of
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import IN_PARTS
-from llama_ssp.errors import ConfigError
 from llama_ssp.weights.source import WeightSource
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """How many positions each layer sees, including the token's own; None for all."""
     return record_of(config.model_type).windows_of(config)
-
-
-def check_servable(config: PretrainedConfig) -> None:
-    """Reject models whose attention is not causal over the latest positions of a row, or over all of them.
-
-    ConfigError if the family's sliding windows are not supported, or it has layers without keys and values or
-    bidirectional attention.
-    """
-    model, context = f"{config.model_type} model", config.max_position_embeddings
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None)
-    has_windows = record_of(config.model_type).windows is not None
-    if not has_windows and "sliding_attention" in kinds and window and window < context:
-        windowed = [name for name, family in families().items() if family.windows]
-        raise ConfigError(
-            f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
-            f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
-        )
-    other = sorted(kinds - {"sliding_attention", "full_attention"})
-    if other:
-        raise ConfigError(
-            f"this {model} has layers of kind {', '.join(other)}: sliding_attention or full_attention is required by "
-            "the static cache"
-        )
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
-        wanted = "use_bidirectional_attention=false and is_causal=true are required"
-        raise ConfigError(f"this {model} attends in both directions: {wanted}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
-        rope_type = found.get("rope_type", "default")
-        if not isinstance(rope_type, str):
-            required = "the name of one is required, such as default or yarn"
-            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {required}")
 
 
 def check_files(origin: WeightSource) -> None:

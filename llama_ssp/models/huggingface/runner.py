@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.served import OTHER
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
@@ -26,7 +27,6 @@ _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _MOST_APART = {True: 1e-3, False: 0.1}
 """Relative difference of the logits, in fp32 and in 16 bits."""
 _MOST_LETTERS = 200
-_OTHER = "one of the families of docs/guides/models.md is required"
 
 
 class ModuleRunner(CachedRunner):
@@ -81,7 +81,7 @@ class ModuleRunner(CachedRunner):
         except Exception as error:  # of any family's code
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST_LETTERS]
             raise ConfigError(
-                f"{config.model_type} models do not run with the static cache ({reason}): {_OTHER}"
+                f"{config.model_type} models do not run with the static cache ({reason}): {OTHER}"
             ) from error
         finally:
             if window:
@@ -90,7 +90,7 @@ class ModuleRunner(CachedRunner):
         if not apart < _MOST_APART[self.dtype is torch.float32]:
             raise ConfigError(
                 f"{config.model_type} models have other logits with the static cache than in transformers ({apart:.1%} "
-                f"apart on {_COMPARED_TOKENS} tokens): {_OTHER}"
+                f"apart on {_COMPARED_TOKENS} tokens): {OTHER}"
             )
 
     def forward(

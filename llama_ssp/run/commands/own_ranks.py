@@ -128,7 +128,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
 
     def act(config: RunConfig, clock: StartClock) -> bool:
         """Run the point on one rank; for several, which each check and run it, only note it."""
-        check_models(config)
+        check_models(config, world_size=size)
         points.append(config)
         if size > 1:
             return False

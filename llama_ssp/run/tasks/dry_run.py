@@ -38,7 +38,17 @@ from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import check_plan
-from llama_ssp.settings.schema import DeviceKind, ModelConfig, PlanConfig, PlanFormat, RunConfig, WeightsKind
+from llama_ssp.settings.layout import lay_out_replica
+from llama_ssp.settings.schema import (
+    DeviceKind,
+    DraftLayout,
+    ModelConfig,
+    PlanConfig,
+    PlanFormat,
+    RunConfig,
+    TargetKind,
+    WeightsKind,
+)
 from llama_ssp.settings.tasks import task_of
 
 CHARACTERS_PER_TOKEN = 3
@@ -253,20 +263,25 @@ def read_files(config: RunConfig) -> None:
     check_models(config)
 
 
-def check_models(config: RunConfig) -> None:
+def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     """Check the families of the models, by config.json where the catalogue does not know it, and how they are stored.
 
     Raises as `check_readable`.
     """
-    for model in (config.model, config.draft.model):
+    placement, sizes = config.placement, (1, 1)
+    if world_size > 1 and not placement.auto and placement.target.kind is TargetKind.tensor:
+        layout = lay_out_replica(placement, world_size=world_size, has_draft=config.draft.model is not None)
+        is_whole = layout.draft_kind is DraftLayout.replicated
+        sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
+    for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None or config.weights is WeightsKind.synthetic:
             continue
         if model.path is not None:
-            check_readable(read_path(model.path), model.quantization)
+            check_readable(read_path(model.path), model.quantization, num_ranks=num_ranks)
         elif model.shape is None and model.hub_id is not None:
             from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
 
-            check_readable(hub.find_config(model), model.quantization)
+            check_readable(hub.find_config(model), model.quantization, num_ranks=num_ranks)
 
 
 def with_filled_rows(config: RunConfig, *, num_completions: int) -> RunConfig:

@@ -1,6 +1,7 @@
 """Families whose layers see windows, or that need something put in their place: texts, number formats, refusals."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,20 +10,26 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.families import MORE
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.served import WITHOUT_PLAN, check_servable
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
-from llama_ssp.models.huggingface.families import check_servable, mask_argument, windows_of
+from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import build_empty, load_model, load_modules
+from llama_ssp.models.loading import build_empty, check_model, load_model, load_modules
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import read_config
+from llama_ssp.planning.memory import rank_shares
+from llama_ssp.planning.spec import PlannedModel, check_readable, notes_on_families, read_config
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
@@ -59,7 +66,14 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 
 NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
 NO_PLAN = ("xglm",)
-LIGHT = ("mistral", "phi3", "mixtral", "nanochat")
+REFUSED = (
+    "bloom", "openai-gpt", "lfm2", "llama4_text", "mamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
+ON_ONE = (
+    "xglm", "codegen", "diffllama", "doge", "falcon", "flex_olmo", "gpt2", "gpt_bigcode", "gptj", "mpt", "opt",
+    "persimmon", "biogpt", "granite_swa", "minimax_m2",
+)  # fmt: skip
+LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -93,9 +107,27 @@ def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in NO_RECORD])
 def test_a_plan_counts_the_parameters_of_every_family_with_a_record(saved: SavedModels, kind: str) -> None:
     folder, model = saved(kind)
-    wanted = sum(parameter.numel() for parameter in model.parameters())
+    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
+    wanted = sum(tensor.numel() for tensor in tensors.values())
     assert inventory(inspect(folder).shape).num_parameters == wanted
     assert read_config(folder)[0] == inspect(folder).shape
+
+
+@pytest.mark.parametrize(("kind", "num_heads"), [("mistral", 2), ("gemma4_text", 2), ("gemma4_text, keys", 4)])
+def test_a_plan_counts_the_cache_of_each_of_two_ranks(saved: SavedModels, kind: str, num_heads: int) -> None:
+    """Global heads have another width, and the last layers may have none; where they are fewer, ranks have all."""
+    folder, comms = saved(kind)[0], thread_comms(2)
+    runners: list[Any] = load_ranks(folder, comms)
+
+    def held(comm: Comm) -> int:
+        runner = runners[comm.rank]
+        runner.allocate(batch_size=3, capacity=24)
+        runner.forward(random_ids(3, 8), torch.arange(8).repeat(3, 1), bucket=24)
+        return sum(whole.nbytes for whole in runner._cache._wholes)
+
+    shape = read_config(folder)[0]
+    model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
+    assert on_ranks(comms, held) == 2 * [3 * 24 * model.slot_bytes(num_heads)]
 
 
 def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_path: Path) -> None:
@@ -104,11 +136,51 @@ def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_pat
         load(tmp_path)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", [kind if kind in REFUSED else heavy(kind) for kind in {**FAMILIES, **MORE}])
+def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kind: str, num_ranks: int) -> None:
+    """By config.json alone; of a run on one rank with the comparison of short texts, on two with all checks."""
+    build_checkpoint(tmp_path, kind, **MORE.get(kind, {}))
+
+    def refusal(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except SspError as error:
+            return str(error)
+        return ""
+
+    found = refusal(lambda: check_model(inspect(tmp_path), num_ranks=num_ranks)) or refusal(lambda: load(tmp_path))
+    assert refusal(lambda: check_readable(tmp_path, "none", num_ranks=num_ranks)) == found
+    shape = read_config(tmp_path)[0]
+    noted = [*notes_on_families(ModelConfig(name="mine", shape=shape))]
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none")
+    planned = refusal(lambda: rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor))
+    assert found in {planned, *(note.removeprefix("runs refuse mine: ") for note in noted)}
+    assert bool(found) == (kind in REFUSED or (num_ranks == 2 and kind in ON_ONE))
+
+
+def test_tables_have_the_families_of_transformers() -> None:
+    """Those whose layers have other kinds by default, and those without a tensor-parallel plan."""
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind: Any = CONFIG_MAPPING[name]
+        if {"text_config", "decoder"} & kind.sub_configs.keys():
+            continue
+        plan = {**(kind.base_model_tp_plan or {}), **record_of(name).tp_plan}
+        with suppress(ConfigError):
+            check_servable({"model_type": name}.get)
+            assert (not any(".*." in key for key in plan)) == (name in WITHOUT_PLAN), name
+
+
+@pytest.mark.parametrize(
+    ("num_more", "reason"),
+    [(0, "have other logits with the static cache than in transf"), (1, r"do not run with the static cache \(Runtime")],
+)
 def test_a_family_with_other_logits_is_refused_by_a_short_text(
-    saved: SavedModels, monkeypatch: pytest.MonkeyPatch
+    saved: SavedModels, monkeypatch: pytest.MonkeyPatch, num_more: int, reason: str
 ) -> None:
-    monkeypatch.setattr(Masks, "rows", lambda _self, ids, bucket: {None: torch.zeros(1, 1, ids.shape[1], bucket)})
-    with pytest.raises(ConfigError, match=r"nanochat models have other logits with the static cache than in transf"):
+    wrong = lambda _self, ids, bucket: {None: torch.zeros(1, 1, ids.shape[1], bucket + num_more)}  # noqa: E731
+    monkeypatch.setattr(Masks, "rows", wrong)
+    with pytest.raises(ConfigError, match=f"nanochat models {reason}"):
         load(saved("nanochat")[0])
 
 
@@ -228,7 +300,7 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
     family: str, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_servable(tiny_config(family, **changes))
+        check_servable(tiny_config(family, **changes).to_dict().get)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +309,12 @@ def test_models_that_the_static_cache_cannot_serve_are_refused(
         ("mistral", {"sliding_window": None}),
         ("phi3", {"sliding_window": 128}),
         ("qwen2", {"sliding_window": 64, "use_sliding_window": False}),
+        ("gemma4_text", {"use_bidirectional_attention": "vision"}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     ],
 )
 def test_models_that_only_look_alike_are_served(family: str, changes: dict[str, object]) -> None:
-    check_servable(tiny_config(family, **changes))
+    check_servable(tiny_config(family, **changes).to_dict().get)
 
 
 def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_square_are_made(tmp_path: Path) -> None:
