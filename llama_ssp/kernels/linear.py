@@ -201,7 +201,8 @@ def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     low, high = codes_BOGI.unflatten(3, (-1, 4, 2)).unbind(5)
     codes = (low | high << 4).permute(0, 2, 3, 1, 4).flatten(2)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
-    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    zeros_OG1 = int4_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
+    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == zeros_OG1).all(2)
     return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
 
 
