@@ -34,6 +34,7 @@ class StorageFormat:
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
     # that of its file. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
+    loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
     gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
     # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
@@ -182,6 +183,7 @@ register(  # half a byte per weight, and a word of 4 bytes per group
         name="int4_weight_only",
         order=4,
         short_name="int4wo",
+        loading_copies=4,  # codes are bytes on the way
         kernel="llama_ssp.models.quantization.weight_only:int4_weight_only_linear",
         weight_bytes=0.5,
         fp32_on_cpus=True,
