@@ -86,13 +86,8 @@ class LeanRunner(CachedRunner):
         super().__init__(config, head.weight, cache_dtype=precision.cache_dtype)
         is_tied = head.weight is body.embed_tokens.weight
         linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
-        layers = [
-            self.layer_class(
-                layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own,
-                fill=lambda part, number=number: fill(f"model.layers.{number}.{part}"),
-            )
-            for number, layer in enumerate(body.layers)
-        ]  # fmt: skip
+        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own, "fill": fill}
+        layers = [self.layer_class(layer, number, **parts) for number, layer in enumerate(body.layers)]
         fill("")
         self._width: int = config.hidden_size
         self._comm = comm

@@ -115,7 +115,7 @@ class ResidualProduct:
 class Layer:
     """Attention and MLP of one layer, taken from a module of transformers, which is emptied.
 
-    `fill` loads the parameters whose names in the layer begin with a prefix, those of one product after the other.
+    `fill` loads the parameters whose names begin with a prefix, those of one product after the other.
 
     Attributes:
         number: of the layer.
@@ -131,8 +131,9 @@ class Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.number = number
         head_dim: int = attention.head_dim
+        place = f"model.layers.{number}."
         for part in ("q", "k", "v"):
-            fill(f"self_attn.{part}")
+            fill(f"{place}self_attn.{part}")
         queries, keys, values = _query_key_value(attention, head_dim)
         num_heads, num_kv_heads = (module.weight.shape[0] // head_dim for module in (queries, keys))
         self.heads = Heads(num_heads, num_kv_heads, head_dim, attention.scaling)
@@ -141,13 +142,13 @@ class Layer:
             _interleave(module, head_dim)
         self.head_norms = [RmsNorm(norm) for norm in head_norms]
         qkv = make_linear(*take(queries, keys, values), kernel=kernel)
-        fill("self_attn.")
+        fill(f"{place}self_attn.")
         self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
-        fill("mlp.gate")
-        fill("mlp.up")
+        fill(f"{place}mlp.gate")
+        fill(f"{place}mlp.up")
         fused = getattr(mlp, "gate_up_proj", None)
         gate_up = make_linear(*take(*([fused] if fused else [mlp.gate_proj, mlp.up_proj])), kernel=kernel)
-        fill("")
+        fill(place)
         self.qkv = self._first_product(layer, qkv, own)
         self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
