@@ -169,8 +169,8 @@ def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Storag
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
     Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
-    matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead, except
-    where they are halved.
+    matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
+    where nothing is halved.
     """
     beside = 0
     for place, product in enumerate(products):
@@ -179,7 +179,7 @@ def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Storag
         copies = product[-1][0] if len(product) > 1 else 0
         if storage.is_quantized or is_half:
             copies = max(copies, storage.loading_copies * stored)
-        ahead = 0 if is_half and not storage.is_quantized else sum(each for each, _ in later[:2])
+        ahead = 0 if is_half else sum(each for each, _ in later[:2])
         beside = max(beside, read + copies + ahead - stored - sum(each for _, each in later))
     return beside
 
