@@ -11,9 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.caches import CACHES
 from llama_ssp.settings.catalogue import is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
-from llama_ssp.settings.formats import problem_of
+from llama_ssp.settings.formats import FORMATS
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 
 _Kind = TypeVar("_Kind", bound=Enum)
@@ -89,7 +90,7 @@ _MEANT = {
     for name, aliases in {
         "max_new_tokens": "max_tokens max_length n_predict num_tokens",
         "num_draft_tokens": "k gamma num_speculative_tokens num_assistant_tokens",
-        "num_samples": "n num_return_sequences", "stop": "stop_strings stop_sequences until",
+        "num_samples": "n num_return_sequences", "dtype": "torch_dtype", "stop": "stop_strings stop_sequences until",
         "draft": "draft_model assistant_model speculative_model", "quantization": "load_in_8bit load_in_4bit",
         "temperature": "do_sample", "target": "model", "device": "device_map", "hardware": "machine",
     }.items()
@@ -148,10 +149,16 @@ def for_each_model(given: object) -> tuple[object, object]:
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
 
 
-def entry_of(what: str, given: object, *, dtype: object, quantization: object) -> ModelConfig:
+def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
+    """The arguments of `in_format` for the target and for the draft."""
+    both = {name: for_each_model(given[name]) for name in ("dtype", "quantization", "cache_dtype")}
+    return {name: of[0] for name, of in both.items()}, {name: of[1] for name, of in both.items()}
+
+
+def entry_of(what: str, given: object, **formats: object) -> ModelConfig:
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is target or draft.
 
-    Raises ConfigError for anything else, and for an unknown dtype or quantization.
+    `formats` are those of `in_format`. Raises ConfigError for anything else, and as `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(
@@ -167,21 +174,25 @@ def entry_of(what: str, given: object, *, dtype: object, quantization: object) -
     else:
         unknown = unknown_name(what, name, catalogue.names("model"))
         raise ConfigError(f"{unknown}; a folder works too, and so does owner/name of the hub")
-    return in_format(entry, dtype=dtype, quantization=quantization)
+    return in_format(entry, **formats)
 
 
-def in_format(entry: ModelConfig, *, dtype: object, quantization: object) -> ModelConfig:
-    """Change the number format, ours or that of torch, and the storage format, unless None; raises ConfigError."""
+def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
+    """Change the number format, ours or that of torch, and the formats of weights and cache; None changes nothing.
+
+    Raises ConfigError for an unknown one.
+    """
     if dtype is not None:
         name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
         found = next((each for each in Dtype if name in {each.name, each.value}), None)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
         entry.dtype = found
-    if quantization is not None:
-        if problem := problem_of(str(quantization), key="quantization"):
-            raise ConfigError(problem)
-        entry.quantization = str(quantization)
+    for key, registry in (("quantization", FORMATS), ("cache_dtype", CACHES)):
+        if formats[key] is not None:
+            if problem := registry.problem_of(str(formats[key]), key=key):
+                raise ConfigError(problem)
+            setattr(entry, key, str(formats[key]))
     return entry
 
 

@@ -20,6 +20,7 @@ from llama_ssp.api.arguments import (
     drafter_without_model,
     entry_of,
     for_each_model,
+    formats_of,
     in_format,
     known_arguments,
     member,
@@ -350,6 +351,7 @@ def load(
     *,
     dtype: _OneDtype | tuple[_OneDtype, _OneDtype] = None,
     quantization: str | tuple[str | None, str | None] | None = None,
+    cache_dtype: str | tuple[str | None, str | None] | None = None,
     device: DeviceKind | torch.device | str = DeviceKind.auto,
     tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
     matching: Matching | str = Matching.intersection,
@@ -363,6 +365,7 @@ def load(
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.spec.number_format`).
         quantization: storage format of the linear layers, of both or as a tuple; None for that of the catalogue.
+        cache_dtype: format of keys and values, of both or as a tuple; None for that of the catalogue.
         device: to compute on: auto, cpu, cuda, cuda:1, or a device of torch.
         tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
@@ -380,11 +383,11 @@ def load(
         load_plugins()
         kind, gpu = _read_device(device)
         choice, tokenizers = _read_tokenizers(tokenizer)
-        formats = [*zip(for_each_model(dtype), for_each_model(quantization), strict=True)]
-        target_entry, loaded_target = _read_model("target", target, tokenizers[0], *formats[0])
+        formats = formats_of({"dtype": dtype, "quantization": quantization, "cache_dtype": cache_dtype})
+        target_entry, loaded_target = _read_model("target", target, tokenizers[0], **formats[0])
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
-            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], *formats[1])
+            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], **formats[1])
             drafter = model_drafter(draft_entry, tokenizer=choice, matching=matching)
         config = RunConfig(task=GenerateConfig(), model=target_entry, draft=drafter, device=kind)
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
@@ -399,17 +402,17 @@ def load(
 
 
 def _read_model(
-    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, dtype: object, quantization: object
+    what: str, given: object, tokenizer: PreTrainedTokenizerBase | None, **formats: object
 ) -> tuple[ModelConfig, Loaded]:
     if not isinstance(given, torch.nn.Module):
-        return entry_of(what, given, dtype=dtype, quantization=quantization), Loaded(tokenizer=tokenizer)
+        return entry_of(what, given, **formats), Loaded(tokenizer=tokenizer)
     weights = weights_of(given, what=what)
     if tokenizer is None and not weights.folder.is_dir():
         raise ConfigError(
             f"{what} is a loaded {type(given).__name__} without a folder that has its tokenizer: give tokenizer=, "
             "such as AutoTokenizer.from_pretrained(...)"
         )
-    entry = in_format(ModelConfig(name=weights.name), dtype=dtype, quantization=quantization)
+    entry = in_format(ModelConfig(name=weights.name), **formats)
     return entry, Loaded(weights=weights, tokenizer=tokenizer)
 
 

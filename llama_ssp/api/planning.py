@@ -10,7 +10,7 @@ from llama_ssp.api.arguments import (
     check_types,
     drafter_without_model,
     entry_of,
-    for_each_model,
+    formats_of,
     known_arguments,
     member,
     model_drafter,
@@ -51,6 +51,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     placement: str | PlacementConfig | None = None,
     dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
     quantization: str | tuple[str | None, str | None] | None = None,
+    cache_dtype: str | tuple[str | None, str | None] | None = None,
     tokenizer: DraftTokenizer | str = DraftTokenizer.same,
     matching: Matching | str = Matching.intersection,
     num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
@@ -72,6 +73,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
         dtype: number format of both models, or a tuple with the target's and the draft's; a dtype of torch works too.
         quantization: storage format of the linear layers, of both or as a tuple.
+        cache_dtype: format of keys and values, of both or as a tuple.
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
         matching: how its tokens then become the target's.
         num_draft_tokens: K, or "auto".
@@ -115,6 +117,7 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
     search: bool = False,
     dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
     quantization: str | tuple[str | None, str | None] | None = None,
+    cache_dtype: str | tuple[str | None, str | None] | None = None,
     tokenizer: DraftTokenizer | str = DraftTokenizer.same,
     matching: Matching | str = Matching.intersection,
     num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
@@ -154,13 +157,13 @@ def compare_machines(  # noqa: PLR0913 - as for `plan`
 
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     """The config of a job, from the arguments that `plan` and `compare_machines` share."""
-    dtypes, formats = for_each_model(read["dtype"]), for_each_model(read["quantization"])
+    formats = formats_of(read)
     drafter = drafter_without_model(read["draft"])
     if drafter is None:
-        entry = entry_of("draft", read["draft"], dtype=dtypes[1], quantization=formats[1])
+        entry = entry_of("draft", read["draft"], **formats[1])
         drafter = model_drafter(entry, tokenizer=read["tokenizer"], matching=read["matching"])
     return PlanConfig(
-        model=entry_of("target", read["target"], dtype=dtypes[0], quantization=formats[0]), draft=drafter,
+        model=entry_of("target", read["target"], **formats[0]), draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
             num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],

@@ -195,7 +195,7 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
     """Lay weights in blocks of outputs, as `linear_cpu` draws it."""
     num_outputs, num_inputs = values_OI.shape
     if kind == DOTS:
-        words = values_OI.to(torch.int16).add_(SIGN_BIT).to(torch.uint8).view(-1, BLOCK, num_inputs // 4, 4)
+        words = (values_OI.view(torch.uint8) ^ SIGN_BIT).view(-1, BLOCK, num_inputs // 4, 4)  # 128 more, in one copy
     else:
         words = values_OI.view(-1, BLOCK, num_inputs, 1)
     return words.transpose(1, 2).reshape(num_outputs // BLOCK, 1, -1)
@@ -215,7 +215,8 @@ def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     if kind in FP4:
         return _with_heads(words_OG, codes)
     # The zero's share is subtracted from a sum, so a group of zeros yields none only if its scale is none.
-    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == int4_rows.zeros_of(words_OG)[..., None]).all(2)
+    zeros_OG1 = int4_rows.zeros_of(words_OG)[..., None].to(torch.uint8)  # as int32 they would widen the codes
+    is_zero_OG = (codes_OI.unflatten(1, (num_groups, -1)) == zeros_OG1).all(2)
     return _with_heads(words_OG.masked_fill(is_zero_OG, 0), codes)
 
 

@@ -170,8 +170,8 @@ class Weights:
         # Of packed weights, the bytes that they had unpacked; tied ones once.
         self._sizes = {row: getattr(*self._find(name)).numel() * self._dtype.itemsize
                        for name, row in self._table.items()}  # fmt: skip
-        # On a CPU an unquantized weight is loaded once it is read: reading ahead would take memory alone.
-        num_ahead = _READ_AHEAD if precision.kernel or device.type != "cpu" else 0
+        # A CPU quantizes with all its cores: reading ahead would take memory alone.
+        num_ahead = _READ_AHEAD if device.type != "cpu" else 0
         self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
         self._tied: dict[_Row, nn.Parameter] = {}
         self._done_bytes = 0

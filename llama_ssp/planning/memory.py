@@ -13,10 +13,10 @@ Layer-wise placement, which the loader does by `split_row` too:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise
 from typing import Any
 
 from llama_ssp.architectures.family import inventory, kept_whole, record_of
@@ -36,7 +36,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
-from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_pages
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
@@ -77,7 +77,7 @@ class WeightBytes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
         repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
         repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
-        beside_bytes: temporary bytes while loading: the largest tensor, or a layer before quantization.
+        beside_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
@@ -120,20 +120,20 @@ def weight_bytes(
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
     sharded = repeated = scales = 0
-    products = set[str]()
+    products = dict[str, list[tuple[int, int]]]()
     for matrix in held.layer:
-        in_group = layout.group if layout else storage.group_of(matrix.num_columns)
-        in_group = in_group or (matrix.num_columns if storage.groups else 0)
-        stored = storage.matrix_bytes(layer_kept(matrix).num_elements, matrix_size, group=in_group)
+        product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
+        in_group = (layout.group if layout else storage.group_of(matrix.num_columns)) or matrix.num_columns
+        stored = storage.matrix_bytes(
+            layer_kept(matrix).num_elements, matrix_size, group=in_group if storage.groups else 0
+        )
         if layout and layout.is_scattered:
             columns = matrix.num_columns
             if columns < matrix.whole_columns:
                 columns = layout.num_with_gaps(columns, of=matrix.whole_columns)
                 elements = replace(matrix, num_columns=columns).num_elements
                 stored = storage.matrix_bytes(elements, matrix_size, group=storage.least_group)
-            product = FUSED.get(matrix.module, matrix.module) if fuses else matrix.module
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
-            products.add(product)
         row_scales = round(storage.row_bytes * matrix.num_rows * matrix.copies)
         if share := dict(kept_shares).get(matrix.module):
             unquantized = matrix_size * kept(matrix).num_elements
@@ -145,6 +145,7 @@ def weight_bytes(
             sharded += stored + row_scales + bias
         else:
             sharded, scales, repeated = sharded + stored, scales + row_scales, repeated + bias
+        products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
     if held.head or matrix_size != size:
         output = kept(held.output)
@@ -152,17 +153,38 @@ def weight_bytes(
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    beside = max((matrix.num_elements for matrix in (*held.layer, *(table for table, *_ in tables))), default=0)
-    if storage.is_quantized:
-        beside = max(beside, sum(matrix.num_elements for matrix in held.layer))
+    beside = _beside_bytes([*products.values()], storage, is_half=matrix_size != size)
+    if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
+        without = held.num_layers * (sharded + repeated + scales) if fuses else 0
+        read = size * held.output.num_elements if held.head else 0
+        beside = max(beside, read + tables[-1][2] - without)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
         repeated_scale_bytes=held.num_layers * scales,
-        beside_bytes=size * beside,
+        beside_bytes=beside,
     )
+
+
+def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
+    """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
+
+    Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
+    matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
+    where nothing is halved.
+    """
+    beside = 0
+    for place, product in enumerate(products):
+        later = [*chain.from_iterable(products[place + 1 :])]
+        read, stored = map(sum, zip(*product, strict=True))
+        copies = product[-1][0] if len(product) > 1 else 0
+        if storage.is_quantized or is_half:
+            copies = max(copies, storage.loading_copies * stored)
+        ahead = 0 if is_half else sum(each for each, _ in later[:2])
+        beside = max(beside, read + copies + ahead - stored - sum(each for _, each in later))
+    return beside
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
@@ -531,7 +553,7 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
         "context_bytes": hardware.context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = target.weights.total_bytes + draft.weights.total_bytes + max(target.beside_bytes, draft.beside_bytes)
+    loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
     return RankMemoryPlan(
         rank=rank,
         **served,

@@ -1,12 +1,16 @@
 """Memory: this rank's peak, what its node still has, and sentences for memory and disks that ran out."""
 
 import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
 
+_EVERY_S = 0.005
 _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 # The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
 _MEMORY_WORDS = (
@@ -24,6 +28,25 @@ class MemoryWatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak_bytes = 0
+
+    @contextmanager
+    def closely(self) -> Iterator[None]:
+        """Sample all the time meanwhile; a GPU's allocator remembers its peak itself."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_EVERY_S):
+                self.sample()
+
+        watcher = threading.Thread(target=watch, name="memory")
+        if self._device.type == "cpu":
+            watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if watcher.ident:
+                watcher.join()
 
     def sample(self) -> None:
         """Read the memory in use; call it after each step that may have used more."""

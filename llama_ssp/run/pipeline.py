@@ -18,6 +18,7 @@ from llama_ssp.machines.machine import detect_hardware, keep_speed, known_speed
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
+from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
@@ -122,14 +123,15 @@ def _load(
     config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
-    with terminal.loading() as progress:
+    memory = MemoryWatch(world.device)
+    with terminal.loading() as progress, memory.closely():
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})
     session = Session(
         config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
-        num_prompts=num_prompts, plan=plan, start_clock=clock,
+        num_prompts=num_prompts, plan=plan, start_clock=clock, memory=memory,
     )  # fmt: skip
     return session, jobs
 

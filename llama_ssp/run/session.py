@@ -74,13 +74,12 @@ class Session:
     num_prompts: int | None
     plan: Plan | None
     start_clock: StartClock
+    memory: MemoryWatch
     evaluation: Evaluation | None = field(default=None, init=False)
     has_gate: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.stop_request = StopRequest()
-        self.memory = MemoryWatch(self.world.device)
-        self.memory.sample()
         self.decoders: dict[str, Decoder] = {}
         self.num_read_tokens = self.num_reused_tokens = 0
         counted_3 = self.models.target.experts_read_3

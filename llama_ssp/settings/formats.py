@@ -35,6 +35,7 @@ class StorageFormat:
     # numbers of inputs that may share a word, the largest first: a layer has the largest that its inputs consist of, or
     # that of its file. Its inputs are a multiple of the smallest.
     groups: tuple[int, ...] = ()
+    loading_copies: int = 2  # times its bytes that a product takes while its kernel lays it out.
     unpacks_matrix: bool = False  # a product unpacks the whole matrix, so a forward needs room for the largest one.
     gpu_unpacks: int = 0  # weights that a product of many rows unpacks at a time on a GPU.
     # cost of a product on a GPU as bytes read, from the number of rows and the bytes of the matrix in this format and
@@ -181,7 +182,7 @@ _WEIGHT_ONLY = StorageFormat(  # our own: one byte per weight, and an fp32 scale
 )
 _INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
     _WEIGHT_ONLY, name="int4_weight_only", order=4, short_name="int4wo", kernel=f"{_KERNELS}:int4_weight_only_linear",
-    weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5,
+    weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5, loading_copies=4,  # codes are bytes on the way
 )  # fmt: skip
 _FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
     _WEIGHT_ONLY, name="fp8_weight_only", order=5, short_name="fp8wo", kernel=f"{_KERNELS}:fp8_weight_only_linear",

@@ -71,7 +71,7 @@ def summary_table(summary: Summary) -> RenderableType:
         parts.append(line.append(f", forecast {experts.num_expected:.1f}", style="bright_black"))
     if measured := [rank for rank in summary.memory if rank.measured_peak_bytes]:
         fullest = max(measured, key=lambda rank: rank.measured_peak_bytes or 0)
-        line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} on rank {fullest.rank}")
+        line = Text(f"memory:   {_gibibytes(fullest.measured_peak_bytes)} at its peak on rank {fullest.rank}")
         if fullest.planned_bytes:
             line.append(f", forecast {_gibibytes(fullest.planned_bytes)}", style="bright_black")
         parts.append(line)

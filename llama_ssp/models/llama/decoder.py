@@ -80,21 +80,22 @@ class LeanRunner(CachedRunner):
         assert is_llama_kind(config)
         fill = fill or (lambda _prefix: None)
         self._own = OwnKernels()
-        layers = []
-        for number, layer in enumerate(body.layers):
-            fill(f"model.layers.{number}.")
-            layers.append(self.layer_class(layer, number, comm=comm, kernel=precision.kernel or kernel, own=self._own))
-        fill("")
+        # The largest matrix comes first: copies of it are gone before the layers need their room.
+        fill("lm_head.")
+        fill("model.embed_tokens.")
         super().__init__(config, head.weight, cache_dtype=precision.cache_dtype)
+        is_tied = head.weight is body.embed_tokens.weight
+        linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
+        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel, "own": self._own, "fill": fill}
+        layers = [self.layer_class(layer, number, **parts) for number, layer in enumerate(body.layers)]
+        fill("")
         self._width: int = config.hidden_size
         self._comm = comm
         self._rotary = body.rotary_emb
         self._embed: nn.Module = body.embed_tokens
         self._layers = layers
         self._head_sizes = head.sizes if isinstance(head, GatheredLinear) else (self.vocab_size,)
-        is_tied = head.weight is body.embed_tokens.weight
         self._norm = RmsNorm(body.norm)
-        linear = make_linear(*take(head), kernel=kernel, keeps_weight=is_tied)
         self._head = NormedProduct(self._norm, linear, self._own)
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.

@@ -115,6 +115,8 @@ class ResidualProduct:
 class Layer:
     """Attention and MLP of one layer, taken from a module of transformers, which is emptied.
 
+    `fill` loads the parameters whose names begin with a prefix, those of one product after the other.
+
     Attributes:
         number: of the layer.
         heads: of the layer.
@@ -122,10 +124,16 @@ class Layer:
         qkv, output, gate_up, down: the products, in the order of their use.
     """
 
-    def __init__(self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, own: OwnKernels) -> None:  # noqa: ANN401
+    def __init__(
+        self, layer: Any, number: int, *, comm: Comm, kernel: Kernel | None, own: OwnKernels,  # noqa: ANN401
+        fill: Callable[[str], None],
+    ) -> None:  # fmt: skip
         attention, mlp = layer.self_attn, layer.mlp
         self.number = number
         head_dim: int = attention.head_dim
+        place = f"model.layers.{number}."
+        for part in ("q", "k", "v"):
+            fill(f"{place}self_attn.{part}")
         queries, keys, values = _query_key_value(attention, head_dim)
         num_heads, num_kv_heads = (module.weight.shape[0] // head_dim for module in (queries, keys))
         self.heads = Heads(num_heads, num_kv_heads, head_dim, attention.scaling)
@@ -134,10 +142,14 @@ class Layer:
             _interleave(module, head_dim)
         self.head_norms = [RmsNorm(norm) for norm in head_norms]
         qkv = make_linear(*take(queries, keys, values), kernel=kernel)
-        self.qkv = self._first_product(layer, qkv, own)
+        fill(f"{place}self_attn.")
         self.output = ResidualProduct(attention.o_proj, comm=comm, kernel=kernel)
+        fill(f"{place}mlp.gate")
+        fill(f"{place}mlp.up")
         fused = getattr(mlp, "gate_up_proj", None)
         gate_up = make_linear(*take(*([fused] if fused else [mlp.gate_proj, mlp.up_proj])), kernel=kernel)
+        fill(place)
+        self.qkv = self._first_product(layer, qkv, own)
         self.gate_up = NormedProduct(RmsNorm(layer.post_attention_layernorm), gate_up, own, gates=True)
         self.down = ResidualProduct(mlp.down_proj, comm=comm, kernel=kernel)
         self._whole: WholeLayer | None = None
@@ -229,4 +241,11 @@ def take(*modules: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401 - linea
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Concatenate parts, and free each once it is copied."""
+    if len(parts) == 1:
+        return parts.pop()
+    sizes = [len(part) for part in parts]
+    whole = parts[0].new_empty(sum(sizes), *parts[0].shape[1:])
+    for place in whole.split(sizes):
+        place.copy_(parts.pop(0))
+    return whole

@@ -211,8 +211,8 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
     """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
     if codes_OI.device.type == "cpu" and fits(NIBBLES, torch.Size((len(codes_OI), num_inputs))):
-        halves = int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1)))
-        return NativeLinear(NIBBLES, torch.cat(halves, dim=2).flatten(1), words_OG, bias_O)
+        codes_OGI = torch.cat(int4_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
+        return NativeLinear(NIBBLES, codes_OGI.flatten(1), words_OG, bias_O)
     kernel = find_few_rows("int4_weight_only", codes_OI.device.type, group=num_inputs // num_groups)
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 

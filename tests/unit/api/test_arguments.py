@@ -125,6 +125,7 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (load, ["tiny"], {"dtype": torch.int64}, "unknown dtype 'torch.int64'"),
         (load, ["tiny"], {"quantization": "int5"}, "unknown quantization 'int5': there are"),
         (load, ["tiny"], {"quantization": 8}, "unknown quantization '8'"),
+        (load, ["tiny"], {"cache_dtype": "int4"}, "unknown cache_dtype 'int4': there are auto, bf16"),
         (load, ["tiny"], {"device": "tpu"}, "unknown device 'tpu': there are auto, cpu, cuda"),
         (load, ["tiny"], {"device": torch.device("meta")}, "unknown device 'meta'"),
         (load, ["tiny"], {"device": "cuda:99"}, "device=cuda:99 is not on this machine, which has auto, cpu"),
@@ -165,7 +166,7 @@ def test_load_and_plan_refuse_in_words_of_the_library(
                 (plan, "gpus", "num_gpus?"), (compare_machines, "max_tokens", "max_"),
             )
         ),
-        (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, device, "),
+        (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, cache_"),
         (
             plan, {"n_predict": 2, "batch": 4},
             (

@@ -111,12 +111,19 @@ def test_models_whose_weights_are_elsewhere_are_refused() -> None:
 
 @pytest.mark.heavy
 def test_each_model_has_its_own_format_on_request() -> None:
-    pair = load("tiny", "tiny-draft", dtype=(torch.float32, "bf16"), quantization=("int8_weight_only", None))
+    pair = load(
+        "tiny",
+        "tiny-draft",
+        dtype=(torch.float32, "bf16"),
+        quantization=("int8_weight_only", None),
+        cache_dtype=(None, "fp16"),
+    )
     target, draft = pair.models.target, pair.models.draft
     assert isinstance(target, LeanRunner)
     assert isinstance(draft, LeanRunner)
     assert (target.dtype, draft.dtype) == (torch.float32, torch.bfloat16)
     assert [source.precision.quantization for source in pair.models.sources] == ["int8_weight_only", "none"]
+    assert [source.precision.cache_dtype for source in pair.models.sources] == ["auto", "fp16"]
 
 
 def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> None:

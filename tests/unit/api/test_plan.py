@@ -31,13 +31,14 @@ from tests.helpers.in_process import planned
         (
             {
                 "target": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
-                "quantization": ("int8", None), "num_draft_tokens": "auto", "acceptance": 0.6, "prompt_tokens": 100,
-                "max_new_tokens": 200,
+                "quantization": ("int8", None), "cache_dtype": ("fp8", None), "num_draft_tokens": "auto",
+                "acceptance": 0.6, "prompt_tokens": 100, "max_new_tokens": 200,
             },
             [
                 "model=30B", "draft=7B", "hardware=p4d_24xlarge", "placement=sharded", "model.dtype=fp16",
-                "draft.model.dtype=fp16", "model.quantization=int8", "speculation.num_draft_tokens=auto",
-                "speculation.acceptance=0.6", "prompt_tokens=100", "max_new_tokens=200",
+                "draft.model.dtype=fp16", "model.quantization=int8", "model.cache_dtype=fp8",
+                "speculation.num_draft_tokens=auto", "speculation.acceptance=0.6", "prompt_tokens=100",
+                "max_new_tokens=200",
             ],
         ),
         (

@@ -113,11 +113,22 @@ def test_the_total_is_the_sum_of_its_items() -> None:
     assert rank.free_bytes == rank.capacity_bytes - max(rank.total_bytes, rank.loading_peak_bytes)
 
 
-def test_quantizing_while_loading_needs_room_for_an_unquantized_layer() -> None:
+@pytest.mark.parametrize(("form", "weight_bytes", "num_copies"), [("nf4", 9 / 16, 2), ("int4_weight_only", 17 / 32, 4)])
+def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ahead(
+    form: str, weight_bytes: float, num_copies: int
+) -> None:
+    """In the last layer, before down, which is read ahead in 16 bits like the others."""
     job = make_job("7B")
-    job = replace(job, target=replace(job.target, quantization="nf4"))
+    job = replace(job, target=replace(job.target, quantization=form))
     (rank,) = memory(job, A100)
-    assert rank.loading_peak_bytes == rank.target_weights_bytes + 2 * (4 * 4096 + 3 * 11008) * 4096 + A100.context_bytes
+    beside = rank.loading_peak_bytes - rank.target_weights_bytes - A100.context_bytes
+    assert beside == 11008 * 4096 * (2 * 2 + num_copies * 2 * weight_bytes + 2 - 3 * weight_bytes)
+
+
+def test_a_draft_is_loaded_when_all_copies_of_the_target_are_gone() -> None:
+    (alone,), (pair,) = (memory(make_job("7B", *draft), A100) for draft in ([], ["tinyllama_1B"]))
+    draft_bytes = pair.draft_weights_bytes
+    assert 0 <= pair.loading_peak_bytes - alone.target_weights_bytes - A100.context_bytes - draft_bytes < 2**25
 
 
 def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:

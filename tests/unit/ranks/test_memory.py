@@ -1,5 +1,7 @@
 """What the node still has, and what a GPU has lost."""
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,14 @@ def test_a_gpus_memory_is_what_it_has_lost_at_most_as_plans_count_it(monkeypatch
     told["mem_get_info"] = 55, 100
     watch.sample()
     assert watch.peak_bytes == 60 + 13
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
+def test_memory_that_is_freed_again_counts_where_a_watch_looks_closely() -> None:
+    watch, least_bytes = memory.MemoryWatch(torch.device("cpu")), (memory.anonymous_bytes() or 0) + 2**25
+    with watch.closely():
+        held, deadline = torch.ones(2**24), time.monotonic() + 10
+        while (watch.peak_bytes or 0) < least_bytes and time.monotonic() < deadline:
+            time.sleep(0.001)
+        del held
+    assert (watch.peak_bytes or 0) >= least_bytes
