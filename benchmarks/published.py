@@ -21,9 +21,8 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import KnownPoint, implied_acceptance, nearest, points, tokens_per_round
-from llama_ssp.planning.ranges import FAR, NEAR, PAIR, Ends, decoding_error
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import LIBRARY_SHARE, bandwidth, timing
+from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, PAIR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of

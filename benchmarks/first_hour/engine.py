@@ -25,7 +25,7 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.kernels.attention_by_length import capability_of, torch_attention
 from llama_ssp.models.runner import Runner
-from llama_ssp.settings.caches import OWN_DTYPE
+from llama_ssp.settings.formats import OWN_DTYPE
 from llama_ssp.settings.layout import FIRST_PAGED_CAPABILITY
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.engine.executors import GraphExecutor

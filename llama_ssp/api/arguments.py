@@ -11,10 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.caches import CACHES
 from llama_ssp.settings.catalogue import is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
-from llama_ssp.settings.formats import FORMATS
+from llama_ssp.settings.formats import CACHES, FORMATS
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
 
 _Kind = TypeVar("_Kind", bound=Enum)

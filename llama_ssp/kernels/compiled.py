@@ -23,7 +23,7 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.settings import caches, formats, layout
+from llama_ssp.settings import formats, layout
 from llama_ssp.settings.catalogue import cache_dir
 from llama_ssp.weights import fp4_rows, int4_rows
 
@@ -67,7 +67,7 @@ def has_features(names: tuple[str, ...]) -> bool:
 def _decides_code() -> str:
     """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [inspect.getsource(module) for module in (caches, formats, layout, fp4_rows, int4_rows)]
+    sources += [inspect.getsource(module) for module in (formats, layout, fp4_rows, int4_rows)]
     features = binding.get_host_cpu_features().flatten()
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), features, *sources])
 

@@ -10,7 +10,7 @@ buckets. Where attention reads rows by their lengths (module `llama.attention`),
 
     page 0: slots 0..255 of row 0, page 1: slots 256..511 of row 0, ... of row B - 1; nothing is copied
 
-A key or value of a head is kept as a format of `settings.caches` says, and is written and read through
+A key or value of a head is kept as a format of `settings.formats` says, and is written and read through
 `kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, W
@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from llama_ssp.architectures.family import num_positions, record_of
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.caches import OWN_DTYPE
+from llama_ssp.settings.formats import OWN_DTYPE
 from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
@@ -372,7 +372,7 @@ class Taps:
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
-    `cache_dtype` is the format of the cache, a name of `settings.caches`.
+    `cache_dtype` is the format of the cache, a name of `settings.formats`.
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.

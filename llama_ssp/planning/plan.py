@@ -22,9 +22,8 @@ from llama_ssp.planning.memory import (
     model_bytes,
     waiting_bytes,
 )
-from llama_ssp.planning.ranges import Ends, unmeasured
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
-from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing
+from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded
 
 PLAN_VERSION = 4

@@ -26,7 +26,6 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig, Price
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
-from llama_ssp.planning.ranges import Ends
 from llama_ssp.planning.spec import (
     PlannedModel,
     PlanSpec,
@@ -36,7 +35,7 @@ from llama_ssp.planning.spec import (
     on_block,
     planned_model,
 )
-from llama_ssp.planning.timing import Timing, timing
+from llama_ssp.planning.timing import Ends, Timing, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats

@@ -17,10 +17,9 @@ from llama_ssp.architectures.family import inventory, num_positions, record_of, 
 from llama_ssp.architectures.served import check_ranks, check_servable
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.caches import CACHES, OWN_DTYPE
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     LANES,

@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.settings.caches import CACHES
-from llama_ssp.settings.formats import format_of, problem_of
+from llama_ssp.settings.formats import CACHES, format_of, problem_of
 from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
 

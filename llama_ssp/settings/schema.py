@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from llama_ssp.settings.caches import OWN_DTYPE
-from llama_ssp.settings.formats import NO_QUANTIZATION
+from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.stored import StoredFormat
 from llama_ssp.settings.trees import TreeShape, tree_shape

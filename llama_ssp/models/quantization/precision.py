@@ -25,9 +25,8 @@ from torch import Tensor
 
 from llama_ssp.kernels.linear import DOTS, Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
-from llama_ssp.settings.caches import OWN_DTYPE
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.weights import byte_rows
 
 _STEPS = 127
@@ -41,7 +40,7 @@ class Precision:
         int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
             makes rows depend on each other; 0 quantizes all.
         is_stored: the files have packed weights, and their other weights are not quantized.
-        cache_dtype: the format of the cache, a name of `settings.caches`.
+        cache_dtype: the format of the cache, a name of `settings.formats`.
     """
 
     quantization: str = NO_QUANTIZATION

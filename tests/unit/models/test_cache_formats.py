@@ -15,7 +15,7 @@ from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.caches import CACHES
+from llama_ssp.settings.formats import CACHES
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.lanes import grid

@@ -9,8 +9,7 @@ from benchmarks.published_rows import ROWS
 from llama_ssp.machines import hardware
 from llama_ssp.planning.acceptance import nearest, points
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.ranges import FAR, NEAR, PAIR
-from llama_ssp.planning.timing import timing
+from llama_ssp.planning.timing import FAR, NEAR, PAIR, timing
 from tests.helpers.planning import make_job
 
 A100, B200 = hardware.load("8xa100_80gb"), hardware.load("8xb200")
