@@ -32,9 +32,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
-from llama_ssp.architectures.served import check_ranks, check_servable
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.family import no_plan, record_of
 from llama_ssp.architectures.matrices import (
     HEAD_CUTS,
     Cut,
@@ -30,7 +30,6 @@ from llama_ssp.architectures.matrices import (
     stays_whole,
     widths,
 )
-from llama_ssp.architectures.served import no_plan
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of

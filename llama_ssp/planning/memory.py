@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain, cycle, pairwise
 from typing import Any
 
-from llama_ssp.architectures.family import inventory, kept_whole, record_of
+from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
     Cut,
@@ -31,7 +31,6 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
 )
-from llama_ssp.architectures.served import check_ranks
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec

@@ -13,8 +13,7 @@ from typing import Any
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
 from llama_ssp.architectures.experts import expert_sizes
-from llama_ssp.architectures.family import inventory, num_positions, record_of, text_part
-from llama_ssp.architectures.served import check_ranks, check_servable
+from llama_ssp.architectures.family import check_ranks, check_servable, inventory, num_positions, record_of, text_part
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path

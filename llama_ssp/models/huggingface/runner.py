@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.architectures.family import record_of
-from llama_ssp.architectures.served import OTHER
+from llama_ssp.architectures.family import OTHER, record_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps

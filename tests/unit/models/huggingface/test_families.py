@@ -15,8 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.families import MORE
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.served import WITHOUT_PLAN, check_servable
+from llama_ssp.architectures.family import WITHOUT_PLAN, check_servable, inventory, record_of
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
