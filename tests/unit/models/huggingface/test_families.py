@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -158,6 +159,9 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kin
     assert bool(found) == (kind in REFUSED or (num_ranks == 2 and kind in ON_ONE))
 
 
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.23."), reason="the tables are those of transformers 5.23"
+)
 def test_tables_have_the_families_of_transformers() -> None:
     """Those whose layers have other kinds by default, and those without a tensor-parallel plan."""
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
