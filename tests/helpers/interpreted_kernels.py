@@ -6,7 +6,7 @@
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, product
 from pathlib import Path
 from threading import Lock
@@ -21,7 +21,7 @@ from torch.nn import functional
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, product_gpu
+from llama_ssp.kernels import attention_gpu, between_gpu, linear, product_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
@@ -453,6 +453,7 @@ def few_rows() -> None:
 
 def main() -> None:
     """Check every part."""
+    linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
     varlen.LONG_SLOTS = 0  # ours for all forwards that it can serve
     make, module = product_gpu.product, product_gpu
     module.product = lambda *given, **options: one_at_a_time(make(*given, **options))
