@@ -159,7 +159,7 @@ class ModelConfig:
     gpu_dtype: Dtype = Dtype.auto  # meaning of dtype=auto on a GPU; auto takes the format of the files.
     # storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,
     # int4_weight_only, fp8_weight_only, mxfp4 and nvfp4. Each rank quantizes its own slice while it reads it. none
-    # keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, bitsandbytes, MXFP4, NVFP4).
+    # keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, bitsandbytes).
     quantization: str = NO_QUANTIZATION
     # format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale for
     # each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.
