@@ -97,7 +97,7 @@ TELLING = [
     _shown("dry_run=true", r"\S"),
     _shown("model=30B draft=7B hardware=8xa100_80gb dry_run=true", r"\S"),
     _shown("-m speculation.num_draft_tokens=2,4 dry_run=true", r"\S"),
-    _shown("model=65B draft=7B hardware=laptop_cpu dry_run=true", r"rank 0 needs [\d.]+ GiB while loading", code=3),
+    _shown("model=65B draft=7B hardware=laptop_cpu dry_run=true", r"rank 0 needs [\d.]+ GiB \(target", code=3),
 ]
 RUNS = [
     _done("task=generate max_new_tokens=4 'prompt=import os' run_dir={run}", r"\S"),
