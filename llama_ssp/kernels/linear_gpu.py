@@ -16,7 +16,11 @@ others in the high halves, so that both are multiplied where they are. The warp 
 where its inputs are half a group. A number's bits, moved, are those of an fp16 number that is 2^-8 times as large; of
 a float of 4 bits 2^-14 times. A warp has 32 of those, whose halves have scales of their own in NVFP4.
 
-Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs.
+Experts are matrices of one shape whose outputs stand one behind the other. The rows of a block are then pairs of a
+token and an expert, the same one, which `choose` finds without the host; there are as many blocks as there may be.
+
+Shapes: M rows, I inputs, O outputs, S splits, G groups of 128, 64 or 32 inputs; P pairs of a token and one of the K
+experts that it chose, N blocks of them.
 """
 
 from functools import cache
@@ -188,14 +192,27 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, words, scales, bias, residual, y, num_rows, num_outputs, num_inputs, split_inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
+    x, weight, words, scales, bias, residual, y, blocks, num_rows, num_outputs, num_inputs, words_stride, split_inputs,
+    num_chosen, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
     GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are.
+
+    With `blocks` of pairs, each reads the row of its token, a number of pairs that `num_chosen` divides.
+    """
+    if blocks is None:
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        is_row, x_rows, before = rows < num_rows, rows, 0
+    else:
+        block = blocks + tl.program_id(0) * (ROWS + 2)
+        num_pairs = tl.load(block + 1)
+        if num_pairs == 0:
+            return
+        is_row = tl.arange(0, ROWS) < num_pairs
+        rows = tl.load(block + 2 + tl.arange(0, ROWS), mask=is_row, other=0)
+        x_rows, before = rows // num_chosen, tl.load(block) * num_outputs
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_row, is_output = rows < num_rows, outputs < num_outputs
+    is_output = outputs < num_outputs
     has_codes: tl.constexpr = weight.dtype.element_ty == tl.uint8
     byte_weights: tl.constexpr = 2 if has_codes else 1
     warp_bytes: tl.constexpr = INPUTS // byte_weights
@@ -203,8 +220,8 @@ def _product(  # type: ignore[no-untyped-def]
     bytes_ = tl.arange(0, warp_bytes)[None, :]
     inputs = warps * INPUTS + bytes_
     # Rows of the weight behind the last one are read as the last one, and not stored.
-    read = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    x_places = x + (rows * num_inputs)[None, :, None] + inputs[:, None, :]
+    read = before + tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    x_places = x + (x_rows * num_inputs)[None, :, None] + inputs[:, None, :]
     weight_places = (
         weight + (read * (num_inputs // byte_weights))[None, :, None] + (warps * warp_bytes + bytes_)[:, None, :]
     )
@@ -218,7 +235,7 @@ def _product(  # type: ignore[no-untyped-def]
         bytes_tile = tl.load(weight_places + start // byte_weights, mask=is_input, other=0)
         if GROUP > 0:
             groups = (start + warps * INPUTS) // GROUP
-            word_places = words + groups * num_outputs + read[None, :]
+            word_places = words + groups * words_stride + read[None, :]
             is_group = groups * GROUP < num_inputs
             word = tl.load(word_places, mask=is_group, other=0)
         if has_codes:
@@ -232,7 +249,7 @@ def _product(  # type: ignore[no-untyped-def]
                 low, high = _converted_codes(bytes_tile & 15, half), _converted_codes(bytes_tile >> 4, half)
                 part = _added(none, low, x_tile) * (_scales(word) * 16384.0)[:, :, None]
                 # Where halves have one scale, it is read again from the cache.
-                word = tl.load(word_places + (INPUTS // GROUP - 1) * num_outputs, mask=is_group, other=0)
+                word = tl.load(word_places + (INPUTS // GROUP - 1) * words_stride, mask=is_group, other=0)
                 total += part + _added(none, high, others) * (_scales(word) * 16384.0)[:, :, None]
         elif GROUP > 0:
             numbers = _converted_floats(bytes_tile, half)
@@ -247,21 +264,58 @@ def _product(  # type: ignore[no-untyped-def]
         y += tl.program_id(2).to(tl.int64) * num_rows * num_outputs
         tl.store(y + places, result, mask=is_stored)
     else:
-        outputs = tl.broadcast_to(outputs[:, None], (OUTPUTS, ROWS))
+        outputs = tl.broadcast_to(before + outputs[:, None], (OUTPUTS, ROWS))
         _store(result, scales, bias, residual, y, outputs, places, is_stored)
 
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
 def _sum_of_splits(  # type: ignore[no-untyped-def]
-    parts, scales, bias, residual, y, num_splits, num_elements, num_outputs, ELEMENTS: tl.constexpr
+    parts, scales, bias, residual, y, experts, num_splits, num_elements, num_outputs, num_experts,
+    ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits (S, M, O) in order."""
+    """Add the splits (S, M, O) in order; with `experts` of the rows, those of the experts that are here."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = places < num_elements
+    outputs = places % num_outputs
+    if experts is not None:
+        expert = tl.load(experts + places // num_outputs, mask=is_element, other=num_experts).to(tl.int32)
+        is_element &= expert < num_experts
+        outputs += expert * num_outputs
     total = tl.zeros((ELEMENTS,), dtype=tl.float32)
     for split in range(num_splits):
         total += tl.load(parts + split * num_elements + places, mask=is_element, other=0.0)
-    _store(total, scales, bias, residual, y, places % num_outputs, places, is_element)
+    _store(total, scales, bias, residual, y, outputs, places, is_element)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _find_block(  # type: ignore[no-untyped-def]
+    experts, blocks, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Write the expert of a block, how many of its pairs are there, and which."""
+    counts = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for start in range(0, num_pairs, PAIRS):
+        pairs = start + tl.arange(0, PAIRS)
+        counts += tl.histogram(
+            tl.load(experts + pairs, mask=pairs < num_pairs, other=num_experts).to(tl.int32), EXPERTS
+        )
+    numbers = tl.arange(0, EXPERTS)
+    sizes = tl.where(numbers < num_experts, tl.cdiv(counts, ROWS), 0)
+    ends = tl.cumsum(sizes, 0)
+    expert = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)  # behind the last block none of these
+    is_own = numbers == expert
+    passed = (tl.program_id(0) - tl.sum(tl.where(is_own, ends - sizes, 0), 0)) * ROWS
+    num_left = tl.sum(tl.where(is_own, counts, 0), 0) - passed
+    block = blocks + tl.program_id(0) * (ROWS + 2)
+    tl.store(block, expert)
+    tl.store(block + 1, tl.minimum(tl.maximum(num_left, 0), ROWS))
+    place = -passed - 1
+    for start in range(0, num_pairs, PAIRS):
+        pairs = start + tl.arange(0, PAIRS)
+        chosen = tl.load(experts + pairs, mask=pairs < num_pairs, other=num_experts).to(tl.int32)
+        is_here = (chosen == expert).to(tl.int32)
+        places = place + tl.cumsum(is_here, 0)
+        tl.store(block + 2 + places, pairs, mask=(is_here > 0) & (places >= 0) & (places < ROWS))
+        place += tl.sum(is_here, 0)
 
 
 @triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
@@ -315,6 +369,8 @@ STEP = 512
 _LEAST_SAVED = 4
 """Steps that a split must save, since it needs a second kernel; a step takes about a quarter of a microsecond."""
 _SUMMED = 1024
+_PAIRS = 256
+"""Which a block looks through at a time."""
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
@@ -359,7 +415,7 @@ def tiles_of(
     split_steps = triton.cdiv(num_steps, max(num_processors // triton.cdiv(num_outputs, outputs), 1))
     if num_steps - split_steps < _LEAST_SAVED:
         split_steps = num_steps
-    rows = next((rows for rows in (8, 16) if num_rows <= rows), 32 if is_half else 16)
+    rows = _rows_of_a_block(num_rows, value_bytes)
     warp_inputs = group or WARP_BYTES
     return Tiles(
         rows=rows, outputs=outputs, split_inputs=split_steps * STEP, warp_inputs=warp_inputs,
@@ -368,6 +424,46 @@ def tiles_of(
             triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, outputs), triton.cdiv(num_steps, split_steps)
         ),
     )  # fmt: skip
+
+
+def _rows_of_a_block(num_rows: int, value_bytes: int) -> int:
+    return next((rows for rows in (8, 16) if num_rows <= rows), 32 if value_bytes == 2 else 16)  # noqa: PLR2004 - fp16
+
+
+class Chosen(NamedTuple):
+    """The pairs of tokens and experts, in blocks; see `choose`.
+
+    Attributes:
+        experts_P: of the pairs, those of a token one behind the other.
+        blocks_NR: int32; of each block its expert, the number of its pairs, and these; the number is 0 behind the last.
+        num_experts: that are here.
+        num_chosen: of a token.
+    """
+
+    experts_P: Tensor
+    blocks_NR: Tensor
+    num_experts: int
+    num_chosen: int
+
+
+def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Chosen:
+    """Cut the pairs of tokens and the experts that they chose into blocks of one expert, without the host.
+
+    `num_experts` itself stands for all experts that are not here. A block has room for twice the pairs that an expert
+    has in the mean; `value_bytes` is the size of an input.
+    """
+    num_tokens, num_chosen = experts_MK.shape
+    num_pairs = experts_MK.numel()
+    rows = _rows_of_a_block(min(num_tokens, 2 * triton.cdiv(num_pairs, num_experts)), value_bytes)
+    num_first = min(num_pairs, num_experts)  # an expert has one block, and another one per `rows` further pairs
+    num_blocks = num_first + (num_pairs - num_first) // rows
+    experts_P = experts_MK.flatten()
+    blocks_NR = torch.empty(num_blocks, rows + 2, dtype=torch.int32, device=experts_P.device)
+    _find_block[(num_blocks,)](
+        experts_P, blocks_NR, num_pairs, num_experts, PAIRS=_PAIRS, EXPERTS=triton.next_power_of_2(num_experts + 1),
+        ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return Chosen(experts_P, blocks_NR, num_experts, num_chosen)
 
 
 def product_of_few_rows(
@@ -379,43 +475,54 @@ def product_of_few_rows(
     bias_O: Tensor | None = None,
     residual_MO: Tensor | None = None,
     num_processors: int | None = None,
+    chosen: Chosen | None = None,
 ) -> Tensor:
     """Compute x W^T + bias + residual, rounded once.
 
+    With `chosen` experts the operands are those of all experts, whose outputs stand one behind the other. The products
+    (P, O) of the pairs are 0 where an expert is not here.
+
     Args:
-        x_MI: inputs in fp32, bf16 or fp16.
+        x_MI: inputs in fp32, bf16 or fp16; with `chosen` of the tokens, or of the pairs (P, I).
         weight_OI: int8 or E4M3 (O, I), or the bytes of codes (O, I / 2) in uint8; contiguous.
         scales: of the outputs (O,), in fp32; of E4M3 those of the groups (G, O), of int4 their words, of floats of 4
-            bits those of the groups in E8M0 or E4M3; contiguous.
+            bits those of the groups in E8M0 or E4M3; rows are contiguous.
         scales_O: of the outputs of floats of 4 bits, in fp32.
         bias_O: in the dtype of x, as the residual; None for no bias.
         residual_MO: None for no residual.
         num_processors: multiprocessors that the work is shared out to; None for all of the device.
+        chosen: experts of the tokens; None for one matrix.
     """
-    num_outputs = len(weight_OI)
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     num_rows, num_inputs = x_MI.shape
+    num_processors = num_processors or _num_processors(x_MI.device)
+    num_outputs, rows, blocks_NR, experts_P, num_experts, ratio = len(weight_OI), num_rows, None, None, 1, 1
+    if chosen:
+        experts_P, blocks_NR, num_experts, num_chosen = chosen
+        rows, ratio, num_rows = blocks_NR.shape[1] - 2, len(experts_P) // num_rows, len(experts_P)
+        # The experts of one token share the multiprocessors, however many tokens there are.
+        num_outputs, num_processors = num_outputs // num_experts, max(num_processors // num_chosen, 1)
     words, scales_O = (_as_bytes(scales), scales_O) if scales.ndim == 2 else (None, scales)  # noqa: PLR2004 - a matrix
     group = 0 if words is None else num_inputs // len(words)
     weight_OI = _as_bytes(weight_OI)
     tiles = tiles_of(
-        num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs,
-        num_processors=num_processors or _num_processors(x_MI.device), value_bytes=x_MI.element_size(),
+        num_rows=rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=num_processors,
+        value_bytes=x_MI.element_size(),
         group=max(group, FP4_GROUP) if weight_OI.dtype is torch.uint8 else None,
     )  # fmt: skip
-    y_MO = x_MI.new_empty(num_rows, num_outputs)
+    y_MO = (x_MI.new_zeros if chosen else x_MI.new_empty)(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()
     is_split = num_splits > 1
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
-    _product[tiles.grid](
-        x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, num_rows, num_outputs, num_inputs,
-        tiles.split_inputs, ROWS=tiles.rows, OUTPUTS=tiles.outputs, INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps,
-        GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    _product[tiles.grid if blocks_NR is None else (len(blocks_NR), *tiles.grid[1:])](
+        x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, blocks_NR, num_rows, num_outputs, num_inputs,
+        0 if words is None else words.stride(0), tiles.split_inputs, ratio, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
+        INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
-            parts, scales_O, bias_O, residual_MO, y_MO, num_splits, length, num_outputs,
+            parts, scales_O, bias_O, residual_MO, y_MO, experts_P, num_splits, length, num_outputs, num_experts,
             ELEMENTS=_SUMMED,
         )  # fmt: skip
     return y_MO

@@ -2,7 +2,8 @@
 
 Only experts that some token chose are read. On a GPU without quantization the library's grouped products stay.
 
-Shapes: M tokens, X experts, K of them that a token chose, E the model's width, I units of an expert, R tokens of one.
+Shapes: M tokens, X experts, K of them that a token chose, E the model's width, I units of an expert, R tokens of one,
+P pairs of a token and an expert.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from torch.nn import functional
 
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
+from llama_ssp.models.quantization.weight_only import join_experts
+from llama_ssp.settings.formats import FEW_ROWS
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
@@ -96,6 +99,8 @@ class OwnExperts(nn.Module):
 
         gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
+        joined = join_experts(self._gate_up), join_experts(self._down)
+        self._of_few = joined if all(joined) else None
         self.num_experts = len(self._down)
         self.num_routed = getattr(module, "num_routed", self.num_experts)
         natives = [native for linear in self._gate_up if (native := native_of(linear))] if gates else []
@@ -105,13 +110,26 @@ class OwnExperts(nn.Module):
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
-        chosen_R = chosen_MK.flatten()
-        order_R = chosen_R.argsort()
-        counts = chosen_R.bincount(minlength=self.num_experts + 1).tolist()
-        *rows, elsewhere_RE = x_ME[order_R // chosen_MK.shape[1]].split(counts)
+        of = self._of_pairs if self._of_few and len(x_ME) <= FEW_ROWS else self._one_by_one
+        y_PE = of(x_ME, chosen_MK)
+        return (y_PE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
+
+    def _of_pairs(self, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
+        """On a GPU and for few tokens: without the host, so that a round may be captured."""
+        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
+
+        gate_up, down = self._of_few
+        chosen = choose(chosen_MK, self.num_experts, value_bytes=x_ME.element_size())
+        y_PE: Tensor = down(self._gate(gate_up(x_ME, chosen)), chosen)
+        return y_PE
+
+    def _one_by_one(self, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
+        chosen_P = chosen_MK.flatten()
+        order_P = chosen_P.argsort()
+        counts = chosen_P.bincount(minlength=self.num_experts + 1).tolist()
+        *rows, elsewhere_RE = x_ME[order_P // chosen_MK.shape[1]].split(counts)
         parts = [self._of_expert(number, x_RE) for number, x_RE in enumerate(rows) if counts[number]]
-        y_RE = torch.cat([*parts, torch.zeros_like(elsewhere_RE)])[order_R.argsort()]
-        return (y_RE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
+        return torch.cat([*parts, torch.zeros_like(elsewhere_RE)])[order_P.argsort()]
 
     def _of_expert(self, number: int, x_RE: Tensor) -> Tensor:
         gate_up = self._gate_up[number]

@@ -7,18 +7,22 @@ Shapes: M rows (tokens), I inputs, O outputs, C outputs of one block, G groups o
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice_gpu import ProductOfFewRows, find_few_rows
+from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
 from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
 from llama_ssp.ranks.comms import is_recording
 from llama_ssp.settings.formats import FEW_ROWS, FP4_GROUP, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
+
+if TYPE_CHECKING:
+    from llama_ssp.kernels.linear_gpu import Chosen
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Weights that are quantized at a time: few enough to need little memory, enough to keep a GPU busy."""
@@ -167,6 +171,48 @@ class _Reordered(Linear):
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         """See `Linear`."""
         return self._linear.add(self._sorted(x_MI), residual_MO)
+
+
+def join_experts(linears: Sequence[Linear]) -> Callable[[Tensor, "Chosen"], Tensor] | None:
+    """Put the weights of experts, which keep views of them, one behind the other for products of few pairs on a GPU.
+
+    Returns `linear_gpu.product_of_few_rows` of inputs, and of pairs of tokens and experts; None where a layer has no
+    such kernel.
+    """
+    experts = [each for each in linears if isinstance(each, _WeightOnlyLinear) and each._few_rows]
+    if len(experts) < len(linears):
+        return None
+    columns = zip(*(expert._operands for expert in experts), strict=True)
+    operands = tuple(_joined(parts, dim=-1 if number else 0) for number, parts in enumerate(columns))
+    biases = [expert._bias_O for expert in experts if expert._bias_O is not None]
+    few_rows, bias_O = experts[0]._few_rows, torch.cat(biases) if biases else None
+    num_outputs = len(operands[0]) // len(experts)
+    for number, expert in enumerate(experts):
+        start = number * num_outputs
+        expert._operands = operands[0].narrow(0, start, num_outputs), *(
+            scales.narrow(-1, start, num_outputs) for scales in operands[1:]
+        )  # fmt: skip
+
+    def product(x_MI: Tensor, chosen: "Chosen") -> Tensor:
+        return few_rows(x_MI, *operands, bias_O=bias_O, chosen=chosen)
+
+    def tried() -> Callable[[Tensor, "Chosen"], Tensor]:
+        from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
+
+        device = operands[0].device
+        x_1I = torch.ones(1, experts[0]._num_inputs, dtype=torch.float16, device=device)
+        first_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        product(x_1I, choose(first_11, len(experts), value_bytes=x_1I.element_size()))
+        return product
+
+    return attempt(tried, instead="continuing with one product for each expert, without CUDA graphs")
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate; numbers of 8 bits as bytes."""
+    if parts[0].element_size() > 1:
+        return torch.cat([*parts], dim=dim)
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=dim).view(parts[0].dtype)
 
 
 class _Beside(Linear):
