@@ -287,7 +287,7 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]
     _store(total, scales, bias, residual, y, outputs, places, is_element)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
 def _find_block(  # type: ignore[no-untyped-def]
     experts, blocks, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -369,7 +369,7 @@ STEP = 512
 _LEAST_SAVED = 4
 """Steps that a split must save, since it needs a second kernel; a step takes about a quarter of a microsecond."""
 _SUMMED = 1024
-_PAIRS = 256
+PAIRS = 256
 """Which a block looks through at a time."""
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
@@ -460,7 +460,7 @@ def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Chosen:
     experts_P = experts_MK.flatten()
     blocks_NR = torch.empty(num_blocks, rows + 2, dtype=torch.int32, device=experts_P.device)
     _find_block[(num_blocks,)](
-        experts_P, blocks_NR, num_pairs, num_experts, PAIRS=_PAIRS, EXPERTS=triton.next_power_of_2(num_experts + 1),
+        experts_P, blocks_NR, num_pairs, num_experts, PAIRS=PAIRS, EXPERTS=triton.next_power_of_2(num_experts + 1),
         ROWS=rows, num_warps=4,
     )  # fmt: skip
     return Chosen(experts_P, blocks_NR, num_experts, num_chosen)
@@ -508,8 +508,7 @@ def product_of_few_rows(
     weight_OI = _as_bytes(weight_OI)
     tiles = tiles_of(
         num_rows=rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=num_processors,
-        value_bytes=x_MI.element_size(),
-        group=max(group, FP4_GROUP) if weight_OI.dtype is torch.uint8 else None,
+        value_bytes=x_MI.element_size(), group=max(group, FP4_GROUP) if weight_OI.dtype is torch.uint8 else None,
     )  # fmt: skip
     y_MO = (x_MI.new_zeros if chosen else x_MI.new_empty)(num_rows, num_outputs)
     num_splits, length = tiles.grid[2], y_MO.numel()
@@ -518,7 +517,8 @@ def product_of_few_rows(
     _product[tiles.grid if blocks_NR is None else (len(blocks_NR), *tiles.grid[1:])](
         x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, blocks_NR, num_rows, num_outputs, num_inputs,
         0 if words is None else words.stride(0), tiles.split_inputs, ratio, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](

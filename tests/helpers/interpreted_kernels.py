@@ -19,18 +19,22 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, product_gpu
+from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, product_gpu
 from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
-from llama_ssp.kernels.linear_gpu import product_of_few_rows, unpack_codes
+from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_codes
 from llama_ssp.kernels.rows import KeptRows, rows_of
+from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.sampling import processors
@@ -444,6 +448,46 @@ def few_rows() -> None:
         assert torch.equal(found, numbers[some_outputs].to(dtype))
 
 
+def experts() -> None:
+    """Experts with one pair, with several blocks, with none, and of other ranks; sums are exact."""
+    num_experts, num_outputs = 5, 20
+    for make, num_inputs in (
+        (of_bytes, 2100), (of_floats, 384), (of_halves, 2176), (of_32, 160), (of_mxfp4, 96), (of_nvfp4, 2080),
+    ):  # fmt: skip
+        operands, numbers = make(num_experts * num_outputs, num_inputs, DTYPE)
+        weights, bias = numbers.unflatten(0, (num_experts, -1)), torch.randint(-8, 9, (num_experts * num_outputs,))
+        for num_tokens, num_processors in ((1, 1), (40, 264)):
+            scores = torch.rand(num_tokens, num_experts + 1)
+            scores[:, 3], scores[:, 0] = -1.0, 2.0  # of the five one is never chosen, and one always
+            ids = scores.topk(2).indices
+            chosen = choose(ids, num_experts, value_bytes=DTYPE.itemsize)
+            x = (torch.randint(-8, 9, (num_tokens, num_inputs)) / 8).to(DTYPE)
+            y = product_of_few_rows(x, *operands, bias_O=bias.to(DTYPE), num_processors=num_processors, chosen=chosen)
+            of_each = torch.einsum("mi,xoi->mxo", x.double(), weights) + bias.view(num_experts, -1)
+            of_each = functional.pad(of_each, (0, 0, 0, 1))
+            assert torch.equal(y, of_each.gather(1, ids[..., None].expand(-1, -1, num_outputs)).flatten(0, 1).to(DTYPE))
+
+
+def modules_of_experts() -> None:
+    """Experts of a module, joined, and one by one from their views of the same weights; the last id is elsewhere."""
+    config: Any = MixtralConfig(hidden_size=64, intermediate_size=160, num_local_experts=3)
+    x, ids, weights = some(4, 64), torch.tensor([[0, 2], [2, 3], [3, 0], [2, 0]]), some(4, 2)
+    own_kernels: Any = weight_only
+    own_kernels.find_few_rows, own_kernels.fits = (lambda *_, **__: product_of_few_rows), (lambda *_: False)
+    vars(linear_gpu)["_num_processors"] = lambda _device: 132
+    for kind in ("int8_weight_only", "int4_weight_only", "mxfp4"):
+        module: Any = MixtralExperts(config).to(DTYPE)
+        for name, parameter in module.named_parameters():
+            parameter.data = some(*parameter.shape) / (8 if name == "down_proj" else 4)
+        kernel = Precision(quantization=kind).kernel
+        assert kernel
+        own = OwnExperts(module, kernel)
+        assert own._of_few, kind
+        found = own(x, ids, weights)
+        own._of_few = None
+        assert_near(found, own(x, ids, weights), tolerance=2e-3)
+
+
 def check(part: str) -> None:
     """Check one of `PARTS`."""
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
@@ -460,7 +504,8 @@ def check(part: str) -> None:
 PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "operators": [
         products, rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
-        wrong_kernels_are_not_used, draws, few_rows,
+        wrong_kernels_are_not_used, draws, few_rows, experts,
+        modules_of_experts,
     ],
     "several ranks": [several_ranks],
     **{

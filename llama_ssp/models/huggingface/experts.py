@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
-from llama_ssp.models.quantization.weight_only import join_experts
+from llama_ssp.models.quantization.weight_only import GroupedProduct, join_experts
 from llama_ssp.settings.formats import FEW_ROWS
 
 
@@ -99,8 +99,8 @@ class OwnExperts(nn.Module):
 
         gates = module.down_proj.dtype is torch.float32 and _is_silu(self._gate)
         self._gate_up, self._down = taken("gate_up_proj"), taken("down_proj")
-        joined = join_experts(self._gate_up), join_experts(self._down)
-        self._of_few = joined if all(joined) else None
+        gate_up, down = join_experts(self._gate_up), join_experts(self._down)
+        self._of_few = (gate_up, down) if gate_up and down else None
         self.num_experts = len(self._down)
         self.num_routed = getattr(module, "num_routed", self.num_experts)
         natives = [native for linear in self._gate_up if (native := native_of(linear))] if gates else []
@@ -110,18 +110,16 @@ class OwnExperts(nn.Module):
 
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """Add up what the chosen experts compute, weighted; one more than there are stands for those of other ranks."""
-        of = self._of_pairs if self._of_few and len(x_ME) <= FEW_ROWS else self._one_by_one
-        y_PE = of(x_ME, chosen_MK)
+        few = self._of_few if len(x_ME) <= FEW_ROWS else None
+        y_PE = self._of_pairs(*few, x_ME, chosen_MK) if few else self._one_by_one(x_ME, chosen_MK)
         return (y_PE.view(*chosen_MK.shape, -1) * weights_MK[..., None]).sum(1).to(x_ME.dtype)
 
-    def _of_pairs(self, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
+    def _of_pairs(self, gate_up: GroupedProduct, down: GroupedProduct, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
         """On a GPU and for few tokens: without the host, so that a round may be captured."""
         from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
 
-        gate_up, down = self._of_few
         chosen = choose(chosen_MK, self.num_experts, value_bytes=x_ME.element_size())
-        y_PE: Tensor = down(self._gate(gate_up(x_ME, chosen)), chosen)
-        return y_PE
+        return down(self._gate(gate_up(x_ME, chosen)), chosen)
 
     def _one_by_one(self, x_ME: Tensor, chosen_MK: Tensor) -> Tensor:
         chosen_P = chosen_MK.flatten()

@@ -31,6 +31,10 @@ _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 _LARGEST_BYTE, _STEPS, _E4M3 = 127, 15, torch.float8_e4m3fn
 
 
+GroupedProduct = Callable[[Tensor, "Chosen"], Tensor]
+"""Of inputs (M, I) and pairs, as `linear_gpu.product_of_few_rows` takes them."""
+
+
 class _WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
@@ -173,19 +177,19 @@ class _Reordered(Linear):
         return self._linear.add(self._sorted(x_MI), residual_MO)
 
 
-def join_experts(linears: Sequence[Linear]) -> Callable[[Tensor, "Chosen"], Tensor] | None:
+def join_experts(linears: Sequence[Linear]) -> GroupedProduct | None:
     """Put the weights of experts, which keep views of them, one behind the other for products of few pairs on a GPU.
 
     Returns `linear_gpu.product_of_few_rows` of inputs, and of pairs of tokens and experts; None where a layer has no
     such kernel.
     """
-    experts = [each for each in linears if isinstance(each, _WeightOnlyLinear) and each._few_rows]
-    if len(experts) < len(linears):
+    experts = [each for each in linears if isinstance(each, _WeightOnlyLinear)]
+    if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None
     columns = zip(*(expert._operands for expert in experts), strict=True)
     operands = tuple(_joined(parts, dim=-1 if number else 0) for number, parts in enumerate(columns))
     biases = [expert._bias_O for expert in experts if expert._bias_O is not None]
-    few_rows, bias_O = experts[0]._few_rows, torch.cat(biases) if biases else None
+    bias_O = torch.cat(biases) if biases else None
     num_outputs = len(operands[0]) // len(experts)
     for number, expert in enumerate(experts):
         start = number * num_outputs
@@ -196,7 +200,7 @@ def join_experts(linears: Sequence[Linear]) -> Callable[[Tensor, "Chosen"], Tens
     def product(x_MI: Tensor, chosen: "Chosen") -> Tensor:
         return few_rows(x_MI, *operands, bias_O=bias_O, chosen=chosen)
 
-    def tried() -> Callable[[Tensor, "Chosen"], Tensor]:
+    def tried() -> GroupedProduct:
         from llama_ssp.kernels.linear_gpu import choose  # noqa: PLC0415 - imports Triton
 
         device = operands[0].device

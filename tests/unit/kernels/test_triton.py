@@ -173,8 +173,10 @@ def tiles(
 
 
 @cache
-def compiled(form: str, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192) -> Compiled:
-    """The kernel as it is called for a matrix with 4096 inputs on an H200."""
+def compiled(
+    form: str, capability: int, dtype: str, num_rows: int, *, num_outputs: int = 8192, of_experts: bool = False
+) -> Compiled:
+    """The kernel as it is called for a matrix with 4096 inputs on an H200, or for those of experts."""
     group = GROUPS[form]
     packed = max(group, 32) if "4" in form else None
     cut = tiles(num_rows, num_outputs, group=packed, value_bytes=VALUE_BYTES[dtype])
@@ -184,7 +186,8 @@ def compiled(form: str, capability: int, dtype: str, num_rows: int, *, num_outpu
         "GROUP": group, "IS_SPLIT": is_split, "PTX": True, "bias": None,
     }  # fmt: skip
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
-    types |= integers("num_rows", "num_outputs", "num_inputs", "split_inputs")
+    types |= integers("num_rows", "num_outputs", "num_inputs", "words_stride", "split_inputs", "num_chosen")
+    types, constants = (types | {"blocks": "*i32"}, constants) if of_experts else (types, constants | {"blocks": None})
     constants |= {"words": None} if form == "int8" else {} if "fp4" in form else {"scales": None}
     word = {"fp8": "*fp32", "mxfp4": "*u8", "nvfp4": "*i8"}.get(form, "*i32")
     types |= {"weight": "*u8" if packed else "*i8", "words": word, "scales": "*fp32"}
@@ -204,14 +207,24 @@ def num_weights(found: Compiled, dtype: str, *, num_outputs: int) -> int:
 def test_no_register_is_spilled_and_every_weight_is_multiplied_once_and_never_converted_as_an_integer(
     form: str, capability: int, dtype: str, num_rows: int
 ) -> None:
-    """A warp that did what another one does would double its products."""
-    found = compiled(form, capability, dtype, num_rows)
+    """A warp that did what another one does would double its products; 16 rows are of experts."""
+    found = compiled(form, capability, dtype, num_rows, of_experts=num_rows == 16)
     assert found.stack_bytes == 0
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     assert not found.count(r"\bI2F")
     num_tiles = num_weights(found, dtype, num_outputs=8192) // (16 * 16)
     tiles_of_rows = {5: 1, 16: 2, 20: 4 if dtype != "fp32" else 2}[num_rows]
     assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * tiles_of_rows * (3 if dtype == "fp32" else 1)
+
+
+@grid(num_experts=[8, 127, 512], capability=CAPABILITIES)
+def test_the_kernel_that_finds_the_pairs_of_experts_needs_no_stack(num_experts: int, capability: int) -> None:
+    sizes = {"PAIRS": linear_gpu.PAIRS, "EXPERTS": 1 << num_experts.bit_length(), "ROWS": 8}
+    types = {"experts": "*i64", "blocks": "*i32"} | integers("num_pairs", "num_experts")
+    found = compile_kernel(
+        linear_gpu._find_block, types, sizes, capability=capability, num_warps=4, uneven=["num_pairs", "num_experts"]
+    )
+    assert found.stack_bytes == 0
 
 
 @grid(form=["int8", "int4"], capability=CAPABILITIES, dtype=list(VALUE_BYTES), num_outputs=[8192, 2048, 512])
