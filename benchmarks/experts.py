@@ -34,8 +34,9 @@ _HEAD = """# Experts
 
 `python -m benchmarks.experts --write` writes this page. A random Mixtral of 283 M parameters in 16 bits, with 8 layers
 of 8 experts of which a token chooses 2, verifies K random tokens behind 200 others on {threads} of this CPU. A time is
-the fastest of {turns} turns; about {load:.0f} other threads ran. The plan has the bandwidth of these minutes,
-{bandwidth:.0f} GB/s. A draft that costs nothing pays from the acceptance in the columns "pays from".
+the fastest of {turns} turns; about {load:.0f} other threads ran. The plan has the speed of these minutes, as a run
+measures it once: {bandwidth:.0f} GB/s, and {flops:.0f} GFLOP/s at five rows. A draft that costs nothing pays from the
+acceptance in the columns "pays from".
 
 """
 
@@ -48,10 +49,10 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     runner = load_model(inspect(folder), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single())
     runner.allocate(batch_size=1, capacity=SLOTS)
     counted_3: Any = runner.experts_read_3
-    took, num_read, bandwidth = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), 0.0
+    took, num_read, speeds = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), []
     for turn in range(num_turns):
         if turn % 10 == 0:
-            bandwidth = max(bandwidth, cpu_speed().bytes_per_s)
+            speeds.append(cpu_speed())
         for number in LENGTHS:
             ids_BT, positions_BT = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), FILLED + torch.arange(number + 1)
             before, started = float(counted_3[0]), time.perf_counter()
@@ -59,8 +60,8 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
             took[number] = min(took[number], time.perf_counter() - started)
             num_read[number] += (float(counted_3[0]) - before) / MIXTRAL.num_hidden_layers / num_turns
     machine, (shape, stored) = detect_hardware(on_cpu=True), read_config(folder)
-    rate_of = {name: rate * num_threads / (os.cpu_count() or 1) for name, rate in machine.flops_per_s.items()}
-    machine = replace(machine, copy_bytes_per_s=bandwidth, flops_per_s=rate_of)
+    bandwidth, flops = map(max, zip(*speeds, strict=True))
+    machine = replace(machine, copy_bytes_per_s=bandwidth, flops_per_s=dict.fromkeys(machine.flops_per_s, flops))
     model = PlannedModel(name="experts", shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
     seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False, num_active=1)
     of = partial(forward_time, seat, machine, batch_size=1, bucket=SLOTS)
@@ -75,7 +76,8 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
         per_token = [[each[number] / tokens_per_round(rate, number) for number in LENGTHS] for each in (took, planned)]
         best.append([rate, *(each.index(min(each)) for each in per_token)])
     load = max(os.getloadavg()[0] - num_threads, 0.0)
-    found = _HEAD.format(threads=counted(num_threads, "thread"), turns=num_turns, load=load, bandwidth=bandwidth / 1e9)
+    found = _HEAD.format(threads=counted(num_threads, "thread"), turns=num_turns, load=load, bandwidth=bandwidth / 1e9,
+                         flops=flops / 1e9)  # fmt: skip
     found += markdown(["K", "experts", "plan", "ms", "plan", "ms / plan", "pays from", "plan"], rows)
     return f"{found}\n\n{markdown(['acceptance', 'best K', 'plan'], best)}\n"
 

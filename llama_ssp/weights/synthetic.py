@@ -193,6 +193,6 @@ def noise_for(folder: Path, agreement: float) -> float:
 
 def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:  # noqa: ANN401 - settings of transformers
     """The configuration of a Llama with this shape and further settings of transformers."""
-    sizes = asdict(shape)
-    del sizes["model_type"]
+    known = LlamaConfig().to_dict()
+    sizes = {name: size for name, size in asdict(shape).items() if name in known and name != "model_type"}
     return LlamaConfig(**sizes, **more)

@@ -1,6 +1,7 @@
 """Holds synthetic weights to the shipped model's function, on every rank and in every number format."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model, load_modules
 from llama_ssp.models.runner import Runner
+from llama_ssp.planning.spec import read_config
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.checks import LEAST_AGREEMENT
@@ -25,7 +27,7 @@ from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, noise_for, synthesize
+from llama_ssp.weights.synthetic import SMALL_HEAD, Synthetic, choose_small, llama_config, noise_for, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.shapes import SHAPES, llama_shape
@@ -174,6 +176,13 @@ def test_every_llama_shape_of_the_catalogue_can_be_made(name: str) -> None:
     assert synthetic.context == 2048
     assert synthetic.config.rms_norm_eps > 0
     assert synthetic.tensors["model.norm.weight"].shape == (synthetic.shape.hidden_size,)
+
+
+@pytest.mark.parametrize("name", llama_entries())
+def test_a_saved_configuration_has_the_shape(name: str, tmp_path: Path) -> None:
+    shape = catalogue.load(name).shape or llama_shape()
+    llama_config(shape).save_pretrained(tmp_path)
+    assert read_config(tmp_path)[0] == shape
 
 
 def test_a_pair_computes_one_small_model_that_both_shapes_can_hold() -> None:
