@@ -360,7 +360,7 @@ def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
         return
     unquantized, columns = 2 * 10**6, [matrix.num_columns for matrix in inventory(plain.shape).layer]
     read_bytes = {
-        name: storage.gpu_read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized)
+        name: storage.read_bytes(1, storage.matrix_bytes(10**6, 2), unquantized, device=device)
         for name, storage in formats().items()
         if plain.can_be(name) and all(number % storage.least_group == 0 for number in columns)
     }

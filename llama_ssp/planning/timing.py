@@ -352,7 +352,7 @@ def _roofline_s(
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.gpu_read_bytes(rows, packed, value_bytes * size)
+        read_bytes = storage.read_bytes(rows, packed, value_bytes * size, device=hardware.device)
         seconds += count * times * _product_s(read_bytes, model, hardware, operations=2 * rows * size)
     return seconds
 

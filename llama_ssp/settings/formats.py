@@ -54,6 +54,11 @@ class StorageFormat:
     draft_advice: str | None = None
     target_advice: str | None = None  # the same about a target.
 
+    def read_bytes(self, rows: int, packed: int, unquantized: int, *, device: str) -> float:
+        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows."""
+        on_cpu = device == "cpu" and self.fp32_on_cpus
+        return packed if on_cpu else self.gpu_read_bytes(rows, packed, unquantized)
+
     @property
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""

@@ -190,6 +190,14 @@ def test_int8_of_bitsandbytes_is_slower_than_fp16_and_weight_only_int8_is_faster
     assert plain_s("int8_weight_only") < 0.7 * plain_s("none")
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int8_weight_only", 8), ("int4_weight_only", 4.25)])
+def test_a_cpu_reads_packed_weights_once(quantization: str, bits: float) -> None:
+    job, machine = make_job("7B"), hardware.load("laptop_cpu")
+    packed_s = timing(replace(job, target=replace(job.target, quantization=quantization)), machine).plain_s
+    num_weights = 32 * sum(matrix.num_elements for matrix in inventory(job.target.shape).layer)
+    assert 1 < packed_s / (num_weights * bits / 8 / bandwidth(machine)) < 1.3
+
+
 def test_a_measured_profile_takes_the_place_of_data_sheets() -> None:
     machine = measured_machine(A100)
     model = small_model()
