@@ -88,7 +88,6 @@ class Case:
         limit: the most nodes, or the least blocks.
         num_rows: tokens of a sequence in a forward.
         whole: of a sharded draft; None for a draft on one rank.
-        fuses: `gpu_kernels=fused`.
     """
 
     kind: str
@@ -101,13 +100,12 @@ class Case:
     num_rows: int = 1
     quantization: str = NO_QUANTIZATION
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    fuses: bool = False
 
     @property
     def name(self) -> str:
         """Its name in tables."""
         gpus = f"{self.num_ranks} GPU{'s' * (self.num_ranks > 1)}"
-        batch, fused = f"batch {self.batch_size}", ["gpu_kernels=fused"] * self.fuses
+        batch = f"batch {self.batch_size}"
         drawn = "sampled" if self.sampling.temperature else "greedy"
         if self.kind == DRAW:
             return next((each for each in ("top_k", "top_p") if getattr(self.sampling, each)), drawn)
@@ -115,10 +113,10 @@ class Case:
             whole = self.whole.value + " whole" if self.whole and self.whole.keeps_embedding else ""
             shared = f" (sharded{', ' * bool(whole)}{whole})" if self.whole else ""
             models = f"{self.target} with {self.draft}{shared}" if self.draft else f"{self.target}, plain"
-            return ", ".join([models, gpus, batch, drawn, *fused])
+            return ", ".join([models, gpus, batch, drawn])
         stored = [] if self.quantization == NO_QUANTIZATION else [self.quantization]
         rows = f"{self.num_rows} row{'s' * (self.num_rows > 1)}"
-        return ", ".join([self.target, gpus, *[batch] * (self.batch_size > 1), rows, *stored, *fused])
+        return ", ".join([self.target, gpus, *[batch] * (self.batch_size > 1), rows, *stored])
 
     def keeps(self, counted: Mapping[str, int]) -> bool:
         """Whether a count is within the budget."""
@@ -128,16 +126,14 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     """All cases."""
-    for fuses, most, models in ((False, 10, ("tiny", "7B", "llama3_8B")), (True, 8, ("7B",))):
-        for model in models:
-            for rows in (1, 5):
-                yield Case(kind=LAYER, target=model, num_rows=rows, fuses=fuses, limit=most)
-        yield Case(kind=LAYER, target="7B", num_ranks=8, num_rows=5, fuses=fuses, limit=most + 2)
-    for batch_size, most in ((3, 10), (16, 9)):
-        yield Case(kind=LAYER, target="7B", batch_size=batch_size, num_rows=5, limit=most)
+    for model in ("tiny", "7B", "llama3_8B"):
+        for rows in (1, 5):
+            yield Case(kind=LAYER, target=model, num_rows=rows, limit=10)
+    yield Case(kind=LAYER, target="7B", num_ranks=8, num_rows=5, limit=12)
+    yield Case(kind=LAYER, target="7B", batch_size=16, num_rows=5, limit=10)
     for form, batch_size, most in (
-        ("int8_weight_only", 1, 10), ("int8_weight_only", 25, 9), ("int8_weight_only", 32, 34),
-        ("int4_weight_only", 25, 9), ("int4_weight_only", 32, 34),
+        ("int8_weight_only", 1, 10), ("int8_weight_only", 25, 10), ("int8_weight_only", 32, 35),
+        ("int4_weight_only", 25, 10), ("int4_weight_only", 32, 35),
     ):  # fmt: skip
         yield Case(kind=LAYER, target="65B", batch_size=batch_size, num_rows=5, quantization=form, limit=most)
     greedy = SamplingConfig(temperature=0.0)
@@ -147,11 +143,10 @@ def _cases() -> Iterator[Case]:
         yield Case(kind=DRAW, sampling=sampling, limit=most)
     yield Case(kind=ROUND, target="tiny", limit=125)
     yield Case(kind=ROUND, target="tiny", draft="tiny-draft", limit=265)
-    for fuses, plain, pair in ((False, 345, 1965), (True, 244, 1400)):
-        yield Case(kind=ROUND, target="7B", fuses=fuses, limit=plain)
-        yield Case(kind=ROUND, target="30B", draft="7B", fuses=fuses, limit=pair)
+    yield Case(kind=ROUND, target="7B", limit=345)
+    yield Case(kind=ROUND, target="30B", draft="7B", limit=1965)
     yield Case(kind=ROUND, target="30B", draft="7B", sampling=greedy, limit=1940)
-    yield Case(kind=ROUND, target="30B", draft="7B", batch_size=4, limit=1780)
+    yield Case(kind=ROUND, target="30B", draft="7B", batch_size=4, limit=1965)
     yield Case(kind=ROUND, target="30B", draft="7B", num_ranks=8, limit=2100)
     for whole, most in ((WholeParts.none, 1910), (WholeParts.embedding, 1880), (WholeParts.attention, 1795)):
         yield Case(kind=ROUND, target="30B", draft="tinyllama_1B", whole=whole, num_ranks=8, limit=most)
@@ -204,7 +199,6 @@ def load(
     num_layers: int | None = None,
     *,
     whole: WholeParts = WholeParts.none,
-    fuses: bool = False,
     quantization: str = NO_QUANTIZATION,
 ) -> Runner:
     """This rank's slice of an entry of the catalogue, with all of its layers or some."""
@@ -214,7 +208,7 @@ def load(
     num_layers = num_layers or shape.num_hidden_layers
     shape = replace(shape, max_position_embeddings=context, num_hidden_layers=num_layers)
     return load_model(
-        BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole, fuses=fuses,
+        BlankWeights(shape), device=CUDA, comm=comm, dtype=DTYPE, whole=whole,
         precision=Precision(quantization=quantization),
     )  # fmt: skip
 
@@ -254,7 +248,7 @@ def layer_nodes(case: Case) -> list[Record]:
     """The nodes that a second layer adds to a forward."""
     one, two = (
         forward_nodes(
-            load(case.target, group_of(case.num_ranks), layers, fuses=case.fuses, quantization=case.quantization),
+            load(case.target, group_of(case.num_ranks), layers, quantization=case.quantization),
             num_rows=case.num_rows, bucket=256, batch_size=case.batch_size,
         )
         for layers in (1, 2)
@@ -271,10 +265,10 @@ def layer_nodes(case: Case) -> list[Record]:
 
 
 def attention_blocks(case: Case) -> int:
-    """Thread blocks of the attention of one layer; of its largest kernel if it has several."""
+    """Thread blocks of the attention of one layer; of its smallest kernel if it has several."""
     runner = load(case.target, group_of(case.num_ranks), num_layers=1)
     nodes = forward_nodes(runner, num_rows=case.num_rows, bucket=CONTEXT, batch_size=case.batch_size)
-    return max([node.num_blocks for node in nodes if _sort_of(node) == "attention"], default=0)
+    return min([node.num_blocks for node in nodes if _sort_of(node) == "attention"], default=0)
 
 
 def draw_nodes(sampling: SamplingConfig) -> list[Record]:
@@ -288,13 +282,13 @@ def draw_nodes(sampling: SamplingConfig) -> list[Record]:
 def round_nodes(case: Case) -> list[Record]:
     """The nodes of all graphs of a round, or of a plain step."""
     comm = group_of(case.num_ranks)
-    target = load(case.target, comm, fuses=case.fuses)
+    target = load(case.target, comm)
     kind, whole = DraftLayout.sharded if case.whole else DraftLayout.one_rank, case.whole or WholeParts.embedding
     placement = PlacementConfig(draft=DraftPlacement(kind=kind, whole=whole))
     layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm
-    draft = load(case.draft, draft_comm, whole=whole, fuses=case.fuses) if case.draft else None
+    draft = load(case.draft, draft_comm, whole=whole) if case.draft else None
     mesh = Mesh(world=comm, replica=comm, number=0, layout=layout, target=comm, draft=draft_comm)
     tokenizer: Any = None
     models = Models(

@@ -7,29 +7,36 @@ Shapes: B sequences, T positions, V vocabulary.
 """
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from benchmarks.decoding import config_of, decode_once, load_pair, make_decoder, prompt, requests
 from benchmarks.first_hour.runner import FOLDER
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
-from llama_ssp.kernels.attention_by_length import capability_of, torch_attention
+from llama_ssp.kernels.attention_by_length import capability_of
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import OWN_DTYPE
-from llama_ssp.settings.layout import FIRST_PAGED_CAPABILITY
+from llama_ssp.settings.layout import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.settings.schema import Dtype
-from llama_ssp.speculate.engine.executors import GraphExecutor
+from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.weights.checkpoint import inspect
 
 _T = TypeVar("_T")
 TARGET, DRAFT = "tiny", "tiny-draft"
@@ -78,10 +85,10 @@ def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
 
 
 def path_expected(where: Where, dtype: torch.dtype, *, has_graphs: bool) -> dict[str, str]:
-    """Which path they should take: what the documentation promises of this GPU, and of this torch."""
+    """Which path they should take: what the documentation promises of this GPU."""
     path = {"rounds": "graphs" if where.is_gpu and has_graphs else "no graphs"}
     is_half = dtype.itemsize == 2  # noqa: PLR2004 - bytes
-    if is_half and torch_attention() is not None and capability_of(where.device) >= FIRST_PAGED_CAPABILITY:
+    if is_half and capability_of(where.device) >= FIRST_CAPABILITY_BY_LENGTH:
         return path | {"attention": "lengths", "layers": "few kernels"}
     return path | ({"attention": "masks"} if where.is_gpu else {})
 
@@ -187,6 +194,56 @@ def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
         yield from path_faults(where, pair, decoder, has_graphs=cuda_graphs)
 
 
+def experts(where: Where) -> Iterator[str]:
+    """Forwards of a few tokens through a random Mixtral of quantized experts: without waits, and alike as graphs."""
+    width, units, num_layers = (64, 96, 2) if where.is_small else (1536, 4096, 4)
+    config = MixtralConfig(
+        vocab_size=1000, hidden_size=width, intermediate_size=units, num_hidden_layers=num_layers,
+        num_attention_heads=width // 32, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if where.is_gpu else torch.float32
+    with TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+        for quantization in ("none", "int8_weight_only", "int4_weight_only"):
+            runner = load_model(
+                inspect(Path(folder)), dtype=dtype, device=where.device, comm=Comm.single(),
+                precision=Precision(quantization=quantization),
+            )  # fmt: skip
+            runner.allocate(batch_size=1, capacity=64)
+            for number in (1, 5):
+                ids_BT, positions_BT = torch.zeros(2, 1, number, dtype=torch.int64, device=where.device)
+                positions_BT += torch.arange(number, device=where.device)
+                forward = partial(runner.forward, ids_BT, positions_BT, bucket=64)
+                say(doing=f"{quantization}, {number} tokens")
+                forward()
+                if not where.is_gpu or quantization == "none":  # torch's grouped product waits
+                    continue
+                watched(forward)()
+                logits, replay = CudaRecorder().record(forward)
+                for seed in range(3):
+                    ids_BT.random_(config.vocab_size, generator=torch.Generator(where.device).manual_seed(seed))
+                    wanted = forward().clone()
+                    replay()
+                    if not torch.equal(wanted, logits):
+                        yield f"{quantization}, {number} tokens: a graph gives other logits than Python"
+                say(
+                    quantization=quantization,
+                    tokens=number,
+                    us=1e6 * seconds_of(replay),
+                    launched_us=1e6 * seconds_of(forward),
+                )
+
+
+def seconds_of(piece: Callable[[], object], *, num: int = 50) -> float:
+    """Of one call on a GPU."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(num):
+        piece()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / num
+
+
 def trace(where: Where) -> Iterator[str]:
     """Keep a profiler's trace of a few rounds of 7B with a draft, and say where their time goes."""
     names = (TARGET, DRAFT) if where.is_small else ("7B", "tinyllama_1B")
@@ -241,7 +298,7 @@ CHECKS |= {
     for how, is_captured in (("eager", False), ("replayed", True))
 }
 
-CHECKS |= {"trace": trace}
+CHECKS |= {"experts": experts, "trace": trace}
 
 if __name__ == "__main__":
     main(CHECKS)

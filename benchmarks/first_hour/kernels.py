@@ -3,8 +3,8 @@
 On a CPU torch's operators are checked in the same way, at tiny shapes. Times are those of CUDA graphs over several
 copies of what is read, which no cache holds.
 
-Shapes: R rows, T positions of each, Q = R * T queries, H query heads, N key-value heads, D head dim, X pages of P
-slots, S slots, M = Q tokens, I inputs, O outputs, E embedding width, V vocabulary.
+Shapes: R rows, T positions of each, Q = R * T queries, H query heads, N key-value heads, D head dim, S slots of all
+rows, M = Q tokens, I inputs, O outputs, E embedding width, V vocabulary.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.first_hour.step import Check, Where, main, say, skip
-from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of
+from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
-from llama_ssp.settings.layout import FIRST_PAGED_CAPABILITY, PAGE_SLOTS
+from llama_ssp.settings.layout import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -32,6 +32,10 @@ MOST = {torch.float16: 0.005, torch.bfloat16: 0.02, torch.float32: 1e-4}
 """The largest error, of the largest value."""
 MOST_Z = 6.0
 """Standard errors: a right kernel exceeds them in one of 10^8 frequencies."""
+SPARE_SLOTS = 40
+"""Of a row, beyond those in use."""
+LEAST_LAUNCHES = 200
+"""Between two waits for a GPU, each of which takes as long as some kernels."""
 MATRICES = {
     "7B qkv": (12288, 4096), "7B output": (4096, 4096), "7B gate and up": (22016, 4096), "7B down": (4096, 11008),
     "30B qkv": (19968, 6656), "30B down": (6656, 17920), "65B output of 8 ranks": (8192, 1024), "head": (32000, 4096),
@@ -55,24 +59,29 @@ def judge(
         yield f"{name}: off by {error:.2g} of the largest value, at most {MOST[found.dtype]:g}"
 
 
-def timed(pieces: Sequence[Callable[[], Tensor]], where: Where, *, num_turns: int = 10) -> tuple[Tensor, float]:
-    """What the first of several pieces gives, and the least seconds of one; on a GPU as a graph."""
+def timed(pieces: Sequence[Callable[[], Tensor]], where: Where) -> tuple[Tensor, float]:
+    """What the first of several pieces gives, and the least seconds of one; on a GPU as graphs, one after another."""
 
     def run() -> Tensor:
         first, *_ = [piece() for piece in pieces]
         return first
 
-    found, again = run(), run
-    if where.is_gpu:
-        found, again = CudaRecorder().record(run)  # type: ignore[assignment]
-    seconds = []
-    for _ in range(num_turns if where.is_gpu else 1):
+    if not where.is_gpu:
         started = time.perf_counter()
-        again()
-        if where.is_gpu:
-            torch.cuda.synchronize()
+        return run(), (time.perf_counter() - started) / len(pieces)
+    run()
+    found, again = CudaRecorder().record(run)
+    num_turns = max(LEAST_LAUNCHES // len(pieces), 1)
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(num_turns):
+            again()
+        torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return found, min(seconds) / len(pieces)
+    assert isinstance(found, Tensor)
+    return found, min(seconds) / len(pieces) / num_turns
 
 
 def copies(num_bytes: int, where: Where) -> int:
@@ -83,15 +92,16 @@ def copies(num_bytes: int, where: Where) -> int:
 def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
     """Attention by torch's operators, row by row: in fp64, what others are held to; None computes in that of inputs."""
 
-    def attend(  # noqa: PLR0913, PLR0917 - torch's
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,  # noqa: ARG001
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,  # noqa: ARG001
+    def attend(
+        queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences,
+        *, scale: float, window: None,  # noqa: ARG001
     ) -> Tensor:  # fmt: skip
         found: list[Tensor] = []
-        for pages, used in zip(block_table.tolist(), seqused_k.tolist(), strict=True):
-            own = query[max_q * len(found) : max_q * (len(found) + 1)].transpose(0, 1).to(dtype or query.dtype)
-            keys, values = (pool[pages].flatten(0, 1)[:used].transpose(0, 1).to(own) for pool in (key, value))
-            seen = torch.ones(max_q, used, dtype=torch.bool, device=query.device).tril(used - max_q)
+        num = sequences.most_queries
+        for row, (first, used) in enumerate(zip(sequences.first_slot_C1.tolist(), sequences.used_C.tolist())):  # noqa: B905
+            own = queries_QHD[num * row : num * (row + 1)].transpose(0, 1).to(dtype or queries_QHD.dtype)
+            keys, values = (rows[first : first + used].transpose(0, 1).to(own) for rows in (keys_SND, values_SND))
+            seen = torch.ones(num, used, dtype=torch.bool, device=own.device).tril(used - num)
             out = functional.scaled_dot_product_attention(
                 own[None], keys[None], values[None], attn_mask=seen, enable_gqa=True, scale=scale
             )
@@ -101,19 +111,17 @@ def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
     return attend
 
 
-def attention(
-    attend: VarlenAttention, where: Where, *, rows: Sequence[int] = (1, 3, 32), most_queries: float = math.inf
-) -> Iterator[str]:
+def attention(attend: VarlenAttention, where: Where, *, most_queries: float = math.inf) -> Iterator[str]:
     """Hold an attention to fp64: short and long rows, one position, K + 1, and prompts.
 
     Each query's own key has a large share, and slots behind a row hold large numbers, so that neither can be missed.
     `most_queries` is of a key-value head in a row.
     """
-    heads, num_slots = ((32, 32), (32, 8)), 2048
-    if where.is_small:
-        rows, heads, num_slots = rows[:2], ((4, 4), (4, 2)), 512
+    heads, num_slots = (((4, 4), (4, 2)), 512) if where.is_small else (((32, 32), (32, 8)), 2048)
     all_positions, dims = ((1, 5), (32,)) if where.is_small else ((1, 2, 5, 512), (32, 64, 128))
-    for num_rows, num, (num_heads, num_kv), dim in product(rows, all_positions, heads, dims):
+    for num_rows, num, (num_heads, num_kv), dim in product(
+        (1, 3) if where.is_small else (1, 3, 32), all_positions, heads, dims
+    ):
         if num * num_heads // num_kv > most_queries:
             continue
         for first in (0, 1) if num_rows == 1 else (0,):
@@ -128,61 +136,46 @@ def _one_attention(  # noqa: PLR0917 - as they are used
     """Hold rows of these lengths to fp64, `num` queries each."""
     num_heads, num_kv, dim, scale = heads
     dtype = torch.float16 if where.is_gpu else torch.float32
-    per_row = -(-max(used) // PAGE_SLOTS) + 1
-    num_rows, num_slots = len(used), per_row * PAGE_SLOTS
+    num_rows, num_slots = len(used), max(used) + SPARE_SLOTS
     generator = torch.Generator(where.device).manual_seed(0)
     some = partial(torch.randn, generator=generator, device=where.device, dtype=dtype)
     queries = some(num_rows * num, num_heads, dim)
     num_bytes = sum(used) * num_kv * dim * 2 * dtype.itemsize
-    keys, values = some(2, copies(num_bytes, where), num_rows * per_row, PAGE_SLOTS, num_kv, dim).unbind()
-    pages = torch.randperm(num_rows * per_row, generator=generator, device=where.device).view(num_rows, -1)
-    slots = torch.arange(num_slots, device=where.device)
-    places = pages[:, slots // PAGE_SLOTS] * PAGE_SLOTS + slots % PAGE_SLOTS
-    for row, length in enumerate(used):
+    # Heads come first in memory, as in the cache.
+    pools = some(2, copies(num_bytes, where), num_kv, num_rows * num_slots, dim).transpose(2, 3)
+    first_slots = [row * num_slots for row in reversed(range(num_rows))]
+    for row, (first, length) in enumerate(zip(first_slots, used, strict=True)):
         own = queries[row * num : (row + 1) * num, :: num_heads // num_kv]
-        keys.flatten(1, 2)[:, places[row, length - num : length]] = own
-        keys.flatten(1, 2)[:, places[row, length:]], values.flatten(1, 2)[:, places[row, length:]] = 30, 1000
+        pools[0, :, first + length - num : first + length] = own
+        unused = slice(first + length, first + num_slots)
+        pools[0, :, unused], pools[1, :, unused] = 30, 1000
 
     def numbers(*found: int) -> Tensor:
         return torch.tensor(found, dtype=torch.int32, device=where.device)
 
-    first_queries, first_slots = (numbers(*range(0, (num_rows + 1) * step, step)) for step in (num, num_slots))
-    attends = partial(
-        attend, scale=scale, window_size=(-1, 0), enable_gqa=num_heads != num_kv, seqused_k=numbers(*used),
-        block_table=pages.int(),
-    )  # fmt: skip
+    first_queries = numbers(*range(0, (num_rows + 1) * num, num))
+    sequences = Sequences(first_queries, numbers(*first_slots, 0), numbers(*used), num, num_slots)
     pieces = [
-        partial(attends, queries, *pools, first_queries, first_slots, num, num_slots)
-        for pools in zip(keys, values, strict=True)
-    ]
+        partial(attend, queries, *each, sequences, scale=scale, window=None)
+        for each in zip(*pools, strict=True)
+    ]  # fmt: skip
     wanted = in_fp64()(*pieces[0].args, **pieces[0].keywords)
     yield from judge(name, pieces, wanted, where, num_bytes=num_bytes)
 
 
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
-        skip("our split attention is for GPUs")
+        skip("our attention is for GPUs")
     from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
     return attention(attention_gpu.attend, where, most_queries=attention_gpu.MOST_ROWS)
 
 
-def _torch_s(where: Where, *, num_splits: int | None, rows: Sequence[int] = (1, 3, 32)) -> Iterable[str]:
-    """Torch's attention with a number of splits, None for its own."""
-    attend = in_fp64(None)
-    if where.is_gpu:
-        from torch.nn.attention import varlen  # noqa: PLC0415 - slow to import
-
-        into = getattr(varlen, "varlen_attn_out", None)
-        if into is None or capability_of(where.device) < FIRST_PAGED_CAPABILITY:
-            skip("this GPU, or this torch, has no attention by pages")
-        splits = {"num_splits": num_splits} if num_splits else {}
-
-        def attend(query: Tensor, *operands: object, **options: object) -> Tensor:
-            found: Tensor = into(torch.empty_like(query), query, *operands, **splits, **options)
-            return found
-
-    return attention(attend, where, rows=rows)
+def _torch_s(where: Where) -> Iterable[str]:
+    """Torch's flash attention, which reads prompts."""
+    if where.is_gpu and capability_of(where.device) < FIRST_CAPABILITY_BY_LENGTH:
+        skip("torch's flash attention is for newer GPUs")
+    return attention(flash_attention if where.is_gpu else in_fp64(None), where)
 
 
 def products(where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int) -> Iterator[str]:
@@ -198,26 +191,6 @@ def products(where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int)
             x = _some(rows, inputs, like=(where, dtype))
             pieces, wanted = [partial(layer, x) for layer in layers], x.double() @ weight.double().t()
             yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=num_bytes)
-
-
-def fused_products(where: Where) -> Iterator[str]:
-    """Our product with the residual's sum and the norm before it, and the gate behind it."""
-    if not where.is_gpu:
-        skip("our products are for GPUs")
-    from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
-
-    for (name, (outputs, inputs)), rows in product(MATRICES.items(), (1, 5, 32)):
-        x, added = (_some(rows, inputs, like=(where, torch.float16)) for _ in range(2))
-        norm = _norm(_some(inputs, like=(where, torch.float16)))
-        weights = [
-            _some(outputs, inputs, like=(where, torch.float16)) for _ in range(copies(2 * outputs * inputs, where))
-        ]
-        normed = functional.rms_norm((x + added).double(), (inputs,), norm.weight_E.double(), EPS)
-        gate, up = (normed @ weights[0].double().t()).chunk(2, dim=-1)
-        fused = [product_gpu.product(norm, weight, None, gates=True, dtype=None) for weight in weights]
-        pieces = [lambda multiply=multiply: multiply(x, added)[1] for multiply in fused]  # noqa: B023
-        wanted = functional.silu(gate) * up
-        yield from judge(f"{name}, {rows} rows", pieces, wanted, where, num_bytes=weights[0].nbytes)
 
 
 def rotary(where: Where) -> Iterator[str]:
@@ -311,19 +284,14 @@ def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
 
 
 CHECKS: dict[str, Check] = {
-    "attention-one-split": partial(_torch_s, num_splits=1),
-    "attention-one-row": partial(_torch_s, num_splits=None, rows=(1,)),
-    "attention-split-batches": partial(_torch_s, num_splits=None, rows=(3, 32)),
+    "attention-torch": _torch_s,
     "attention-ours": _ours,
     "rotary": rotary,
     "norms": norms,
     "products": partial(products, kind=PlainLinear, bits=16),
-    "products-fused": fused_products,
     "int8": partial(products, kind=int8_weight_only_linear, bits=8),
     "int4": partial(products, kind=int4_weight_only_linear, bits=4),
     "draws": draws,
 }
-"""`attention-split-batches` is the one that pytorch's issue 194167 says to be wrong; no path may use it then."""
-
 if __name__ == "__main__":
     main(CHECKS)

@@ -53,6 +53,7 @@ def main(checks: Mapping[str, Check]) -> None:
     name, *options = sys.argv[1:]
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("llama_ssp").addHandler(FellBack(logging.WARNING))
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # as `world.start` does
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     is_wrong = False
     with torch.inference_mode():

@@ -12,9 +12,8 @@ reference computes on a small case; otherwise the run goes on with the reference
 On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
 
     between              `between`                        `between_gpu`: norms, rotary embedding and cache, gate
-    product              a norm, a product, a gate        `product_gpu`: all in one, with `gpu_kernels=fused`
     linear               weights that are unpacked        `linear_gpu`: a few rows by int8 or int4
-    attention by length  torch's, unsplit                 `attention_gpu`: long rows with few heads, 8 bits
+    attention by length  torch's                          `attention_gpu`: the queries of a round
     draw                 `sampling.processors`            `draw_gpu`: the draw of a token
 
 The kernels are our own because no library was fast with rows that do not depend on each other

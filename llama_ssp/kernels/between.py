@@ -2,7 +2,7 @@
 
     part           reference, for every device    on a GPU, in Triton
     rotate_write   `rotate_write`                 `between_gpu.rotate_write`: one kernel, norms of heads included
-    add_norm       a sum, then `RmsNorm`          `between_gpu.add_norm`
+    add_norm       `RmsNorm`, often of a sum      `between_gpu.add_norm`
     gated          `gated`                        `between_gpu.gated`
 
 On a CPU compiled operators take in what stands around them where they can (`linear`, `attention`, `layer`).
@@ -112,7 +112,7 @@ class OwnKernels:
     """Those of `between_gpu` that work on this device; None where the reference runs instead."""
 
     rotate_write: Callable[..., None] | None = None
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor] | None = None
     gated: Callable[[Tensor], Tensor] | None = None
 
 
@@ -136,6 +136,7 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
         found_ME = between_gpu.add_norm(x_ME, added_ME, like, norm.eps)
         check("residual", x_ME, wanted_ME)
         check("norm", found_ME, norm(wanted_ME))
+        check("norm", between_gpu.add_norm(x_ME, None, like, norm.eps), norm(wanted_ME))
         return between_gpu.add_norm
 
     def gate() -> Callable[..., Tensor]:

@@ -24,20 +24,22 @@ _UNITS_OF_A_PROGRAM = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm_kernel(x, added, weight, normed, width, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add to one row of x, in place, and normalize the sum."""
+    """Add to one row of x, in place, if there is something to add, and normalize it."""
     places = tl.arange(0, WIDTH)
     is_place = places < width
     row = tl.program_id(0).to(tl.int64) * width + places
-    total = tl.load(x + row, mask=is_place, other=0.0) + tl.load(added + row, mask=is_place, other=0.0)
-    tl.store(x + row, total, mask=is_place)
+    total = tl.load(x + row, mask=is_place, other=0.0)
+    if added is not None:
+        total += tl.load(added + row, mask=is_place, other=0.0)
+        tl.store(x + row, total, mask=is_place)
     exact = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + eps)
     factors = tl.load(weight + places, mask=is_place, other=0.0).to(tl.float32)
     tl.store(normed + row, (exact * factor * factors).to(total.dtype), mask=is_place)
 
 
-def add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Add to x in place, and return the RMS norm of the sum."""
+def add_norm(x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    """Add to x in place, if there is something to add, and return its RMS norm."""
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)
     add_norm_kernel[(num_rows,)](

@@ -345,6 +345,23 @@ def _unpack_codes(  # type: ignore[no-untyped-def]
     tl.store(target + HALF, high.to(dtype), mask=is_here)
 
 
+@triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
+def _unpack_bytes(numbers, scales, into, num_inputs, INPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write some inputs of one output, times its scale, rounded once."""
+    row, inputs = tl.program_id(0).to(tl.int64), tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    is_here = inputs < num_inputs
+    exact = tl.load(numbers + row * num_inputs + inputs, mask=is_here, other=0).to(tl.float32)
+    tl.store(into + row * num_inputs + inputs, (exact * tl.load(scales + row)).to(into.dtype.element_ty), mask=is_here)
+
+
+def unpack_bytes(bytes_CI: Tensor, scales_C: Tensor, into_CI: Tensor) -> None:
+    """Write int8 weights as numbers; all are contiguous."""
+    num_outputs, num_inputs = into_CI.shape
+    _unpack_bytes[(num_outputs, triton.cdiv(num_inputs, _UNPACKED_AT_ONCE))](
+        bytes_CI, scales_C, into_CI, num_inputs, INPUTS=_UNPACKED_AT_ONCE, num_warps=4
+    )
+
+
 def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor, scales_C: Tensor | None = None) -> None:
     """Write int4 weights, or with scales of outputs floats, as numbers; codes (C, I / 2) and these are contiguous."""
     num_outputs, num_inputs = into_CI.shape
@@ -369,6 +386,7 @@ STEP = 512
 _LEAST_SAVED = 4
 """Steps that a split must save, since it needs a second kernel; a step takes about a quarter of a microsecond."""
 _SUMMED = 1024
+_UNPACKED_AT_ONCE = 4096
 PAIRS = 256
 """Which a block looks through at a time."""
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
@@ -401,7 +419,8 @@ def tiles_of(
 ) -> Tiles:
     """Cut a product for a GPU with so many multiprocessors; only the tile of rows depends on the number of rows.
 
-    Small matrices have small blocks. If these leave half of the multiprocessors idle, they are split over the inputs.
+    Matrices that would leave half of the multiprocessors idle have small blocks, and if these do, too, they are split
+    over the inputs. On an H200, 4096 outputs of int4 took 6.4 us in blocks of 32, and 7.4 in blocks of 16.
     The figures follow from ptxas and from the memory: 32 outputs and 512 inputs are 16 KiB of int8 weights in a step,
     two or three steps are on their way at a time, and a block fits into 99 KiB of shared memory, which every GPU since
     2020 has. In int4 a warp has one group, and there are as many warps as give 512 inputs.
@@ -410,7 +429,7 @@ def tiles_of(
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
     is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
-    outputs = 16 if is_half and triton.cdiv(num_outputs, 32) < num_processors else 32
+    outputs = 16 if is_half and 2 * triton.cdiv(num_outputs, 32) <= num_processors else 32
     num_steps = triton.cdiv(num_inputs, STEP)
     split_steps = triton.cdiv(num_steps, max(num_processors // triton.cdiv(num_outputs, outputs), 1))
     if num_steps - split_steps < _LEAST_SAVED:

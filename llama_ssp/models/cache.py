@@ -6,15 +6,13 @@
 
 Position p of a sequence is always in slot p of its row. Slots beyond a row's length are never read, because the mask
 shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
-buckets. Where attention reads rows by their lengths (module `llama.attention`), the same memory is shown as pages:
-
-    page 0: slots 0..255 of row 0, page 1: slots 256..511 of row 0, ... of row B - 1; nothing is copied
+buckets. Attention that reads rows by their lengths (module `llama.attention`) gets the slots of all rows.
 
 A key or value of a head is kept as a format of `settings.formats` says, and is written and read through
 `kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, W
-width of a kept key or value, X pages of P slots.
+width of a kept key or value.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +30,6 @@ from llama_ssp.architectures.family import num_positions, record_of
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import OWN_DTYPE
-from llama_ssp.settings.layout import PAGE_SLOTS, whole_pages
 from llama_ssp.shapes import static_shape
 
 _T = TypeVar("_T")
@@ -71,7 +68,7 @@ class LayerBuffer(NamedTuple):
     Attributes:
         parts: (2 N, B * S, W) for writing: the keys of all heads, then their values. Heads come first, so that the
             slots of a head are contiguous.
-        keys, values: (B, N, U, W) of the slots that are read; of a paged cache all slots, (X, P, N, W).
+        keys, values: (B, N, U, W) of the slots that are read; where rows are read by length all slots, (B * S, N, W).
     """
 
     parts: Tensor
@@ -79,7 +76,7 @@ class LayerBuffer(NamedTuple):
     values: Tensor
 
     def rows(self, cache_rows_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The kept keys and values of some rows; None for all, and for pages."""
+        """The kept keys and values of some rows; None for all of them."""
         if cache_rows_B is None:
             return self.keys, self.values
         rows_B = cache_rows_B.to(self.keys.device)
@@ -94,7 +91,7 @@ class StaticCache(Workspace):
 
     Args:
         kept: how keys and values are kept.
-        is_paged: forwards read all rows as pages; `capacity` is rounded up to whole ones.
+        reads_by_length: forwards read rows by their lengths.
 
     Attributes:
         num_rows, num_slots: B and S.
@@ -103,11 +100,11 @@ class StaticCache(Workspace):
 
     def __init__(
         self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: KeptRows,
-        is_paged: bool = False,
+        reads_by_length: bool = False,
     ) -> None:  # fmt: skip
         self.num_rows, self._kept = batch_size, kept
-        self._is_paged = is_paged
-        self.num_slots = whole_pages(capacity) if is_paged else capacity
+        self._reads_by_length = reads_by_length
+        self.num_slots = capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
         self.shown = PerBucket(self._show_all)
         self.shown_in_rows = PerBucket(partial(self._show_all, in_rows=True))
@@ -118,11 +115,11 @@ class StaticCache(Workspace):
     ) -> "CacheView":
         """Make the view of one forward, which writes these slots of each row and reads the first `bucket`.
 
-        With `in_rows`, a paged cache is read like any other.
+        With `in_rows`, a cache that is read by length is read like any other.
         """
         first_slot_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1[cache_rows_B]
         slots_M = (first_slot_B1 + positions_BT).flatten()
-        rows_B = None if self._is_paged else cache_rows_B
+        rows_B = None if self._reads_by_length else cache_rows_B
         return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, rows_B, self._kept)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
@@ -157,7 +154,7 @@ class StaticCache(Workspace):
 
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
         """What maps a layer's number, and what gives its new keys and values (M, 2 N, D), to the layer's buffer."""
-        bucket = self.num_slots if self._is_paged and not in_rows else bucket
+        bucket = self.num_slots if self._reads_by_length and not in_rows else bucket
         shown = (self.shown_in_rows if in_rows else self.shown)[bucket]
 
         def buffer(number: int, written_M2ND: Callable[[], Tensor]) -> LayerBuffer:
@@ -176,9 +173,8 @@ class StaticCache(Workspace):
 
     def _show(self, whole: Tensor, bucket: int, *, in_rows: bool) -> LayerBuffer:
         parts = whole.flatten(2, 3).flatten(0, 1)
-        if self._is_paged and not in_rows:
-            pages = whole.unflatten(3, (-1, PAGE_SLOTS)).flatten(2, 3).permute(0, 2, 3, 1, 4)
-            return LayerBuffer(parts, *pages.unbind())
+        if self._reads_by_length and not in_rows:
+            return LayerBuffer(parts, *whole.flatten(2, 3).transpose(1, 2).unbind())
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
 
     def _make(self, number: int, written_M2ND: Tensor) -> Tensor:
@@ -206,7 +202,7 @@ class CacheView(NamedTuple):
     Attributes:
         buffer: gives a layer's buffer.
         slots_M: of the new tokens, among the slots of all rows.
-        cache_rows_B: each sequence's row in the cache; None for all rows, in order, and for pages.
+        cache_rows_B: each sequence's row in the cache; None for all rows, in order, and where rows are read by length.
         kept: how keys and values are kept.
     """
 
@@ -405,7 +401,7 @@ class CachedRunner:
         self.num_allocations += 1
         self._cache = StaticCache(
             num_layers=self._num_layers, batch_size=batch_size, capacity=capacity, device=self.device,
-            kept=self._kept, is_paged=self.reads_by_length,
+            kept=self._kept, reads_by_length=self.reads_by_length,
         )  # fmt: skip
         if before and before.num_rows == batch_size:
             self._cache.take(before)

@@ -70,7 +70,6 @@ class Loading(TypedDict):
         progress: called after each parameter with the bytes read so far and the total bytes.
         precision: of the linear layers; they are quantized as they are read.
         whole: what each of several ranks holds whole; by default nothing.
-        fuses: see `LeanRunner`.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
     """
 
@@ -78,7 +77,6 @@ class Loading(TypedDict):
     progress: NotRequired[Progress | None]
     precision: NotRequired[Precision]
     whole: NotRequired[WholeParts]
-    fuses: NotRequired[bool]
     target: NotRequired[Runner | None]
 
 
@@ -253,7 +251,6 @@ def load_model(
         with _returning_memory():
             return LeanRunner(
                 model, comm=comm, fill=weights.fill, precision=loading.get("precision", UNQUANTIZED),
-                fuses=loading.get("fuses", False),
             )  # fmt: skip
     on_cpu, precision = device.type == "cpu", loading.get("precision", UNQUANTIZED)
     fill_modules(model, weights, precision.kernel or (make_linear if on_cpu else None))

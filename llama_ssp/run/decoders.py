@@ -17,7 +17,7 @@ from llama_ssp.run.checkpoints import Source, device_map_place
 from llama_ssp.run.jobs import JobMaker
 from llama_ssp.settings.drafters import drafts, matching_of
 from llama_ssp.settings.layout import lay_out_replica, may_capture
-from llama_ssp.settings.schema import GpuKernels, RunConfig, TargetKind
+from llama_ssp.settings.schema import RunConfig, TargetKind
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
@@ -99,7 +99,7 @@ def load_models(
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    own: Callable[..., Runner] = partial(load_model, device=world.device, fuses=config.gpu_kernels is GpuKernels.fused)
+    own: Callable[..., Runner] = partial(load_model, device=world.device)
 
     def loaded(part: str, source: Source, load: Callable[..., Runner]) -> Runner:
         report = partial(progress, part) if progress else None

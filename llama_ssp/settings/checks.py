@@ -491,7 +491,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
-    ("cuda_graphs gpu_kernels", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
+    ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (
         "cuda_graphs",
         lambda c: not layout.may_capture(c.placement.target),

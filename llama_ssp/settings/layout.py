@@ -18,8 +18,7 @@ LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 16
 """The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
-PAGE_SLOTS = 256  # Slots of a page, as attention by lengths reads the cache; see `models.llama.attention`.
-LARGEST_PAGED_HEAD, FIRST_PAGED_CAPABILITY = 256, 8.0
+LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
 OWN_SLOTS_PER_SLOT = 2
@@ -43,23 +42,18 @@ ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:
-    """Whether the lean decoder's attention reads rows by their lengths, in pages; elsewhere it needs masks.
+    """Whether the lean decoder's attention reads rows by their lengths; elsewhere it needs masks.
 
     `capability` is the compute capability of an NVIDIA GPU, 0 for AMD GPUs and CPUs.
     """
     is_narrow = value_bytes == 2  # noqa: PLR2004 - bytes
-    has_head = head_dim % 8 == 0 and head_dim <= LARGEST_PAGED_HEAD
-    return capability >= FIRST_PAGED_CAPABILITY and is_narrow and has_head and not rounds_inputs
+    has_head = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD_BY_LENGTH
+    return capability >= FIRST_CAPABILITY_BY_LENGTH and is_narrow and has_head and not rounds_inputs
 
 
 def whole_steps(num_slots: int) -> int:
     """Round a number of slots up to `SLOT_STEP`."""
     return -(-num_slots // SLOT_STEP) * SLOT_STEP
-
-
-def whole_pages(num_slots: int) -> int:
-    """Round a number of slots up to `PAGE_SLOTS`."""
-    return -(-num_slots // PAGE_SLOTS) * PAGE_SLOTS
 
 
 def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:

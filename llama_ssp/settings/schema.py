@@ -83,13 +83,6 @@ class DeviceKind(Enum):
     cuda = "cuda"
 
 
-class GpuKernels(Enum):
-    """Kernels of GPUs; `fused` has larger products, which no GPU has timed yet."""
-
-    default = "default"
-    fused = "fused"
-
-
 @dataclass(kw_only=True)
 class ModelShape:
     """Sizes of a causal language model, named as in its config.json."""
@@ -399,8 +392,6 @@ class RunConfig:
     device: DeviceKind = DeviceKind.auto  # cpu, cuda, or auto, which takes GPUs when every rank has one.
     # on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python.
     cuda_graphs: bool = True
-    # on GPUs, fused has larger products, which take in the norm and the gate, and which none has timed.
-    gpu_kernels: GpuKernels = GpuKernels.default
     # machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, else a
     # guess.
     hardware: dict[str, Any] = field(default_factory=dict)

@@ -10,8 +10,7 @@ from benchmarks.first_hour.runner import PASS, SKIP, Step, run
 
 pytestmark = pytest.mark.gpu(1)
 NUM_GPUS = torch.cuda.device_count()
-STEPS = [step for step in all_steps(is_small=True, num_gpus=NUM_GPUS) if step.name != "kernels-attention-split-batches"]
-"""All but the kernel that no path uses, because torch's issue 194167 may make it wrong."""
+STEPS = all_steps(is_small=True, num_gpus=NUM_GPUS)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)

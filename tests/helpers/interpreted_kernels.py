@@ -24,11 +24,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from triton.runtime import interpreter
 
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu, product_gpu
-from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
+from llama_ssp.kernels import attention_gpu, between_gpu, linear, linear_gpu
+from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention
 from llama_ssp.kernels.between import Heads, RmsNorm, rotate_write
 from llama_ssp.kernels.draw_gpu import draw_tokens
-from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_codes
+from llama_ssp.kernels.linear_gpu import choose, product_of_few_rows, unpack_bytes, unpack_codes
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -49,8 +49,6 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 DTYPE = torch.float16
 """The interpreter computes no products in bf16."""
-PAGE = 32
-"""Slots of a page: fewer than of a cache, so that short rows have several."""
 INTERPRETER = Lock()
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -73,26 +71,22 @@ def by_lengths(
     attend: VarlenAttention, heads: Heads,
     *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of rows of so many queries and slots, whose pages lie as in a cache; the same values for each call."""
+    """Attention of rows of so many queries and slots, which lie as in a cache; the same values for each call."""
     generator = torch.Generator().manual_seed(1)
-    num_pages = -(-max(lengths) // PAGE)
+    num_rows, num_slots = len(lengths), max(lengths) + 3
 
     def numbers(values: Iterable[int]) -> Tensor:
         return torch.tensor([*values], dtype=torch.int32)
 
-    cache = torch.randn(2, heads.num_kv, len(lengths) * num_pages, PAGE, heads.dim, generator=generator).to(DTYPE)
-    tokens = torch.randn(len(lengths), 8, heads.num, heads.dim, generator=generator).to(DTYPE)
+    cache = torch.randn(2, heads.num_kv, num_rows * num_slots, heads.dim, generator=generator).to(DTYPE)
+    tokens = torch.randn(num_rows, 8, heads.num, heads.dim, generator=generator).to(DTYPE)
     # The last queries of a row are the same, however many it has.
     own = torch.cat([row[8 - number :] for row, number in zip(tokens, queries, strict=True)])
-    keys, values = (kept.pack(cache) if kept else cache).permute(0, 2, 3, 1, 4).unbind()
-    pages = numbers(range(len(lengths) * num_pages)).flip(0).view(len(lengths), -1)
-    slots = num_pages * PAGE
-    firsts, ends = accumulate(queries, initial=0), range(0, (len(lengths) + 1) * slots, slots)
-    return attend(
-        own, keys, values, numbers(firsts), numbers(ends), max(queries), slots, scale=heads.scale,
-        window_size=window_size(window), enable_gqa=heads.num != heads.num_kv, seqused_k=numbers(lengths),
-        block_table=pages,
-    )  # fmt: skip
+    keys, values = (kept.pack(cache) if kept else cache).transpose(1, 2).unbind()
+    first_slots = [*(row * num_slots for row in reversed(range(num_rows))), 0]
+    first_queries = numbers(accumulate(queries, initial=0))
+    sequences = Sequences(first_queries, numbers(first_slots), numbers(lengths), max(queries), num_slots)
+    return attend(own, keys, values, sequences, scale=heads.scale, window=window)
 
 
 def split_rows() -> None:
@@ -130,28 +124,6 @@ def split_rows() -> None:
         assert_near(found, wanted, tolerance=2e-3)
 
 
-def products() -> None:
-    """Every combination of what surrounds a product, with sizes that no tile divides."""
-    num_inputs, num_outputs = 200, 70
-    for num_rows, is_added, has_bias, gates in product((5, 20), *[(False, True)] * 3):
-        x, added = some(num_rows, num_inputs), some(num_rows, num_inputs) if is_added else None
-        weight = some((2 if gates else 1) * num_outputs, num_inputs) * num_inputs**-0.5
-        bias, norm = some(len(weight)) if has_bias else None, norm_of(some(num_inputs))
-        stream = x if added is None else x + added
-        normed = functional.rms_norm(stream.float(), (num_inputs,), norm.weight_E.float(), norm.eps)
-        wanted = functional.linear(normed, weight.float(), None if bias is None else bias.float())
-        if gates:
-            gate, up = wanted.chunk(2, dim=-1)
-            wanted = functional.silu(gate) * up
-        summed, found = product_gpu.product(norm, weight, bias, gates=bool(gates), dtype=None)(x, added)
-        assert torch.equal(summed, stream)
-        assert_near(found, wanted.to(DTYPE))
-    large, weight = torch.full((1, 64), 6e4, dtype=DTYPE), torch.full((32, 64), 0.5, dtype=DTYPE)
-    norm = norm_of(torch.full((64,), 8.0, dtype=DTYPE))
-    _, found = product_gpu.product(norm, weight, None, gates=False, dtype=None)(large, None)
-    assert_near(found, torch.full((1, 32), 256.0, dtype=DTYPE))
-
-
 def rotary_and_cache() -> None:
     """Rows at different positions, in order or in rows of their own, with and without norms of heads."""
     both = False, True
@@ -185,29 +157,23 @@ def rotary_and_cache() -> None:
 def wrong_kernels_are_not_used() -> None:
     """Each is held to torch's operators, and takes no other with it."""
     model = modules("qwen3", DTYPE)
-    turn, normed, gate, multiply = (
-        between_gpu.rotate_write, between_gpu.add_norm, between_gpu.gated, product_gpu.product
-    )  # fmt: skip
+    turn, normed, gate = between_gpu.rotate_write, between_gpu.add_norm, between_gpu.gated
     wrongs: dict[str, Any] = {
         "rotate_write": lambda qkv, *, turns_SP2, **options: turn(qkv, turns_SP2=-turns_SP2, **options),
         "add_norm": lambda *arguments: normed(*arguments) * 1.1,
         "gated": lambda gate_up: gate(gate_up) / 0,
-        "product": lambda *given, **options: lambda *x: (x[0], multiply(*given, **options)(*x)[1].roll(1, 0)),
     }
     for name, wrong in wrongs.items():
-        module = product_gpu if name == "product" else between_gpu
-        right = getattr(module, name)
-        setattr(module, name, wrong)
+        right = getattr(between_gpu, name)
+        setattr(between_gpu, name, wrong)
         runner = LeanRunner(deepcopy(model), comm=Comm.single())
-        runner._use_own_kernels(fuses=True)
-        setattr(module, name, right)
-        missing = [each for each, kernel in vars(runner._own).items() if not kernel]
-        assert missing == [name] * (name != "product")
-        assert all(bool(part.fused) == (name != "product") for part in (runner._head, runner._layers[1].qkv))
+        runner._use_own_kernels()
+        setattr(between_gpu, name, right)
+        assert [each for each, kernel in vars(runner._own).items() if not kernel] == [name]
 
 
 def choice_of_attention() -> None:
-    """Ours is compared with a mask, and serves few queries of several long rows with few heads: by shapes alone."""
+    """Ours is compared with a mask, and serves the queries of rounds."""
     heads, right, served = Heads(16, 1, 16, 0.25), attention_gpu.attend, list[int]()
     ours: Any = attention_gpu
 
@@ -216,22 +182,21 @@ def choice_of_attention() -> None:
         return right(*arguments, **options)
 
     def tried() -> VarlenAttention:
-        return varlen.over_more_blocks(
+        return varlen.with_ours(
             varlen_attention, heads, device=CPU, dtype=DTYPE, has_windows=True, kept=KeptRows(DTYPE)
         )
 
-    ours.attend, varlen.LONG_SLOTS = counted, 64
+    ours.attend = counted
     chosen, found = tried(), {}
-    cases = (2, 1, 50), (2, 4, 50), (7, 1, 50), (1, 1, 50), (2, 5, 50), (8, 1, 50), (2, 1, 30)
-    for num_rows, num_queries, length in cases:
+    for num_rows, num_queries in ((1, 1), (8, 1), (2, 4), (2, 5)):
         served.clear()
-        by_lengths(chosen, heads, queries=[num_queries] * num_rows, lengths=[length] * num_rows, window=None)
-        found[num_rows, num_queries, length] = bool(served)
-    assert [*found.values()] == [True] * 3 + [False] * 4, found
+        by_lengths(chosen, heads, queries=[num_queries] * num_rows, lengths=[50] * num_rows, window=None)
+        found[num_rows, num_queries] = bool(served)
+    assert [*found.values()] == [True] * 3 + [False], found
     ours.attend = lambda *arguments, **options: right(*arguments, **options) * 1.2
     with pytest.raises(RuntimeError, match="split attention gives wrong values in row 0 where rows have 1 queries"):
         tried()
-    ours.attend, varlen.LONG_SLOTS = right, 0
+    ours.attend = right
 
 
 def norm_of(weight: Tensor) -> RmsNorm:
@@ -242,11 +207,10 @@ def norm_of(weight: Tensor) -> RmsNorm:
     return RmsNorm(Module())
 
 
-def on_gpu(runner: LeanRunner, *, fuses: bool) -> LeanRunner:
-    """The same runner as on a GPU, with our attention for all forwards that it can serve."""
-    runner._use_own_kernels(fuses=fuses)
+def on_gpu(runner: LeanRunner) -> LeanRunner:
+    """The same runner as on a GPU."""
+    runner._use_own_kernels()
     assert runner.is_fused
-    assert bool(runner._head.fused) == fuses
     return runner
 
 
@@ -270,7 +234,8 @@ def residual_and_norm() -> None:
     wanted = x + added
     found = between_gpu.add_norm(x, added, weight, 1e-2)
     assert torch.equal(x, wanted)
-    assert_near(found, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
+    for each in (found, between_gpu.add_norm(x, None, weight, 1e-2)):
+        assert_near(each, functional.rms_norm(wanted.float(), (100,), weight.float(), 1e-2).to(DTYPE), tolerance=2e-3)
 
 
 def gate() -> None:
@@ -280,12 +245,11 @@ def gate() -> None:
 
 
 def whole_model(kind: str) -> None:
-    """Forwards of 40 tokens, then of few: by lengths and by masks, plain and fused."""
+    """Forwards of 40 tokens, then of few: by lengths and by masks."""
     model = modules(kind, DTYPE)
     wanted = rounds(LeanRunner(deepcopy(model), comm=Comm.single()))
-    fused_by_masks = kind in {"llama, biases", "mistral, window"}
-    for attend, fuses in ((varlen_attention, not fused_by_masks), (None, fused_by_masks)):
-        runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=attend), fuses=fuses)
+    for attend in (varlen_attention, None):
+        runner = on_gpu(LeanRunner(deepcopy(model), comm=Comm.single(), varlen=attend))
         for ours, theirs in zip(rounds(runner), wanted, strict=True):
             assert_near(ours, theirs, tolerance=0.02)
 
@@ -296,7 +260,7 @@ def quantized_model(precision: Precision, tolerance: float) -> None:
         LeanRunner(modules("llama", DTYPE), comm=Comm.single(), precision=precision, varlen=attend)
         for attend in (None, varlen_attention)
     )
-    for ours, theirs in zip(rounds(on_gpu(runner, fuses=False)), rounds(by_masks), strict=True):
+    for ours, theirs in zip(rounds(on_gpu(runner)), rounds(by_masks), strict=True):
         assert_near(ours, theirs, tolerance=tolerance)
 
 
@@ -311,7 +275,7 @@ def several_ranks() -> None:
             parts = [load_modules(inspect(Path(name)), dtype=None, device=CPU, comm=comm) for comm in comms]
         wanted = rounds(LeanRunner(model, comm=Comm.single()))
         runners = [
-            on_gpu(LeanRunner(part, comm=comm, varlen=varlen_attention), fuses=num_ranks == 2)
+            on_gpu(LeanRunner(part, comm=comm, varlen=varlen_attention))
             for part, comm in zip(parts, comms, strict=True)
         ]
         for found in on_ranks(comms, lambda comm, runners=runners: rounds(runners[comm.rank])):  # type: ignore[misc]
@@ -446,6 +410,10 @@ def few_rows() -> None:
         some_outputs, found = slice(2, num_outputs), torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
         unpack_codes(codes[some_outputs], words[:, some_outputs], found, *(each[some_outputs] for each in scales))
         assert torch.equal(found, numbers[some_outputs].to(dtype))
+    (weights, scales_O), numbers = of_bytes(20, 5000, torch.float16)
+    found = torch.empty(18, 5000, dtype=torch.float16)
+    unpack_bytes(weights[2:], scales_O[2:], found)
+    assert torch.equal(found, numbers[2:].half())
 
 
 def experts() -> None:
@@ -491,9 +459,6 @@ def modules_of_experts() -> None:
 def check(part: str) -> None:
     """Check one of `PARTS`."""
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
-    varlen.LONG_SLOTS = 0  # ours for all forwards that it can serve
-    make, module = product_gpu.product, product_gpu
-    module.product = lambda *given, **options: one_at_a_time(make(*given, **options))
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
@@ -503,7 +468,7 @@ def check(part: str) -> None:
 
 PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "operators": [
-        products, rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
+        rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
         wrong_kernels_are_not_used, draws, few_rows, experts,
         modules_of_experts,
     ],

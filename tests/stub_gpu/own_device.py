@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llama_ssp import load
-from llama_ssp.run.calibration.operators import operator_s
+from llama_ssp.run.calibration.operators import kernel_s
 from tests.stub_gpu import device
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def seen(compute: Callable[[], object]) -> dict[str, object]:
 def operators() -> None:
     """Time an operator in a graph of each device."""
     for each in (torch.device("cuda", 0), SECOND):
-        operator_s(each, captured=True)
+        kernel_s(each)
 
 
 def harness() -> "SpeculativeLM":

@@ -1,10 +1,10 @@
 """The three ways in which the lean decoder attends over its cache: compiled, by masks, and by the lengths of its rows.
 
                     compiled               by masks                     by lengths
-    kernel          `kernels.attention`,   torch's, for masked          torch's flash attention by lengths;
-                    with rotary and cache  queries                      see `kernels.attention_by_length`
+    kernel          `kernels.attention`,   torch's, for masked          ours, and torch's flash attention for
+                    with rotary and cache  queries                      prompts; see `kernels.attention_by_length`
     reads           each row up to each    a bucket of slots, some of   each row up to its last position,
-                    token's own position   them masked                  in pages
+                    token's own position   them masked
     grouped heads   in the kernel          queries folded into rows     in the kernel
     CUDA graphs     none                   one for each bucket          one for all lengths
     chosen for      CPUs in fp32, where    other CPUs; fp32 on GPUs;    fp16 and bf16 on GPUs that have
@@ -15,7 +15,7 @@ Rounded inputs need the bits of single steps: the compiled way gives them anyhow
 `LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
 
 Shapes: B sequences, T positions, M = B * T tokens, Q = T * G queries of a group, S slots, H query heads, N key-value
-heads, G = H / N, D head dim, W width of a kept key or value, P = D / 2, X = H + 2 N heads or pages of slots, O = X * D,
+heads, G = H / N, D head dim, W width of a kept key or value, P = D / 2, X = H + 2 N heads, O = X * D,
 C sequences of the kernel, E = H * D.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.attention import Attention
-from llama_ssp.kernels.attention_by_length import VarlenAttention, window_size
+from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention
 from llama_ssp.kernels.between import Heads, RmsNorm, norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
 from llama_ssp.kernels.rows import KeptRows
@@ -144,18 +144,17 @@ def attend_by_mask(
 
 
 class LengthTables(Workspace):
-    """Tables of a paged cache, in which a forward looks up what attention by lengths takes: int32 on the device.
+    """Tables in which a forward looks up where its sequences lie: int32 on the device.
 
     Args:
-        num_slots: S, whole pages.
+        num_slots: of a row.
     """
 
-    def __init__(self, *, batch_size: int, num_slots: int, page_slots: int, device: torch.device) -> None:
+    def __init__(self, *, batch_size: int, num_slots: int, device: torch.device) -> None:
         self._num_slots, self._device = num_slots, device
         self._used_S = torch.arange(1, num_slots + 1, dtype=torch.int32, device=device)
-        num_pages = batch_size * num_slots // page_slots
-        self._pages_BX = torch.arange(num_pages, dtype=torch.int32, device=device).view(batch_size, -1)
         self._sums: dict[tuple[int, int], Tensor] = {}
+        self._first_slot_B1 = self._running_sum(batch_size, num_slots)
 
     def attends(
         self,
@@ -172,27 +171,24 @@ class LengthTables(Workspace):
         Every piece of a packed forward is a sequence, and every token is one if positions are not consecutive.
         """
         batch_size, num_queries = static_shape(positions_BT)
-        rows_B = pieces.rows_C if pieces else cache_rows_B
-        pages_CX = self._pages_BX if rows_B is None else self._pages_BX.index_select(0, rows_B)
+        rows_B, first_slot_C1 = pieces.rows_C if pieces else cache_rows_B, self._first_slot_B1
+        if rows_B is not None:
+            first_slot_C1 = first_slot_C1.index_select(0, functional.pad(rows_B, (0, 1)))
         if pieces:
-            num_sequences, num_queries, used_C = pieces.rows_C.shape[0], pieces.longest, pieces.used_C
+            first_query_C1, num_queries, used_C = pieces.first_C1, pieces.longest, pieces.used_C
         elif consecutive:
-            num_sequences, used_C = batch_size, self._used_S.index_select(0, positions_BT[:, -1])
+            used_C = self._used_S.index_select(0, positions_BT[:, -1])
+            first_query_C1 = self._running_sum(batch_size, num_queries)
         else:
-            pages_CX = pages_CX.repeat_interleave(num_queries, 0)
+            first_slot_C1 = functional.pad(first_slot_C1[:-1].repeat_interleave(num_queries), (0, 1))
             used_C = self._used_S.index_select(0, positions_BT.flatten())
-            num_sequences, num_queries = batch_size * num_queries, 1
-        first_query_C1 = pieces.first_C1 if pieces else self._running_sum(num_sequences, num_queries)
-        first_slot_C1 = self._running_sum(num_sequences, self._num_slots)
+            first_query_C1, num_queries = self._running_sum(batch_size * num_queries, 1), 1
+        sequences = Sequences(first_query_C1, first_slot_C1, used_C, num_queries, self._num_slots)
 
         def attend(
-            queries_MHD: Tensor, keys_XPND: Tensor, values_XPND: Tensor, heads: Heads, *, window: int | None
+            queries_MHD: Tensor, keys_SND: Tensor, values_SND: Tensor, heads: Heads, *, window: int | None
         ) -> Tensor:
-            return varlen(
-                queries_MHD, keys_XPND, values_XPND, first_query_C1, first_slot_C1, num_queries, self._num_slots,
-                scale=heads.scale, window_size=window_size(window), enable_gqa=heads.num != heads.num_kv,
-                seqused_k=used_C, block_table=pages_CX,
-            ).flatten(1)  # fmt: skip
+            return varlen(queries_MHD, keys_SND, values_SND, sequences, scale=heads.scale, window=window).flatten(1)
 
         return {window: partial(attend, window=window) for window in windows}
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
-from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, over_more_blocks, unpacking
+from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking, with_ours
 from llama_ssp.kernels.between import OwnKernels, RmsNorm, find_own_kernels, rotate_write
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
@@ -31,12 +31,11 @@ from llama_ssp.models.llama.attention import (
     attend_by_mask,
     place_and_attend,
 )
-from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, fuse_products, take
+from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import PAGE_SLOTS
 from llama_ssp.shapes import static_shape
 
 
@@ -57,7 +56,6 @@ class LeanRunner(CachedRunner):
         fill: loads the parameters whose names begin with a prefix; None if they are loaded.
         kernel: of all linear layers; None takes the fastest for each shape.
         precision: of the linear layers and the cache; the head keeps its dtype.
-        fuses: on a GPU, products of few rows take in the norm and the gate; see `layer`.
         varlen: reads the cache by lengths of rows; None for that of this device, or masks if it has none.
     """
 
@@ -71,7 +69,6 @@ class LeanRunner(CachedRunner):
         fill: Callable[[str], None] | None = None,
         kernel: Kernel | None = None,
         precision: Precision = UNQUANTIZED,
-        fuses: bool = False,
         varlen: VarlenAttention | None = None,
     ) -> None:
         config: Any = model.config
@@ -117,7 +114,7 @@ class LeanRunner(CachedRunner):
         adds_alike = comm.size <= 2  # noqa: PLR2004
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         if self.device.type == "cuda":
-            self._use_own_kernels(fuses=fuses)
+            self._use_own_kernels()
 
     @property
     def embedding(self) -> nn.Embedding | None:
@@ -129,7 +126,7 @@ class LeanRunner(CachedRunner):
         """Whether forwards run all of our kernels between products; see `kernels.between`."""
         return all(vars(self._own).values())
 
-    def _use_own_kernels(self, *, fuses: bool) -> None:
+    def _use_own_kernels(self) -> None:
         """Take those of our kernels that work on this GPU."""
         layer = self._layers[0]
         find = partial(find_own_kernels, self._norm, self._heads, layer.head_norms, self._kept)
@@ -137,15 +134,12 @@ class LeanRunner(CachedRunner):
         if found is None or not any(vars(found).values()):
             return  # without Triton one sentence is enough
         vars(self._own).update(vars(found))
-        if fuses:
-            # Gathered logits are sent in 16 bits.
-            fuse_products(self._layers, self._head, head_dtype=torch.float32 if self._comm.size == 1 else None)
         if self._varlen:
-            split = partial(
-                over_more_blocks, self._varlen, self._heads, device=self.device, dtype=self.dtype,
+            both = partial(
+                with_ours, self._varlen, self._heads, device=self.device, dtype=self.dtype,
                 has_windows=any(self._windows), kept=self._kept,
             )  # fmt: skip
-            self._varlen = attempt(split, instead="continuing with torch's attention for long batches") or self._varlen
+            self._varlen = attempt(both, instead="continuing with torch's attention in rounds too") or self._varlen
 
     def allocate(self, *, batch_size: int, capacity: int) -> None:
         """See `Runner.allocate`."""
@@ -156,9 +150,7 @@ class LeanRunner(CachedRunner):
             num_slots = self._cache.num_slots
             self._rotations = Rotations(self._rotary, capacity=num_slots, device=self.device)
             if self._varlen:
-                self._lengths = LengthTables(
-                    batch_size=batch_size, num_slots=num_slots, page_slots=PAGE_SLOTS, device=self.device
-                )
+                self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
     def forward(
         self,

@@ -5,24 +5,21 @@
 One matrix product gives queries, keys and values, another gate and up. With tensor parallelism an all-reduce follows
 output and down, and the next norm adds the sum of the ranks to the residual. What else becomes one operator:
 
-    CPU                      norm, product and gate; for a few tokens on one rank the whole layer
-    GPU                      all that stands between two products; see `kernels.between`
-    GPU, gpu_kernels=fused   for up to 32 tokens, norm, product and gate
+    CPU    norm, product and gate; for a few tokens on one rank the whole layer
+    GPU    all that stands between two products; see `kernels.between`
 
 Shapes: M tokens, X heads, I inputs, O outputs, E embedding width, D head dim, all of this rank.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, check, gated
-from llama_ssp.kernels.choice_gpu import attempt
+from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, gated
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
-from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear, native_of
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.tensor_parallel import RowLinear
@@ -31,10 +28,6 @@ from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (M, E), and what nobody has added to it yet."""
-
-_MOST_ROWS = 32
-"""Of a fused product on a GPU."""
-_CHECKED_ROWS = (1, 5, 20)
 
 
 def added(stream: Stream) -> Tensor:
@@ -51,12 +44,7 @@ class NormedProduct:
         linear: the layer, which nothing else may call.
         own: the kernels of a GPU, found later.
         gates: the result is silu(gate) * up.
-
-    Attributes:
-        fused: maps the stream to what a call does, in one kernel of a GPU; None where that is not used.
     """
-
-    fused: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, norm: RmsNorm, linear: Linear, own: OwnKernels, *, gates: bool = False) -> None:
         self._norm, self.linear, self._own, self._gates = norm, linear, own, gates
@@ -70,23 +58,13 @@ class NormedProduct:
         if self._native:
             x_ME = added(stream)
             return x_ME, self._native.fused(x_ME)
-        if self.fused and len(x_ME) <= _MOST_ROWS:
-            return self.fused(x_ME, pending_ME)
-        if pending_ME is not None and self._own.add_norm:
+        if self._own.add_norm:
             normed_ME = self._own.add_norm(x_ME, pending_ME, self._norm.weight_E, self._norm.eps)
         else:
             x_ME = added(stream)
             normed_ME = self._norm(x_ME)
         y_MO = self.linear(normed_ME)
         return x_ME, (self._own.gated or gated)(y_MO) if self._gates else y_MO
-
-    def fuse(self, dtype: torch.dtype | None) -> None:
-        """Use one kernel for few rows of plain weights, whose result has this dtype; None for that of the weights."""
-        from llama_ssp.kernels import product_gpu  # noqa: PLC0415 - imports Triton
-
-        linear = self.linear
-        assert isinstance(linear, PlainLinear)
-        self.fused = product_gpu.product(self._norm, linear.weight_OI, linear.bias_O, gates=self._gates, dtype=dtype)
 
 
 class ResidualProduct:
@@ -179,34 +157,6 @@ class Layer:
         attended_ME = attend(qkv_MO, self.number, self.heads, self.head_norms)
         x_ME, gated_MI = self.gate_up(self.output(attended_ME, x_ME))
         return self.down(gated_MI, x_ME)
-
-
-def fuse_products(layers: Sequence[Layer], head: NormedProduct, *, head_dtype: torch.dtype | None) -> None:
-    """Fuse products of plain weights in 16 bits where that gives what torch's operators do on this device."""
-    groups = {"qkv": [layer.qkv for layer in layers], "gate_up": [layer.gate_up for layer in layers], "head": [head]}
-    for name, group in groups.items():
-        linear, dtype = group[0].linear, head_dtype if name == "head" else None
-        is_plain = type(linear) is PlainLinear and linear.weight_OI.dtype in {torch.float16, torch.bfloat16}
-        instead = f"continuing with torch's product instead of a fused one for {name}"
-        if is_plain and attempt(partial(_try_fused, group[0], dtype, name), instead=instead):
-            for product in group:
-                product.fuse(dtype)
-
-
-@torch.inference_mode()
-def _try_fused(product: NormedProduct, dtype: torch.dtype | None, name: str) -> bool:
-    assert isinstance(product.linear, PlainLinear)
-    weight_OI, generator = product.linear.weight_OI, torch.Generator().manual_seed(0)
-    inputs = [torch.randn(rows, weight_OI.shape[1], generator=generator).to(weight_OI) for rows in _CHECKED_ROWS]
-    wanted = [product((x_MI, None))[1] for x_MI in inputs]
-    product.fuse(dtype)
-    try:
-        for x_MI, expected in zip(inputs, wanted, strict=True):
-            check(f"fused product {name}", product((x_MI, None))[1], expected)
-    except Exception:
-        product.fused = None
-        raise
-    return True
 
 
 def _query_key_value(attention: Any, head_dim: int) -> tuple[Any, ...]:  # noqa: ANN401 - of transformers

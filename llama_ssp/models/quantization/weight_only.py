@@ -95,8 +95,10 @@ class _Int8WeightOnly(_WeightOnlyLinear):
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         bytes_OI, scales_O = self._operands
-        if into_CI.dtype is torch.float16 and into_CI.is_cuda:
-            torch.mul(bytes_OI[outputs], scales_O[outputs, None], out=into_CI)  # one kernel, and the same bits
+        if into_CI.dtype is torch.float16 and into_CI.is_cuda and self._few_rows:
+            from llama_ssp.kernels.linear_gpu import unpack_bytes  # noqa: PLC0415 - imports Triton
+
+            unpack_bytes(bytes_OI[outputs], scales_O[outputs], into_CI)
             return
         into_CI.copy_(bytes_OI[outputs])
         if into_CI.dtype is torch.float16:

@@ -137,22 +137,27 @@ def right(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `Varle
 
 
 def reads_too_far(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return right(*operands, **options | {"seqused_k": options["seqused_k"] + 1})
+    return right(*operands[:3], operands[3]._replace(used_C=operands[3].used_C + 1), **options)
 
 
 def misses_the_last_key(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return right(*operands, **options | {"seqused_k": (options["seqused_k"] - 1).clamp(min=operands[5])})
+    less_C = (operands[3].used_C - 1).clamp(min=operands[3].most_queries)
+    return right(*operands[:3], operands[3]._replace(used_C=less_C), **options)
 
 
-def ignores_the_pages(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return right(*operands, **options | {"block_table": options["block_table"].sort().values})
+def takes_rows_in_order(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
+    in_order_C1 = operands[3].first_slot_C1[:-1].sort().values
+    return right(*operands[:3], operands[3]._replace(first_slot_C1=in_order_C1), **options)
 
 
 def wrong_in_one_shape(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return right(*operands, **options) * (1 + (operands[5] == 5 and bool(options["enable_gqa"])))
+    is_grouped = operands[0].shape[1] != operands[1].shape[1]
+    return (
+        2 * right(*operands, **options) if operands[3].most_queries == 5 and is_grouped else right(*operands, **options)
+    )
 
 
-@pytest.mark.parametrize("wrong", [reads_too_far, misses_the_last_key, ignores_the_pages, wrong_in_one_shape])
+@pytest.mark.parametrize("wrong", [reads_too_far, misses_the_last_key, takes_rows_in_order, wrong_in_one_shape])
 def test_an_attention_that_is_wrong_is_named_by_its_shapes(wrong: Attend) -> None:
     assert [*kernels.attention(right, CPU)] == []
     faults = [*kernels.attention(wrong, CPU)]
@@ -210,25 +215,12 @@ def test_the_path_that_is_expected_is_the_one_that_the_engine_takes_on_such_a_gp
     assert expected["attention"] == attention
 
 
-def test_a_torch_that_splits_as_it_likes_is_expected_to_take_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has attention by pages, which the engine leaves alone, as it is wrong for batches."""
-
-    def varlen_attn_out(out, query, *, window_size, enable_gqa, seqused_k, block_table):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ARG001
-        raise AssertionError
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn_out", varlen_attn_out)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    expected = engine.path_expected(Where(torch.device("cuda", 0), is_small=True), torch.float16, has_graphs=True)
-    assert expected["attention"] == "masks"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", all_steps(is_small=True, num_gpus=0), ids=lambda step: step.name)
 def test_on_a_cpu_a_step_passes_or_says_why_it_cannot_run(step: Step, tmp_path: Path) -> None:
     [row] = runner.run([step], tmp_path / "hour", num_gpus=0)
     assert (row["result"], row["reason"]) in {
-        (PASS, None), (SKIP, "our split attention is for GPUs"), (SKIP, "our products are for GPUs"),
+        (PASS, None), (SKIP, "our attention is for GPUs"),
         (SKIP, "rounds in 16 bits are for GPUs"), (SKIP, "it needs 2 GPUs, and none can be used"),
         (SKIP, "it needs 4 GPUs, and none can be used"),
     }  # fmt: skip

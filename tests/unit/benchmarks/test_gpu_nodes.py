@@ -20,5 +20,5 @@ def test_the_page_shows_every_case_with_its_budget_and_a_count_within_it() -> No
 def test_plans_price_the_kernels_that_are_counted() -> None:
     """Where a layer or a draw needs fewer, `settings.layout.ENGINE_KERNELS` follows."""
     of_one_row = [case for case in CASES if case.kind == LAYER and case.num_ranks == case.batch_size == 1]
-    assert {case.limit for case in of_one_row if not case.fuses} == {ENGINE_KERNELS.layer}
+    assert {case.limit for case in of_one_row} == {ENGINE_KERNELS.layer}
     assert [case.limit for case in CASES if case.kind == DRAW and case.name == "sampled"] == [ENGINE_KERNELS.draw]

@@ -18,43 +18,17 @@ from tests.helpers.lanes import grid
 from tests.helpers.ptx import run_ptx
 
 pytestmark = [pytest.mark.triton, pytest.mark.seconds]
-NAMES = ("between", "product", "linear", "attention", "draw")
-between_gpu, product_gpu, linear_gpu, attention_gpu, draw_gpu = (
+NAMES = ("between", "linear", "attention", "draw")
+between_gpu, linear_gpu, attention_gpu, draw_gpu = (
     pytest.importorskip(f"llama_ssp.kernels.{name}_gpu") for name in NAMES
 )
 
 MOST_SHARED = 163 * 1024
 """Bytes of a block on an A100."""
-PRODUCTS: dict[str, tuple[set[str], bool]] = {
-    "query-key-value": (set(), False), "after a sum of the ranks": ({"added"}, False), "gate-up": (set(), True),
-    "with a bias": ({"bias"}, False),
-}  # fmt: skip
-"""What stands around a product in addition to the norm, and whether it gates."""
 
 
 def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i32")
-
-
-@grid(kind=list(PRODUCTS), capability=CAPABILITIES, dtype=["fp16", "bf16"], rows=[16, 32])
-def test_no_register_of_a_product_is_spilled_and_every_weight_is_multiplied_by_one_warp(
-    kind: str, capability: int, dtype: str, rows: int
-) -> None:
-    """A warp that did what another one does would double the products: 16 x 8 x 16 numbers an instruction."""
-    given, gates = PRODUCTS[kind]
-    constants: dict[str, object] = {"GATES": gates, "ROWS": rows}
-    constants |= {"OUTPUTS": product_gpu.OUTPUTS, "INPUTS": product_gpu.INPUTS}
-    constants |= dict.fromkeys({"added", "bias"} - given)
-    types = dict.fromkeys(("x", "added", "summed", "norm", "weight", "bias", "y"), f"*{dtype}")
-    types |= integers("num_rows", "num_outputs", "num_inputs") | {"eps": "fp32", "unscale": "fp32"}
-    found = compile_kernel(
-        product_gpu.product_kernel, types, constants, capability=capability, num_warps=4,
-        num_stages=product_gpu.NUM_STAGES, uneven=["num_rows"],
-    )  # fmt: skip
-    assert found.stack_bytes == 0
-    assert found.shared_bytes <= MOST_SHARED
-    of_a_warp = (1 + gates) * (rows // 16) * (product_gpu.OUTPUTS // 8) * (product_gpu.INPUTS // 16) // 4
-    assert found.count(r"\bHMMA\.16816\.F32") == of_a_warp
 
 
 @grid(
@@ -83,13 +57,13 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
 
 ATTENTION = {
     "queries": "*{}", "keys": "*{}", "values": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32",
-    "pages": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
+    "first_slots": "*i32", "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
 }  # fmt: skip
 NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 STORED = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 """Triton's names of pointers."""
-UNEVEN = ("left", "num_parts", "pages_stride")
-STRIDES = ("query_stride", "query_head_stride", "page_stride", "slot_stride", "head_stride")
+UNEVEN = ("left", "num_parts")
+STRIDES = ("query_stride", "query_head_stride", "slot_stride", "head_stride")
 
 
 @grid(
@@ -107,7 +81,7 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": 128, "SLOTS": slots}
     compiled = partial(compile_kernel, types=types, capability=capability, uneven=UNEVEN)
     found = compiled(
-        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "PAGE": 256, "ROWS": rows,
+        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "ROWS": rows,
                                               "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
         num_warps=rows // 16, num_stages=3,
     )  # fmt: skip
@@ -264,7 +238,7 @@ SHAPES = {
     "TinyLlama, output": ((2048, 2048), 1, 128),
     "TinyLlama, down": ((2048, 5632), 1, 128),
     "7B, queries, keys and values of one of 8 ranks": ((1536, 4096), 1, 96),
-    "7B, output and down": ((4096, 11008), 1, 256),
+    "7B, output and down": ((4096, 11008), 1, 128),
     "65B, gate and up": ((44032, 8192), 1, 1376),
     "half of the multiprocessors idle": ((1024, 4096), 2, 128),
     "most of them idle": ((512, 4096), 4, 128),

@@ -56,7 +56,6 @@ BAD = {
     "draft=local": "draft=local needs draft.model.path=DIR",
     "model.quantization=int8 model.int8_threshold=-1": "model.int8_threshold=-1.0 must be 0",
     "device=cpu cuda_graphs=true": "cuda_graphs has no effect with device=cpu",
-    "device=cpu gpu_kernels=fused": "gpu_kernels has no effect with device=cpu",
     "model.int8_threshold=6": "model.int8_threshold has no effect without model.quantization=int8",
     "verification.rule=blocks": "verification.rule 'blocks': there are block, coupled, greedy, speculative; did you",
     "model.quantization=int9": "quantization 'int9': there are fp4, fp8_weight_only, int4_weight_only, ",

@@ -3,7 +3,6 @@
 The kernel is stood in for by plain operators, which check what a GPU's kernel would take for granted.
 """
 
-import inspect
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -11,24 +10,23 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
 from llama_ssp.kernels import attention_by_length as varlen
-from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of, find_varlen, torch_attention
+from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention, fault_of, find_varlen, flash_attention
 from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import PAGE_SLOTS
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.drafters.drafter import catch_up
 from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import make_decoder as decoder_of
 from tests.helpers.models import tiny_model
-from tests.helpers.varlen_attention import varlen_attention, varlen_attn_out
+from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
 
 CPU = torch.device("cpu")
@@ -54,7 +52,7 @@ def test_rows_of_any_length_get_what_masks_give(kind: str, dtype: torch.dtype) -
         assert_close(found, wanted, dtype)
 
 
-def test_rows_beyond_a_page_find_their_own_pages() -> None:
+def test_rows_in_another_order_find_their_own_slots() -> None:
     """Prompts of 300 and 270 tokens, read in two chunks into swapped rows, then three tokens behind each."""
     runners = pair("mistral, window", batch_size=2)
     found: list[list[Tensor]] = []
@@ -92,9 +90,8 @@ def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() 
     for position in (3, 250, 490):
         runner.forward(random_ids(2, 1), torch.tensor([[position], [1]]), bucket=position + 1)
     calls = kernel.call_args_list
-    sizes = {(call.args[5:], tuple(tensor.data_ptr() for tensor in call.args[3:5])) for call in calls}
-    assert len(sizes) == 1
-    assert {call.kwargs["block_table"].data_ptr() for call in calls} == {calls[0].kwargs["block_table"].data_ptr()}
+    found = {(*map(Tensor.data_ptr, call.args[3][:2]), *call.args[3][3:]) for call in calls}
+    assert len(found) == 1
 
 
 def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
@@ -111,10 +108,18 @@ def test_one_width_serves_all_lengths_unless_a_part_reads_buckets() -> None:
 
 def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     def no_window(*arguments: Tensor, **options: object) -> Tensor:
-        return varlen_attention(*arguments, **{**options, "window_size": (-1, 0)})  # type: ignore[arg-type]
+        return varlen_attention(*arguments, **{**options, "window": None})  # type: ignore[arg-type]
 
-    def sees_the_future(*arguments: Tensor, **options: object) -> Tensor:
-        return varlen_attention(*arguments, **{**options, "window_size": (-1, -1)})  # type: ignore[arg-type]
+    def sees_the_future(*arguments: Any, **options: Any) -> Tensor:  # noqa: ANN401
+        queries, keys, values, sequences = arguments
+        alone = sequences._replace(
+            first_query_C1=torch.arange(len(queries) + 1, dtype=torch.int32),
+            first_slot_C1=functional.pad(
+                sequences.first_slot_C1[:-1].repeat_interleave(num := len(queries) // len(sequences.used_C)), (0, 1)
+            ),
+            used_C=sequences.used_C.repeat_interleave(num),
+        )
+        return varlen_attention(queries, keys, values, alone, **options)
 
     def no_number(query: Tensor, *_arguments: Tensor, **_options: object) -> Tensor:
         return torch.full_like(query, float("nan"))
@@ -128,48 +133,31 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
     assert without_windows(sees_the_future) == "wrong values in row 0 where rows have 5 queries"
 
 
-@pytest.fixture
-def faulty_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's kernel with the fault of 2.13: split, it writes the first sequence only."""
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn_out", varlen_attn_out)
-
-
 HEADS = [Heads(4, 4, 32, 32**-0.5), Heads(8, 2, 16, 0.25), Heads(7, 1, 64, 0.125)]
 
 
-@pytest.mark.usefixtures("faulty_torch")
-@pytest.mark.parametrize("heads", HEADS)
-def test_torch_s_kernel_is_right_for_batches_because_it_does_not_split_them(heads: Heads) -> None:
-    def splits_always(*arguments: Tensor, **options: object) -> Tensor:
-        out = torch.zeros_like(arguments[0])
-        varlen_attn_out(out, *arguments, **options)  # type: ignore[arg-type]
-        return out
+def test_torch_s_operator_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It exists for GPUs only; the schema is that of this torch."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema.arguments
 
-    check: Any = partial(fault_of, device=CPU, dtype=torch.float16, heads=heads)
-    ours = torch_attention()
-    assert ours
-    assert check(ours) is None
-    assert check(splits_always) == "wrong values in row 1 where rows have 1, 1, 1 queries"
+    def operator(*given: Any, **named: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - torch's
+        call = {argument.name: value for argument, value in zip(schema, given, strict=False)} | named
+        assert named.keys() <= {argument.name for argument in schema}
+        assert (call["dropout_p"], call["return_debug_mask"], call["window_size_right"]) == (0.0, False, 0)
+        assert call["is_causal"] == (call["window_size_left"] < 0)
+        sequences = Sequences(*(call[name] for name in ("cum_seq_q", "cum_seq_k", "seqused_k", "max_q", "max_k")))
+        window = None if call["is_causal"] else call["window_size_left"] + 1
+        return (
+            varlen_attention(call["query"], call["key"], call["value"], sequences, scale=call["scale"], window=window),
+        )
 
-
-def test_one_sequence_beyond_a_page_keeps_torch_s_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one, a GPU's blocks would walk all slots of a row; with more, they would write the first row only."""
-    into = Mock(wraps=varlen_attn_out, __signature__=inspect.signature(varlen_attn_out))
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn_out", into)
-    ours = torch_attention()
-    assert ours
-    fault_of(ours, device=CPU, dtype=torch.float16, heads=HEADS[0])
-    found = {(len(call.kwargs["seqused_k"]), call.kwargs["num_splits"]) for call in into.call_args_list}
-    assert found == {(1, None), (3, 1)}
-    runner = LeanRunner(modules("llama", torch.float16), comm=Comm.single(), varlen=ours)
-    runner.allocate(batch_size=1, capacity=PAGE_SLOTS)
-    runner.forward(random_ids(1, 1), torch.tensor([[9]]), bucket=PAGE_SLOTS)
-    assert into.call_args.kwargs["num_splits"] == 1
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    check: Any = partial(fault_of, flash_attention, device=CPU, dtype=torch.float16, has_windows=True)
+    assert [check(heads=heads) for heads in HEADS] == [None] * len(HEADS)
 
 
-@pytest.mark.usefixtures("faulty_torch")
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
+def test_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
     batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trained pair, greedily, where rounding decides nothing; prompts of three lengths are read packed."""
@@ -182,7 +170,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
             for runner in (pair.models.target, pair.models.draft):
                 assert isinstance(runner, LeanRunner)
                 assert runner.reads_by_length
-                runner._use_own_kernels(fuses=False)
+                runner._use_own_kernels()
         decoder.executor = Executor()
         lengths = (40, 65, 90)
         wanted = [Request(index=row, prompt_ids=prompt(pair, lengths[row]), max_new_tokens=24) for row in range(3)]
@@ -190,7 +178,7 @@ def test_with_that_fault_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_mas
         return {update.completion.request.index: update.completion.token_ids for update in updates}
 
     by_mask = texts(Dtype.fp32)
-    monkeypatch.setattr(lean_decoder, "find_varlen", lambda *_arguments, **_options: torch_attention())
+    monkeypatch.setattr(lean_decoder, "find_varlen", lambda *_arguments, **_options: varlen_attention)
     assert texts(Dtype.fp16) == by_mask
 
 
@@ -200,7 +188,7 @@ def test_a_kernel_that_is_wrong_in_one_shape_only_is_found(shape: tuple[int, ...
 
     def wrong_there(*arguments: Tensor, **options: object) -> Tensor:
         found = varlen_attention(*arguments, **options)  # type: ignore[arg-type]
-        return found * 1.1 if arguments[3].diff().tolist() == list(shape) else found
+        return found * 1.1 if arguments[3][0].diff().tolist() == list(shape) else found
 
     kernel: Any = wrong_there
     found = fault_of(kernel, device=CPU, dtype=torch.float16, heads=HEADS[1])
