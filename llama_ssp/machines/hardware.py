@@ -54,7 +54,7 @@ class HardwareConfig:
     num_nodes: int = 1  # nodes; several need network.
     memory_bytes: int  # usable memory of one GPU; on a CPU, of the node.
     system_bytes: int = 0  # of a CPU's memory, the share of the operating system and of other programs.
-    context_bytes: int  # memory of a process before its first tensor.
+    context_bytes: int  # memory of a process before its first model.
     collective_bytes: int  # communication buffers per rank, if there are several ranks.
     bandwidth_bytes_per_s: float  # memory bandwidth from the data sheet.
     copy_bytes_per_s: float | None = None  # measured memory bandwidth of a plain copy.

@@ -119,7 +119,7 @@ class PlannedModel:
         return self.has_own_cache and not (is_compiled and self.shape.head_dim % LANES == 0)
 
     def reads_by_length(self, hardware: HardwareConfig) -> bool:
-        """Whether a GPU reads its cache in pages, and prompts of several lengths without padding; else with masks."""
+        """Whether a GPU reads its cache by lengths, and prompts of several lengths without padding; else with masks."""
         return (
             hardware.device == "cuda"
             and self.is_lean

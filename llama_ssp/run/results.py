@@ -25,7 +25,7 @@ from llama_ssp.reports.records import (
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.run.session import Session
 from llama_ssp.run.slowness import Surroundings, unusual_times
-from llama_ssp.run.tasks.dry_run import forecast, planned_bytes
+from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.tasks import task_of
@@ -51,7 +51,7 @@ def finalize(session: Session) -> None:
     if folder is None:
         return
     task, plan, most_drafted = task_of(config), session.plan, config.speculation.most_draft_tokens
-    planned = planned_bytes(plan) if plan else [None] * comm.size
+    planned = [rank.needed_bytes for rank in plan.ranks] if plan else [None] * comm.size
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
     replica_size = comm.size // num_replicas
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))

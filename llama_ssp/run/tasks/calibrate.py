@@ -26,6 +26,7 @@ from llama_ssp.machines.hardware import build, problems_of
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.machines.profile import SizePoint, text_of
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.ranks.gpu import capture_stream
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
@@ -137,8 +138,8 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
         "copy_bytes_per_s": copy_bytes_per_s,
         "flops_per_s": {each.name: operators.flops_per_s(getattr(torch, each.value), device) for each in dtypes},
         "flops_share": PROMPT_SHARE,
-        "kernel_s": operators.operator_s(device, captured=True),
-        "launch_s": operators.operator_s(device, captured=False),
+        "kernel_s": operators.kernel_s(device),
+        "launch_s": operators.launch_s(device),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
         "sources": {
             "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",
@@ -148,11 +149,17 @@ def _figures(world: World, reduces: list[SizePoint]) -> dict[str, Any]:
 
 
 def _context_bytes(device: torch.device) -> int:
+    """What a process has before its first model; on a GPU with the workspaces of products."""
     if device.type == "cpu":
         return anonymous_bytes() or 0
-    torch.zeros(1, device=device)
+    x = torch.zeros(64, 64, dtype=torch.float16, device=device)
+    for stream in (torch.cuda.current_stream(device), capture_stream()):
+        with torch.cuda.stream(stream):
+            x @ x  # makes the stream's workspace, which stays
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    return total - free
 
 
 def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures

@@ -308,13 +308,6 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
     return num_batches * config.max_new_tokens * sum(modes_s) / 3600
 
 
-def planned_bytes(plan: Plan) -> list[int]:
-    """Expected memory of each rank as a run measures it: on a GPU only what the allocator reserves."""
-    on_cpu = plan.hardware.device == "cpu"
-    outside = [0 if on_cpu else rank.context_bytes + rank.collectives_bytes + rank.graphs_bytes for rank in plan.ranks]
-    return [rank.needed_bytes - unreserved for rank, unreserved in zip(plan.ranks, outside, strict=True)]
-
-
 def forecast(timed: Timing) -> Forecast:
     """The forecasts in `summary.json`: per token of whole completions, including prompts."""
     speculative_s = timed.speculative_run_s

@@ -39,7 +39,7 @@ def test_keys_and_values_of_a_token_have_the_published_size(name: str, kib: int)
 
 def test_caches_of_all_ranks_hold_every_slot_once() -> None:
     job = make_job("30B", "7B", num_ranks=8, batch_size=3)
-    slots = 3 * 256  # 128 + 64 + 4 + 1, in whole pages
+    slots = 3 * 200  # 128 + 64 + 4 + 1, in steps of 8
     ranks = memory(job, A100)
     assert sum(rank.target_cache_bytes for rank in ranks) == slots * 1560 * 1024
     assert [rank.draft_cache_bytes for rank in ranks] == [slots * 512 * 1024, *[0] * 7]
@@ -69,7 +69,7 @@ def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_l
 def test_key_value_heads_that_ranks_must_share_are_kept_by_each_of_them() -> None:
     job = make_job("llama2_70B", num_ranks=16)
     two_nodes = replace(A100, num_nodes=2)
-    slots = 256  # 128 + 64 + 1, in whole pages
+    slots = 200  # 128 + 64 + 1, in steps of 8
     assert sum(rank.target_cache_bytes for rank in memory(job, two_nodes)) == 2 * slots * kv_bytes_per_token(job.target)
 
 
@@ -93,7 +93,7 @@ def test_every_rank_of_a_sharded_draft_holds_what_is_whole(whole: WholeParts) ->
     cut = 2 * embedding + attention + mlp - kept  # the head is as large as the embedding
     assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == 2 * cut
     assert job.draft
-    num_copies, slots = 4 if whole.keeps_attention else 1, 256  # 128 + 64 + 5, in whole pages
+    num_copies, slots = 4 if whole.keeps_attention else 1, 200  # 128 + 64 + 5, in steps of 8
     assert sum(rank.draft_cache_bytes for rank in ranks) == num_copies * slots * kv_bytes_per_token(job.draft)
 
 
@@ -140,7 +140,7 @@ def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "quantization", "dtype", "is_paged"),
+    ("machine", "quantization", "dtype", "by_length"),
     [
         (A100, "none", Dtype.fp16, True),
         (A100, "int8_weight_only", Dtype.bf16, True),
@@ -151,16 +151,16 @@ def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
     ],
 )
 def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_needs_them(
-    machine: HardwareConfig, quantization: str, dtype: Dtype, is_paged: bool
+    machine: HardwareConfig, quantization: str, dtype: Dtype, by_length: bool
 ) -> None:
-    """A row of 536 slots is three widths of the cache, and three pages; 300 positions of a chunk read two widths."""
+    """A row of 536 slots is three widths of the cache; 300 positions of a chunk read two widths."""
     job = make_job("7B", prompt_tokens=300, max_new_tokens=230)
     job = replace(job, target=replace(job.target, quantization=quantization, dtype=dtype))
     (rank,), (two_rows,) = (memory(replace(job, batch_size=rows), machine) for rows in (1, 2))
     size = 4 if dtype is Dtype.fp32 else 2
-    assert rank.target_cache_bytes == (768 if is_paged else 536) * 2 * 32 * 4096 * size
-    assert rank.graphs_bytes == (1 if is_paged else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
-    masks = 0 if is_paged else 300 * 512 * (1 + size)
+    assert rank.target_cache_bytes == 536 * 2 * 32 * 4096 * size
+    assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
+    masks = 0 if by_length else 300 * 512 * (1 + size)
     assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * 11008) * size + masks
 
 
@@ -175,8 +175,8 @@ def test_a_draft_with_masks_makes_a_graph_for_each_width_of_the_cache() -> None:
     job = make_job("13B", "7B", prompt_tokens=300)
     assert job.draft
     rounding = replace(job, draft=replace(job.draft, quantization="int8"))
-    paged, masked = (memory(each, A100)[0].graphs_bytes for each in (job, rounding))
-    assert masked == 2 * paged
+    by_length, masked = (memory(each, A100)[0].graphs_bytes for each in (job, rounding))
+    assert masked == 2 * by_length
 
 
 def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:

@@ -35,7 +35,7 @@ def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: 
     device = torch.device("cpu")
     assert operators.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
     assert operators.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
-    assert operators.operator_s(device, captured=False) == 0.5 / 200
+    assert operators.launch_s(device) == operators.kernel_s(device) == 0.5 / 200
     monkeypatch.setattr(operators, "ELEMENTS", (4096,))
     points = operators.linear_points("fp32", [2**17])
     assert [(point.rows, point.s) for point in points] == [(rows, 0.25) for rows in operators.ROWS], "two in a call"

@@ -118,17 +118,6 @@ def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
     assert (alone.speculative_ms_per_token, alone.speedup) == (None, None)
 
 
-def test_planned_bytes_are_what_the_run_can_measure() -> None:
-    gpu = hardware.load("8xa100_80gb")
-    on_gpu = task.plan_of_run(_run("13B", "7B"), world_size=2, machine=gpu, lengths=[40])
-    full = on_gpu.ranks[0]
-    beside = full.context_bytes + full.collectives_bytes + full.graphs_bytes
-    assert full.graphs_bytes
-    assert task.planned_bytes(on_gpu)[0] == full.needed_bytes - beside
-    on_cpu = task.plan_of_run(_run(), world_size=1, machine=hardware.load("laptop_cpu"), lengths=[40])
-    assert task.planned_bytes(on_cpu) == [on_cpu.ranks[0].needed_bytes]
-
-
 @pytest.mark.parametrize(("world_size", "num_nodes"), [(4, 1), (8, 1), (9, 2)])
 def test_a_run_uses_as_many_nodes_as_its_ranks_need(world_size: int, num_nodes: int) -> None:
     assert machine_of_run(hardware.load("p4d_24xlarge"), world_size).num_nodes == num_nodes
