@@ -19,6 +19,7 @@ PRIVATE_NAMES = {
     "torch.distributed.ProcessGroupGloo._set_default_timeout": "NCCL's has no public setter; gloo's is in every build",
     "torch.distributed.distributed_c10d._get_default_store": "the store of the started ranks has no public name",
     "torch.distributed.distributed_c10d._set_pg_timeout": "a group's timeout has no public setter",
+    "torch.ops.aten._flash_attention_forward": "flash attention by lengths; without it masks are used, with a warning",
     "torch.ops.mkldnn._linear_pointwise": "oneDNN's packed product; without it torch's plain product is taken",
     "torch.ops.mkldnn._reorder_linear_weight": "packs a weight for it",
     "transformers.PretrainedConfig._attn_implementation": _ATTENTION,

@@ -14,7 +14,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import PlannedModel, planned_model
-from llama_ssp.planning.timing import CostModel, ForwardTime, bandwidth, round_messages, timing
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, ForwardTime, bandwidth, round_messages, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
@@ -390,3 +390,12 @@ def test_published_prompts_of_tensorrt_llm_on_a100_are_forecast_within_a_fifth(
 ) -> None:
     job = make_job(target, num_ranks=num_gpus, prompt_tokens=2048, max_new_tokens=1)
     assert 1e3 * timing(job, A100).plain_prefill_s == pytest.approx(published_ms, rel=0.2)
+
+
+def test_a_short_prompt_on_a_gpu_takes_as_long_as_its_launches_and_a_long_one_as_its_products() -> None:
+    """An H200 gave the first token of 30B after 26 ms."""
+    machine = hardware.load("1xh200")
+    short_s, long_s = (timing(make_job("30B", prompt_tokens=number), machine).prefill_s for number in (4, 512))
+    launches_s = (60 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame) * machine.launch_s
+    assert short_s == pytest.approx(launches_s, rel=0.01)
+    assert long_s > 2 * launches_s
