@@ -98,7 +98,8 @@ def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
     ) -> Tensor:  # fmt: skip
         found: list[Tensor] = []
         num = sequences.most_queries
-        for row, (first, used) in enumerate(zip(sequences.first_slot_C1.tolist(), sequences.used_C.tolist())):  # noqa: B905
+        first_slots, lengths = sequences.first_slot_C1[:-1].tolist(), sequences.used_C.tolist()
+        for row, (first, used) in enumerate(zip(first_slots, lengths, strict=True)):
             own = queries_QHD[num * row : num * (row + 1)].transpose(0, 1).to(dtype or queries_QHD.dtype)
             keys, values = (rows[first : first + used].transpose(0, 1).to(own) for rows in (keys_SND, values_SND))
             seen = torch.ones(num, used, dtype=torch.bool, device=own.device).tril(used - num)

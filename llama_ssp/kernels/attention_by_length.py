@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 
     Attributes:
         first_query_C1: the running sum of their queries.
-        first_slot_C1: the slots where their rows begin, and one more number, which torch's kernel never reads.
+        first_slot_C1: the slots where their rows begin, and one more number, which has no effect.
         used_C: their slots up to the last query's own.
         most_queries: of a sequence.
         most_slots: of a row.
@@ -102,8 +102,8 @@ def flash_attention(
 ) -> Tensor:  # fmt: skip
     """Torch's flash attention, a `VarlenAttention`.
 
-    torch 2.11 to 2.13 have one operator for it. What they offer in `torch.nn.attention.varlen` differs: 2.11 knows no
-    lengths, and 2.13 writes the first sequence only where it splits rows (issue 194167 of pytorch).
+    torch 2.11 to 2.13 have this operator in common; the public function in `torch.nn.attention.varlen` knows no lengths
+    in 2.11.
     """
     attended_QHD: Tensor = torch.ops.aten._flash_attention_forward(
         queries_QHD, keys_SND, values_SND, sequences.first_query_C1, sequences.first_slot_C1,
@@ -138,7 +138,8 @@ def with_ours(
     from llama_ssp.kernels import attention_gpu  # noqa: PLC0415 - imports Triton
 
     most_queries = attention_gpu.MOST_ROWS * heads.num_kv // heads.num
-    checked = [queries for queries in CHECKED if max(queries) <= most_queries]
+    # Beside steps and rounds, ragged queries up to the largest tile.
+    checked = [queries for queries in (*CHECKED, (most_queries, 1)) if max(queries) <= most_queries]
     ours = partial(attention_gpu.attend, kept=kept)
     if fault := fault_of(
         ours, device=device, dtype=dtype, heads=heads, has_windows=has_windows, checked=checked, kept=kept

@@ -1,7 +1,7 @@
-"""Triton kernels of attention for few heads: a row of the cache is split over as many thread blocks as a GPU needs.
+"""Triton kernels of attention in rounds: a row of the cache is split over as many thread blocks as a GPU needs.
 
-torch's flash attention takes 128 slots at once (256 of narrow heads). So a single head has 16 blocks over 2048 slots,
-and a GPU more than a hundred multiprocessors. These kernels take 16 slots at once.
+torch's flash attention takes 128 slots at once (256 of narrow heads), and does not split rows that lie one after the
+other: a head is one block, and a GPU has more than a hundred multiprocessors. These kernels take 16 slots at once.
 
     attend_part     a program for each part of a row and key-value head: the queries of its group, over the part's slots
     attend_whole    a program for each query and some dimensions: adds the parts up, weighted by their sums
@@ -27,15 +27,13 @@ from torch import Tensor
 
 from llama_ssp.kernels.attention_by_length import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
+from llama_ssp.settings.layout import PART_SLOTS, most_parts
 
-SLOTS = 16
+SLOTS = PART_SLOTS
 """Of a step: what one instruction multiplies."""
 MOST_ROWS = 64
 """Of a tile of queries: the positions of a row times G."""
 _LEAST_ROWS = 16
-_NUM_PROGRAMS = 256
-"""For each row, if it is long. On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128, 17 with 256, 15
-with 512, and 32 rows of 1000 slots and 8 key-value heads 48, 52 and 74."""
 _WIDTH = 32
 _LOG2_E = 1.4426950408889634
 
@@ -149,11 +147,6 @@ def attend_whole(  # type: ignore[no-untyped-def]
     values = tl.load(parts + places, mask=is_part[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     whole = tl.sum(values * weights[:, None], 0)
     tl.store(attended + query * HEAD_DIM + dims, whole.to(attended.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-def most_parts(num_kv_heads: int) -> int:
-    """The most parts of a row, a power of 2."""
-    return int(triton.next_power_of_2(triton.cdiv(_NUM_PROGRAMS, num_kv_heads)))
 
 
 def attend(

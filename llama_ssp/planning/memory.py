@@ -36,7 +36,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
-from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK
+from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
 from llama_ssp.settings.stored import PackedLayout
@@ -613,7 +613,8 @@ def _numbers_bytes(job: PlanSpec) -> int:
 def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
     """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
 
-    With masks the lean decoder copies queries and attended values, and has a row of the mask for each query of a group.
+    Where a round's attention splits rows, each part of a row has its own sums in fp32. With masks the lean decoder
+    copies queries and attended values, and has a row of the mask for each query of a group.
     Modules of the library repeat keys and values for each head of a group. Keys and values of a layer that attention
     cannot read as they are kept are unpacked, one after the other through fp32.
     """
@@ -624,7 +625,12 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     bucket = bucket_of(job.prompt_tokens, job.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
-    if not model.reads_by_length(hardware):
+    parts_bytes = 0
+    if model.reads_by_length(hardware):
+        num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
+        num_parts = min(most_parts(num_kv_heads), -(-job.num_slots // PART_SLOTS))
+        parts_bytes = 4 * job.round_rows * num_parts * part.num_heads * (shape.head_dim + 1)
+    else:
         masks = rows * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
@@ -633,7 +639,7 @@ def _activation_bytes(job: PlanSpec, hardware: HardwareConfig, model: PlannedMod
     if model.unpacks_cache(hardware) or (job.tree and model.has_own_cache):
         read = job.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
-    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size)
+    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size, parts_bytes)
     return job.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 

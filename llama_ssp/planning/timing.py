@@ -29,7 +29,7 @@ then the exchange and the rule:
 On GPUs the exchange goes on during the forward, so that only the draft's side of a round has it. After a rejection, the
 first token of the new block is verified early.
 
-One kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines.
+Only one kind of GPU has run this engine, so 80 % ranges of its times are the errors of forecasts for other engines.
 `python -m benchmarks.published` fits them to published speeds: published time over forecast, every source of equal
 weight, as the range of a source that was not among them. A calibrated machine and a CPU have none.
 
@@ -612,8 +612,11 @@ class CostModel:
                 forward_time, hardware=self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start,
                 num_scored=1, bucket=bucket_of(stop, self.job.num_slots, self.hardware),
             )  # fmt: skip
-            launching_s = of(replace(placement, cuda_graphs=False)).operators_s if placement.cuda_graphs else 0.0
-            seconds += max(of(placement).total_s, launching_s)
+            if self.job.device == "cuda":
+                work, launches = (of(replace(placement, cuda_graphs=each)) for each in (True, False))
+                seconds += max(work.total_s, launches.operators_s)
+            else:
+                seconds += of(placement).total_s
         return seconds
 
     def draw_s(self, placement: ModelPlacement) -> float:

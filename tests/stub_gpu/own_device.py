@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llama_ssp import load
-from llama_ssp.run.calibration.operators import kernel_s
+from llama_ssp.run.calibration.operators import kernel_s, launch_s
 from tests.stub_gpu import device
 
 if TYPE_CHECKING:
@@ -33,9 +33,10 @@ def seen(compute: Callable[[], object]) -> dict[str, object]:
 
 
 def operators() -> None:
-    """Time an operator in a graph of each device."""
+    """Time an operator of each device, in a graph and launched from Python."""
     for each in (torch.device("cuda", 0), SECOND):
         kernel_s(each)
+        launch_s(each)
 
 
 def harness() -> "SpeculativeLM":

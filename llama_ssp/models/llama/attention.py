@@ -8,8 +8,7 @@
     grouped heads   in the kernel          queries folded into rows     in the kernel
     CUDA graphs     none                   one for each bucket          one for all lengths
     chosen for      CPUs in fp32, where    other CPUs; fp32 on GPUs;    fp16 and bf16 on GPUs that have
-                    llvmlite works         older GPUs and torch;        the kernel
-                                           trees on GPUs
+                    llvmlite works         older GPUs; trees on GPUs    the kernel
 
 Rounded inputs need the bits of single steps: the compiled way gives them anyhow, masks position by position.
 `LeanRunner` chooses once, when it is built. Each forward prepares one `LayerAttention` for each window of the layers.
@@ -154,7 +153,7 @@ class LengthTables(Workspace):
         self._num_slots, self._device = num_slots, device
         self._used_S = torch.arange(1, num_slots + 1, dtype=torch.int32, device=device)
         self._sums: dict[tuple[int, int], Tensor] = {}
-        self._first_slot_B1 = self._running_sum(batch_size, num_slots)
+        self._first_slots = self._running_sum(batch_size, num_slots)
 
     def attends(
         self,
@@ -171,7 +170,7 @@ class LengthTables(Workspace):
         Every piece of a packed forward is a sequence, and every token is one if positions are not consecutive.
         """
         batch_size, num_queries = static_shape(positions_BT)
-        rows_B, first_slot_C1 = pieces.rows_C if pieces else cache_rows_B, self._first_slot_B1
+        rows_B, first_slot_C1 = pieces.rows_C if pieces else cache_rows_B, self._first_slots
         if rows_B is not None:
             first_slot_C1 = first_slot_C1.index_select(0, functional.pad(rows_B, (0, 1)))
         if pieces:

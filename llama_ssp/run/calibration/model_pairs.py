@@ -36,6 +36,7 @@ from llama_ssp.weights.synthetic import llama_config
 MLP_SHARE, HEAD_DIM = 4, 32
 _CONTEXT = 1024
 _LARGEST = 0.05
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ class RandomLlama:
         """Size of its weights on a CPU, all ranks together."""
         return model_bytes(inventory(self.shape), self.planned, device="cpu").total_bytes
 
-    def load(self, comm: Comm) -> Runner:
-        """Load this rank's slice in fp32 on the CPU; all ranks of `comm` must call this together."""
-        return load_model(self, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+    def load(self, comm: Comm, *, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Runner:
+        """Load this rank's slice, by default in fp32 on the CPU; all ranks of `comm` must call this together."""
+        return load_model(self, dtype=dtype, device=device, comm=comm)
 
 
 VOCAB_SIZE = 4096

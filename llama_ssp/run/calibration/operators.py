@@ -23,7 +23,7 @@ from llama_ssp.machines.machine import Speed
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.timing import MEASURED_SLOTS, LinearTable
+from llama_ssp.planning.timing import MEASURED_SLOTS, OPERATORS_PER_LAYER, LinearTable
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.run.calibration.interleave import undisturbed
@@ -110,7 +110,13 @@ def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def launch_s(device: torch.device) -> float:
-    """Time of one operator on a few bytes, launched from Python."""
+    """Time of one operator launched from Python: on a CPU of a few bytes, on a GPU of a layer of the lean decoder.
+
+    Python's work between two operators is most of it there.
+    """
+    if device.type == "cuda":
+        few_s, many_s = (_launched_s(device, num_layers) for num_layers in (1, MANY_LAYERS))
+        return max(many_s - few_s, 1e-6) / (MANY_LAYERS - 1) / OPERATORS_PER_LAYER
     x = torch.zeros(64, device=device)
 
     def some() -> None:
@@ -118,6 +124,16 @@ def launch_s(device: torch.device) -> float:
             x.add_(1.0)
 
     return seconds_per_call(_settled(some, device)) / _NUM_OPERATORS
+
+
+def _launched_s(device: torch.device, num_layers: int) -> float:
+    """Time of a forward of one token in fp16, launched from Python."""
+    with torch.inference_mode(), selected(device):
+        runner = RandomLlama(WIDTHS[-1], num_layers, NARROW).load(Comm.single(), device=device, dtype=torch.float16)
+        runner.allocate(batch_size=1, capacity=128)
+        ids_B1, positions_B1 = torch.zeros(2, 1, 1, dtype=torch.int64, device=device).unbind()
+        forward = partial(runner.forward, ids_B1, positions_B1, bucket=MEASURED_SLOTS)
+        return seconds_per_call(_settled(forward, device))
 
 
 def kernel_s(device: torch.device) -> float:

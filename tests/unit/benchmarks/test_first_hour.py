@@ -146,7 +146,7 @@ def misses_the_last_key(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN4
 
 
 def takes_rows_in_order(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    in_order_C1 = operands[3].first_slot_C1[:-1].sort().values
+    in_order_C1 = torch.cat([operands[3].first_slot_C1[:-1].sort().values, operands[3].first_slot_C1[-1:]])
     return right(*operands[:3], operands[3]._replace(first_slot_C1=in_order_C1), **options)
 
 

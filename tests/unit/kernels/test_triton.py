@@ -12,6 +12,7 @@ import torch
 
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.settings.formats import CACHES
+from llama_ssp.settings.layout import most_parts
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid
@@ -78,7 +79,7 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     types = {name: kind.format(dtype) for name, kind in ATTENTION.items()} | integers(*UNEVEN, *STRIDES)
     kept = rows_of(cache, NUMBERS[dtype])
     types |= dict.fromkeys(("keys", "values"), STORED[kept.stored_dtype])
-    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": 128, "SLOTS": slots}
+    shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": most_parts(1), "SLOTS": slots}
     compiled = partial(compile_kernel, types=types, capability=capability, uneven=UNEVEN)
     found = compiled(
         attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "ROWS": rows,

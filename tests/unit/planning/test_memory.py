@@ -171,6 +171,14 @@ def test_masked_prompts_have_a_row_of_the_mask_for_each_query_of_a_group() -> No
     assert two.activations_bytes - one.activations_bytes == 300 * (3 * 4096 + 3 * 14336) * 2 + masks
 
 
+def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
+    """A round of five positions over 256 slots or more, and a prompt of four tokens, which needs less."""
+    job = make_job("7B", "7B", num_draft_tokens=4, prompt_tokens=4, max_new_tokens=250)
+    one, two = (memory(replace(job, batch_size=rows), A100)[0] for rows in (1, 2))
+    num_parts = 256 // 32
+    assert two.activations_bytes - one.activations_bytes == 4 * 3 * 4096 * 2 + 5 * num_parts * 32 * (128 + 1) * 4
+
+
 def test_a_draft_with_masks_makes_a_graph_for_each_width_of_the_cache() -> None:
     job = make_job("13B", "7B", prompt_tokens=300)
     assert job.draft

@@ -399,3 +399,5 @@ def test_a_short_prompt_on_a_gpu_takes_as_long_as_its_launches_and_a_long_one_as
     launches_s = (60 * OPERATORS_PER_LAYER + ENGINE_KERNELS.frame) * machine.launch_s
     assert short_s == pytest.approx(launches_s, rel=0.01)
     assert long_s > 2 * launches_s
+    launched = replace(make_job("30B", prompt_tokens=512), cuda_graphs=False)
+    assert timing(launched, machine).prefill_s == long_s, "prompts are launched from Python in any case"

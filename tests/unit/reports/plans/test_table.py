@@ -35,7 +35,7 @@ def test_the_table_has_every_item_of_memory_a_column_for_equal_ranks_and_all_not
     assert re.search("rank 0.*ranks 1-3.*ranks 4-7", text)
     assert [label for label in ITEMS if label not in text] == []
     assert text.index("capacity") < text.index("verdict")
-    for sentence in ("batch up to 92", "warning: the draft cannot gain", "note: 52 heads over 8 ranks"):
+    for sentence in ("batch up to 118", "warning: the draft cannot gain", "note: 52 heads over 8 ranks"):
         assert sentence in text
     assert "MiB" in _printed(_plan("tiny", "tiny-draft", num_ranks=1, machine="laptop_cpu")), "of small models"
 
