@@ -20,11 +20,11 @@ from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
 from benchmarks.measured import Goal, markdown, show, table_of_goals
 from llama_ssp import Pair, load
-from llama_ssp.machines.machine import detect_hardware, keep_speed, known_speed
+from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.calibration.operators import cpu_speed
+from llama_ssp.run.calibration.operators import cpu_speeds
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.run.tasks.dry_run import plan_of_run
@@ -151,8 +151,8 @@ def measure(
         for name, each in candidates.items():
             rounds[name] += [each.tokens_per_round] if each.tokens_per_round else []
     lengths = [len(each) for each in prompts]
-    if not known_speed():
-        keep_speed(cpu_speed())
+    if not known_speeds():
+        keep_speeds(cpu_speeds())
     machine = detect_hardware(on_cpu=True)
     plans = {
         name: plan_of_run(

@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from benchmarks.measured import markdown, show
 from llama_ssp.architectures.matrices import distinct
+from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.models.loading import load_model
 from llama_ssp.planning.acceptance import implied_acceptance, tokens_per_round
 from llama_ssp.planning.spec import PlannedModel, read_config
 from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.calibration.operators import cpu_speed
+from llama_ssp.run.calibration.operators import cpu_speeds
 from llama_ssp.settings.schema import Dtype, TargetKind
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.words import counted
@@ -52,7 +53,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     took, num_read, speeds = dict.fromkeys(LENGTHS, 1e9), dict.fromkeys(LENGTHS, 0.0), []
     for turn in range(num_turns):
         if turn % 10 == 0:
-            speeds.append(cpu_speed())
+            speeds.append(cpu_speeds()["fp16"])
         for number in LENGTHS:
             ids_BT, positions_BT = torch.randint(MIXTRAL.vocab_size, (1, number + 1)), FILLED + torch.arange(number + 1)
             before, started = float(counted_3[0]), time.perf_counter()
@@ -60,8 +61,9 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
             took[number] = min(took[number], time.perf_counter() - started)
             num_read[number] += (float(counted_3[0]) - before) / MIXTRAL.num_hidden_layers / num_turns
     machine, (shape, stored) = detect_hardware(on_cpu=True), read_config(folder)
-    bandwidth, flops = map(max, zip(*speeds, strict=True))
-    machine = replace(machine, copy_bytes_per_s=bandwidth, flops_per_s=dict.fromkeys(machine.flops_per_s, flops))
+    bandwidth, flops = (max(found) for found in zip(*(vars(each).values() for each in speeds), strict=True))
+    speed = Speed(bytes_per_s=bandwidth, flops_per_s=flops)
+    machine = replace(machine, copy_bytes_per_s=bandwidth, products={"fp16": speed})
     model = PlannedModel(name="experts", shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
     seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False, num_active=1)
     of = partial(forward_time, seat, machine, batch_size=1, bucket=SLOTS)

@@ -25,6 +25,14 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Price:
     """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
 
@@ -62,6 +70,8 @@ class HardwareConfig:
     flops_share: float = 0.6  # share of that rate that prompts and large batches reach.
     # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
     slowdown: dict[str, float] = field(default_factory=dict)
+    # of a CPU: what its first run measures, by storage format, and by number format of unquantized weights.
+    products: dict[str, Speed] = field(default_factory=dict)
     kernel_s: float  # fixed time of a kernel inside a CUDA graph.
     launch_s: float  # fixed time of an operator launched from Python.
     link: Link  # links inside a node.
@@ -171,6 +181,8 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
         kind = get_args(kind)[0]
     if is_dataclass(kind):
         return _part(cast("type[Any]", kind), value, path, problems)
+    if kind == dict[str, Speed] and isinstance(value, Mapping):
+        return {str(name): _part(Speed, speed, f"{path}.{name}", problems) for name, speed in value.items()}
     if get_origin(kind) is list:
         (part,) = get_args(kind)
         items = points_of(value) or value if isinstance(value, str) else value

@@ -6,14 +6,15 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.hardware import HardwareConfig, Speed
 from llama_ssp.settings import catalogue
 
 THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate` writes.
@@ -37,18 +38,19 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             return measured
     if not gpus:
         name, kind, memory = platform.node(), platform.machine(), host_memory_bytes()
-        laptop, speed = hardware.load("laptop_cpu"), known_speed()
+        laptop, speeds = hardware.load("laptop_cpu"), known_speeds()
         share = (os.cpu_count() or 1) / _LAPTOP_CORES
         found = replace(
             laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
             flops_per_s={name: share * rate for name, rate in laptop.flops_per_s.items()},
         )  # fmt: skip
-        if speed is None:
+        if not speeds:
             return found
-        sources = dict.fromkeys(("copy_bytes_per_s", "flops_per_s"), "measured by the first run on this machine")
+        figures = ("products", "copy_bytes_per_s", "flops_per_s")
         return replace(
-            found, copy_bytes_per_s=speed.bytes_per_s, sources=laptop.sources | sources,
-            flops_per_s=dict.fromkeys(laptop.flops_per_s, speed.flops_per_s),
+            found, products=speeds, copy_bytes_per_s=max(speed.bytes_per_s for speed in speeds.values()),
+            flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in speeds.values())),
+            sources=laptop.sources | dict.fromkeys(figures, "measured by the first run on this machine"),
         )  # fmt: skip
     own_first = sorted(hardware.names(), key=lambda name: not catalogue.has_own("hardware", name))
     for entry in map(hardware.load, own_first):
@@ -59,26 +61,22 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
     )
 
 
-class Speed(NamedTuple):
-    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-
-def known_speed() -> Speed | None:
-    """The speed of this machine's CPU, if `keep_speed` has kept that here."""
+def known_speeds() -> dict[str, Speed]:
+    """The speeds of this machine's CPU by format, if `keep_speeds` has kept them here."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        kept = Speed(*json.loads(_speeds().read_text(encoding="utf-8")).get(platform.node()))
-        return kept if all(type(figure) is float and figure > 0 for figure in kept) else None
-    return None
+        kept = json.loads(_speeds().read_text(encoding="utf-8")).get(platform.node())
+        speeds = {name: Speed(**speed) for name, speed in kept.items()}
+        figures = [figure for speed in speeds.values() for figure in vars(speed).values()]
+        return speeds if all(type(figure) is float and figure > 0 for figure in figures) else {}
+    return {}
 
 
-def keep_speed(speed: Speed) -> None:
+def keep_speeds(speeds: Mapping[str, Speed]) -> None:
     """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
     with suppress(OSError):
         _speeds().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _speeds().write_text(json.dumps({platform.node(): speed}) + "\n", encoding="utf-8")
+        kept = {name: vars(speed) for name, speed in speeds.items()}
+        _speeds().write_text(json.dumps({platform.node(): kept}) + "\n", encoding="utf-8")
 
 
 def _speeds() -> Path:
@@ -96,6 +94,10 @@ def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
             machine, num_gpus=world_size, num_nodes=1, bandwidth_bytes_per_s=share * machine.bandwidth_bytes_per_s,
             copy_bytes_per_s=machine.copy_bytes_per_s and share * machine.copy_bytes_per_s,
             flops_per_s={name: share * rate for name, rate in machine.flops_per_s.items()},
+            products={
+                name: Speed(bytes_per_s=share * speed.bytes_per_s, flops_per_s=share * speed.flops_per_s)
+                for name, speed in machine.products.items()
+            },
         )  # fmt: skip
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
 

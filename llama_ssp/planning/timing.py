@@ -184,6 +184,8 @@ COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
+COMPILED_OPERATORS = 7
+"""Those of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
 calls, 57 to 142 in the families with records, those of experts included."""
@@ -347,13 +349,18 @@ def _roofline_s(
     sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
 ) -> float:
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
-    value_bytes = DTYPE_BYTES[model.matrix_dtype(hardware.device)]
+    matrix_dtype = model.matrix_dtype(hardware.device)
+    value_bytes = DTYPE_BYTES[matrix_dtype]
     times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
         read_bytes = storage.read_bytes(rows, packed, value_bytes * size, device=hardware.device)
-        seconds += count * times * _product_s(read_bytes, model, hardware, operations=2 * rows * size)
+        operations = 2 * rows * size
+        if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
+            seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
+        else:
+            seconds += count * times * _product_s(read_bytes, model, hardware, operations=operations)
     return seconds
 
 
@@ -419,8 +426,9 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> 
         return placement.kernels.layer * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
-    if is_compiled and len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS:
-        return hardware.launch_s
+    if is_compiled:
+        is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
+        return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import cycle
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.attention import ALL, find_attention
-from llama_ssp.kernels.linear import Linear, NativeLinear, fits, make_linear
-from llama_ssp.machines.machine import Speed
+from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
+from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -50,6 +51,7 @@ _FEWEST, _MOST = 3, 200
 _SHORTEST_S = 2e-4
 _NUM_DRAFT_TOKENS = 4
 _NUM_OPERATORS = 200
+_SPEED_SIDE = 2048
 
 Call = Callable[[], object]
 
@@ -92,14 +94,23 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 
 
 @torch.inference_mode()
-def cpu_speed(num_bytes: int = 2**28) -> Speed:
-    """The speed of a CPU by products with a matrix too large for any cache, of one row and of a round's five."""
-    side, device = math.isqrt(num_bytes), torch.device("cpu")
-    if not fits("bytes", torch.Size((side, side))):
-        return Speed(copy_bytes_per_s(device, num_bytes), flops_per_s(torch.float32, device))
-    linear = NativeLinear("bytes", torch.ones(side, side, dtype=torch.int8), torch.ones(side), None)
-    one_s, few_s = (seconds_per_call(partial(linear, torch.ones(rows, side))) for rows in (1, _NUM_DRAFT_TOKENS + 1))
-    return Speed(side**2 / one_s, 2 * (_NUM_DRAFT_TOKENS + 1) * side**2 / few_s)
+def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
+    """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
+
+    By storage format, if this CPU has our kernel, and by number format of unquantized weights.
+    """
+    speeds = dict[str, Speed]()
+    side, few = _SPEED_SIDE, _NUM_DRAFT_TOKENS + 1
+    num_weights = 2 * side**2
+    for name in ("fp32", "fp16", *(name for name, kind in COMPILED.items() if product_of(kind))):
+        quantization = name if name in COMPILED else NO_QUANTIZATION
+        weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
+        layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
+        size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
+        layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
+        one_s, few_s = (seconds_per_call(_each_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
+        speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
+    return speeds
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
@@ -203,6 +214,12 @@ def linear_points(
                 )  # fmt: skip
                 points.append(point)
     return points
+
+
+def _each_in_turn(layers: list[Linear], x: Tensor) -> Call:
+    """Return a product with the next of the layers."""
+    remaining = cycle(layers)
+    return lambda: next(remaining)(x)
 
 
 def _in_turn(layers: list[Linear], wide: Tensor, tall: Tensor) -> Call:

@@ -9,7 +9,7 @@ import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware, machine
-from llama_ssp.machines.machine import Speed
+from llama_ssp.machines.hardware import Speed
 from tests.helpers.in_process import launch
 
 
@@ -57,14 +57,25 @@ def test_what_calibrate_measured_here_comes_before_the_catalogue(monkeypatch: py
         assert machine.detect_hardware(on_cpu=True).device == "cpu"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"%s": "ab"}', '{"%s": 1.0}', '{"%s": [-1.0, 1.0]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"%s": "ab"}',
+        '{"%s": [1.0, 1.0]}',
+        '{"%s": {"fp32": {"bytes_per_s": -1.0, "flops_per_s": 1.0}}}',
+    ],
+)
 def test_a_damaged_file_of_speeds_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machine.keep_speed(Speed(1e10, 2e11))
-    assert machine.known_speed() == (1e10, 2e11)
+    speeds = {"fp32": Speed(bytes_per_s=1e10, flops_per_s=2e11)}
+    machine.keep_speeds(speeds)
+    assert machine.known_speeds() == speeds
     (file,) = tmp_path.glob("*/*.json")
     file.write_text(text.replace("%s", platform.node()))
-    assert machine.known_speed() is None
+    assert machine.known_speeds() == {}
 
 
 def test_a_run_keeps_the_speed_that_later_plans_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,18 +89,21 @@ def test_a_run_keeps_the_speed_that_later_plans_have(monkeypatch: pytest.MonkeyP
     assert found.copy_bytes_per_s
     assert 1e9 < found.copy_bytes_per_s < 1e12
     assert 1e10 < found.flops_per_s["fp32"] < 1e14
-    assert found.flops_per_s["fp32"] == (machine.known_speed() or Speed(0, 0)).flops_per_s
-    machine.keep_speed(Speed(2e10, 3e11))
+    assert found.products == machine.known_speeds()
+    assert {"fp32", "fp16"} <= found.products.keys()
+    machine.keep_speeds({"fp32": Speed(bytes_per_s=2e10, flops_per_s=3e11)})
     assert launch("task=generate", "prompt=x", "max_new_tokens=2", f"run_dir={tmp_path / 'run'}").code == 0
     assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s == 2e10, "measured once"
     assert machine.detect_hardware(on_cpu=True).flops_per_s["bf16"] == 3e11
 
 
 def test_the_ranks_of_a_cpu_share_its_memory_and_its_cores_once() -> None:
-    laptop = replace(hardware.load("laptop_cpu"), copy_bytes_per_s=4e10)
+    products = {"int8": Speed(bytes_per_s=6e10, flops_per_s=4e11)}
+    laptop = replace(hardware.load("laptop_cpu"), copy_bytes_per_s=4e10, products=products)
     two = machine.machine_of_run(machine.machine_of_run(laptop, 2), 2)
     assert (two.num_gpus, two.copy_bytes_per_s, two.bandwidth_bytes_per_s) == (2, 2e10, 3.84e10)
     assert two.flops_per_s["fp32"] == laptop.flops_per_s["fp32"] / 2
+    assert two.products == {"int8": Speed(bytes_per_s=3e10, flops_per_s=2e11)}
     assert machine.machine_of_run(two, 1) == laptop
 
 
