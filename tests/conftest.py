@@ -39,7 +39,7 @@ MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
 JOBS = ("tests/distributed/", "tests/slurm/")
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
-UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "precision", "deepspeed"))
+UNTIMED = tuple(f"tests/distributed/test_{name}.py" for name in ("placement", "deepspeed"))
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 
 STUBS = "tests/stub_gpu/"

@@ -1,191 +1,144 @@
-"""The table of placements under test: for each number of ranks, which ranks hold what."""
+"""The table of placements under test."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from llama_ssp.settings.schema import (
-    DraftLayout,
-    DraftPlacement,
-    Offload,
-    PlacementConfig,
-    TargetKind,
-    TargetPlacement,
-    WholeParts,
-)
+import pytest
+
+from llama_ssp.settings.schema import DraftLayout, TargetKind, WholeParts
+from tests.distributed.ranks import SYNTHETIC, Cell
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
-NONE, EMBEDDING, ATTENTION = WholeParts
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One placement of one pair, and the rows decoded together."""
-
-    target: tuple[int, ...]
-    draft: tuple[int, ...]
-    """Its ranks; none are those of prompt look-up."""
-    kind: DraftLayout
-    pair: str = "tiny"
-    batch_size: int = 17
-    target_kind: TargetKind = TargetKind.tensor
-    max_memory_gb: float | None = None
-    """Of weights on a device; the rest is on disk."""
-    rule: str = "speculative"
-    whole: WholeParts = EMBEDDING
-    """What each rank of a sharded draft holds whole."""
-    tree: str | None = None
-    """The shape of drafted trees; None for chains."""
-    adapts: bool = False
-    """K is chosen for each round, and prompt look-up is the fallback."""
-    heavy: bool = False
-    """Its tests run with --heavy alone; those of more than two ranks do so anyway."""
-    slow: bool = False
-    """Its tests run with --slow alone."""
-
-    @property
-    def placement(self) -> PlacementConfig:
-        """As a config has it."""
-        return PlacementConfig(
-            target=TargetPlacement(
-                kind=self.target_kind,
-                ranks=list(self.target),
-                offload=Offload.disk if self.max_memory_gb else Offload.none,
-                max_memory_gb=self.max_memory_gb,
-            ),
-            draft=DraftPlacement(kind=self.kind, ranks=list(self.draft), whole=self.whole),
-        )
-
-    def __str__(self) -> str:
-        target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
-        kind = "" if self.target_kind is TargetKind.tensor else f"{self.target_kind.name} "
-        disk = " and disk" if self.max_memory_gb else ""
-        rule = "" if self.rule == "speculative" else f" by {self.rule}"
-        whole = "" if self.whole is EMBEDDING else f" {self.whole.name} whole"
-        where = f"draft {self.kind.name} {draft}" if self.draft else "look-up"
-        drafting = f"{where}{whole}{' adaptive' if self.adapts else ''}"
-        drafting += f" tree {self.tree}" if self.tree else ""
-        return f"{self.pair} {kind}target {target}{disk} {drafting} batch {self.batch_size}{rule}"
-
-
-CELLS = {
-    1: [
-        Cell((0,), (0,), SHARDED, heavy=True),
-        Cell((0,), (0,), REPLICATED, slow=True),
-        Cell((0,), (0,), ONE_RANK, pair="llama", batch_size=1, target_kind=ACCELERATE, heavy=True),
-        Cell((0,), (0,), ONE_RANK, target_kind=ACCELERATE, max_memory_gb=0.04, slow=True),
-        *(
-            Cell((0,), (0,), ONE_RANK, pair=pair, batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4, heavy=True)
-            for pair in ("llama", "gpt_neox")
-        ),
-        Cell((0,), (0,), ONE_RANK, pair="gpt_neo", batch_size=3, target_kind=ACCELERATE, heavy=True),
-    ],
-    2: [
-        Cell((0, 1), (1,), ONE_RANK, heavy=True),
-        Cell((0, 1), (0,), SHARDED, slow=True),
-        Cell((0, 1), (0, 1), SHARDED),
-        Cell((0, 1), (0, 1), SHARDED, whole=ATTENTION),
-        Cell((0, 1), (0, 1), SHARDED, whole=NONE, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, heavy=True),
-        Cell((0,), (1,), OWN_GPU),
-        Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3),
-        Cell((0, 1), (0, 1), SHARDED, pair="head", batch_size=3),
-        Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="2x2x1"),
-        Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="3x2x1"),
-        Cell((0, 1), (), REPLICATED, batch_size=5, tree="3x2x1"),
-        Cell((0,), (1,), OWN_GPU, pair="head", batch_size=3, tree="dynamic-8x3x3"),
-        Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="iid-3x2x1", heavy=True),
-        Cell((0, 1), (0, 1), SHARDED, batch_size=5, tree="dynamic-8x3x3", heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="head", batch_size=3, heavy=True),
-        Cell((1,), (0,), OWN_GPU, pair="head", batch_size=3, rule="coupled", adapts=True, heavy=True),
-        Cell((1,), (0, 1), SHARDED, slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", slow=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=3, slow=True),
-        Cell((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, heavy=True),
-        Cell((0,), (0, 1), SHARDED, target_kind=ACCELERATE, heavy=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=1, heavy=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neox", batch_size=3, whole=ATTENTION, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="llama", batch_size=1, slow=True),
-        Cell((0, 1), (0, 1), SHARDED, pair="gpt_neo", batch_size=1, slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neo", batch_size=3, slow=True),
-        Cell((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3, heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="block", slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, rule="block", heavy=True),
-        Cell((0,), (1,), OWN_GPU, rule="coupled", heavy=True),
-        Cell((0, 1), (0,), SHARDED, rule="coupled", adapts=True, slow=True),
-        Cell((0,), (1,), OWN_GPU, rule="coupled", adapts=True, slow=True),
-        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", adapts=True, heavy=True),
-        Cell((0, 1), (0, 1), REPLICATED, rule="coupled", slow=True),
-    ],
-    3: [
-        Cell((0, 1, 2), (2,), ONE_RANK),
-        Cell((0, 1, 2), (1,), SHARDED, slow=True),
-        Cell((0, 1, 2), (1, 2), SHARDED, slow=True),
-        Cell((0, 1, 2), (0, 1, 2), REPLICATED),
-        Cell((1, 2), (0,), OWN_GPU, slow=True),
-        Cell((0, 1, 2), (0, 1, 2), SHARDED, pair="head", batch_size=5),
-        Cell((0, 2), (1, 2), SHARDED, slow=True),
-        Cell((1,), (0, 2), OWN_GPU, slow=True),
-        Cell((0, 1), (2,), OWN_GPU, pair="gpt_neox", batch_size=1, slow=True),
-        Cell((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE, slow=True),
-    ],
-    4: [
-        Cell((0, 1, 2, 3), (3,), ONE_RANK),
-        Cell((0, 1, 2, 3), (2,), SHARDED),
-        Cell((0, 1, 2, 3), (1, 2), SHARDED),
-        Cell((0, 1, 2, 3), (0, 1, 2, 3), SHARDED, whole=ATTENTION),
-        Cell((0, 1, 2, 3), (0, 1, 2, 3), REPLICATED),
-        Cell((0, 1, 2, 3), (1, 3), REPLICATED),
-        Cell((0, 1, 2), (3,), ONE_RANK),
-        Cell((1, 3), (0, 2), OWN_GPU),
-        Cell((0, 1, 2, 3), (0, 1), SHARDED, pair="gpt_neox"),
-        Cell((0, 1, 2, 3), (0, 1, 2, 3), REPLICATED, pair="gpt_neox", batch_size=3),
-    ],
-    5: [Cell((0, 1, 2, 3), (4,), OWN_GPU)],
-}
-
-ONLY_HEAVY = "only heavy"
-"""The lane of `-m heavy`, which leaves out what the default tests compare."""
-MOST_DEFAULT_RANKS, MOST_HEAVY_RANKS = 2, 3
-"""Larger groups are started with --heavy, and with --slow alone."""
-
-DEEPSPEED_CELLS = {
-    1: [Cell((0,), (0,), ONE_RANK, target_kind=DEEPSPEED, batch_size=9)],
-    2: [
-        Cell((0, 1), (0,), ONE_RANK, target_kind=DEEPSPEED),
-        Cell((0, 1), (0, 1), SHARDED, pair="llama", batch_size=3, target_kind=DEEPSPEED),
-        Cell((0, 1), (0, 1), REPLICATED, pair="gpt_neox", batch_size=3, target_kind=DEEPSPEED),
-    ],
-}
-"""Started apart, where the package is installed, with what one rank makes of the same rows without it."""
-
-
-def cells_of(num_ranks: int, lane: str) -> list[Cell]:
-    """The cells that the tests of a lane ask of a group of this size."""
-    if lane == "default":
-        return [cell for cell in CELLS[num_ranks] if not (cell.heavy or cell.slow)]
-    found = [cell for cell in CELLS[num_ranks] if lane == "slow" or not cell.slow]
-    is_known = lane == ONLY_HEAVY and num_ranks <= MOST_DEFAULT_RANKS
-    return [cell for cell in found if cell.heavy or not is_known]
-
-
-PAIRS = ("tiny", "head", "llama", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neo")
+NONE, _, ATTENTION = WholeParts
+BOTH, ALL_3, ALL_4 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
 HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
-"""Their texts are compared with --heavy, on at most `MOST_DEFAULT_RANKS`; and with --slow alone."""
-SIZES = (1, 2, 3, 4)
-"""Numbers of ranks on which every pair is tried; others have their cells of the table alone."""
 
 
-def lane_of(name: str, num_ranks: int) -> str:
-    """The lane that compares a pair's texts on a number of ranks."""
-    is_heavy, is_large = name in HEAVY_PAIRS, num_ranks > MOST_DEFAULT_RANKS
-    if num_ranks > MOST_HEAVY_RANKS or name in SLOW_PAIRS or (is_heavy and is_large):
-        return "slow"
-    return "heavy" if is_heavy or is_large else "default"
+def heavy(*places: object, **more: object) -> Cell:
+    return Cell(*places, **more, lane="heavy")  # type: ignore[arg-type]
 
 
-def on_one_rank(cell: Cell) -> Cell:
-    """The same pair, rows and rule on one rank of our own, with one K."""
-    return replace(
-        cell, target=(0,), draft=cell.draft and (0,), kind=ONE_RANK, target_kind=TargetKind.tensor, whole=EMBEDDING,
-        adapts=False, heavy=False, slow=False,
-    )  # fmt: skip
+def slow(*places: object, **more: object) -> Cell:
+    return Cell(*places, **more, lane="slow")  # type: ignore[arg-type]
+
+
+def greedy(cell: Cell) -> Cell:
+    return replace(cell, temperature=0.0)
+
+
+# A greedy text is the same whatever was drafted, so that sampled ones say more of a draft's placement.
+_SAMPLED = [
+    heavy((0,), (0,), SHARDED),
+    slow((0,), (0,), REPLICATED),
+    heavy((0,), (0,), pair="llama", batch_size=1, target_kind=ACCELERATE),
+    slow((0,), (0,), target_kind=ACCELERATE, max_memory_gb=0.04),
+    heavy((0,), (0,), pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4),
+    heavy((0,), (0,), pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4),
+    heavy((0,), (0,), pair="gpt_neo", batch_size=3, target_kind=ACCELERATE),
+    # Chains on two ranks.
+    heavy(BOTH, (1,)),
+    slow(BOTH, (0,), SHARDED),
+    Cell(BOTH, BOTH, SHARDED, whole=ATTENTION),
+    heavy(BOTH, BOTH, SHARDED, whole=NONE),
+    heavy(BOTH, (0,), pair="head", batch_size=3),
+    Cell(BOTH, BOTH, SHARDED, pair="head", batch_size=3),
+    heavy(BOTH, BOTH, REPLICATED, pair="head", batch_size=3),
+    slow((1,), BOTH, SHARDED),
+    heavy((0,), BOTH, SHARDED, target_kind=ACCELERATE),
+    heavy(BOTH, BOTH, SHARDED, pair="llama", batch_size=1),
+    heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3, whole=ATTENTION),
+    slow(BOTH, BOTH, REPLICATED, pair="llama", batch_size=1),
+    slow(BOTH, BOTH, REPLICATED, pair="gpt_neox"),
+    slow(BOTH, BOTH, SHARDED, pair="gpt_neo", batch_size=1),
+    slow(BOTH, BOTH, REPLICATED, pair="gpt_neo", batch_size=3),
+    heavy((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
+    heavy((1,), (0,), OWN_GPU, pair="gpt_neox", batch_size=3, target_kind=ACCELERATE),
+    # Trees.
+    Cell(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5),
+    Cell(BOTH, (), REPLICATED, tree="3x2x1", batch_size=5),
+    heavy(BOTH, BOTH, SHARDED, tree="iid-3x2x1", batch_size=5),
+    heavy(BOTH, BOTH, SHARDED, tree="dynamic-8x3x3", batch_size=5),
+    heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
+    # Other rules, and a K that is chosen.
+    heavy(BOTH, BOTH, REPLICATED, rule="block"),
+    heavy(BOTH, BOTH, REPLICATED, rule="coupled", adapts=True),
+    slow(BOTH, BOTH, REPLICATED, rule="coupled"),
+    slow(BOTH, (0,), SHARDED, rule="coupled", adapts=True),
+    slow((0,), (1,), OWN_GPU, rule="block"),
+    slow((0,), (1,), OWN_GPU, rule="coupled"),
+    heavy((1,), (0,), OWN_GPU, pair="head", batch_size=3, rule="coupled", adapts=True),
+    # Drafting overlaps verification.
+    heavy((1,), (0,), OWN_GPU, batch_size=1, overlaps=True),
+    heavy((0,), (1,), OWN_GPU, batch_size=1, rule="coupled", overlaps=True),
+    heavy((1,), (0,), OWN_GPU, batch_size=5, rule="coupled", overlaps=True),
+    slow(BOTH, (2,), OWN_GPU, batch_size=5, overlaps=True),
+    slow((0,), (1, 2), OWN_GPU, batch_size=1, rule="coupled", overlaps=True),
+    # More ranks.
+    Cell(ALL_3, (2,)),
+    Cell(ALL_3, ALL_3, REPLICATED),
+    Cell(ALL_3, ALL_3, SHARDED, pair="head", batch_size=5),
+    slow(ALL_3, (1,), SHARDED),
+    slow(ALL_3, (1, 2), SHARDED),
+    slow((1, 2), (0,), OWN_GPU),
+    slow((0, 2), (1, 2), SHARDED),
+    slow((1,), (0, 2), OWN_GPU),
+    slow(BOTH, (2,), OWN_GPU, pair="gpt_neox", batch_size=1),
+    slow((1,), (0, 2), OWN_GPU, pair="gpt_neo", batch_size=1, target_kind=ACCELERATE),
+    Cell(ALL_4, (3,)),
+    Cell(ALL_4, (2,), SHARDED),
+    Cell(ALL_4, (1, 2), SHARDED),
+    Cell(ALL_4, ALL_4, SHARDED, whole=ATTENTION),
+    Cell(ALL_4, ALL_4, REPLICATED),
+    Cell(ALL_4, (1, 3), REPLICATED),
+    Cell(ALL_3, (3,)),
+    Cell((1, 3), (0, 2), OWN_GPU),
+    Cell(ALL_4, BOTH, SHARDED, pair="gpt_neox"),
+    Cell(ALL_4, ALL_4, REPLICATED, pair="gpt_neox", batch_size=3),
+    Cell(ALL_4, (4,), OWN_GPU),
+]  # fmt: skip
+_BOTH_TEMPERATURES = [
+    Cell(BOTH, (0,)),
+    Cell(ALL_3, (0,)),
+    Cell((0,), (1,), OWN_GPU),
+    Cell((0,), (1,), OWN_GPU, pair="head", tree="dynamic-8x3x3", batch_size=3),
+    *(heavy(BOTH, (0,), pair=pair, batch_size=9) for pair in HEAVY_PAIRS),
+    *(slow(target, (0,), pair=pair, batch_size=9) for target in (BOTH, ALL_3, ALL_4) for pair in SLOW_PAIRS),
+    *(slow(target, (0,), pair=pair, batch_size=9) for target in (ALL_3, ALL_4) for pair in ("head", *HEAVY_PAIRS)),
+    *(slow(target, (0,), is_long=True) for target in (BOTH, ALL_3, ALL_4)),
+]
+CELLS = [
+    *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
+    *(greedy(Cell(target, (0,), pair=SYNTHETIC)) for target in (BOTH, ALL_3, ALL_4)),
+    greedy(heavy((0,), (1,), OWN_GPU, batch_size=5, overlaps=True)),
+    greedy(slow((0,), (1, 2), OWN_GPU, batch_size=5, overlaps=True)),
+]  # fmt: skip
+ALONE = [
+    greedy(cell.alone)
+    for cell in (
+        Cell((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
+        *(heavy((0,), (0,), pair=pair) for pair in HEAVY_PAIRS), *(slow((0,), (0,), pair=pair) for pair in SLOW_PAIRS),
+    )
+]  # fmt: skip
+"""One for each pair, all others of the pair are compared with."""
+DEEPSPEED_CELLS = [
+    each
+    for cell in (
+        slow((0,), (0,), target_kind=DEEPSPEED, batch_size=9),
+        slow(BOTH, (0,), target_kind=DEEPSPEED),
+        slow(BOTH, BOTH, SHARDED, pair="llama", batch_size=3, target_kind=DEEPSPEED),
+        slow(BOTH, BOTH, REPLICATED, pair="gpt_neox", batch_size=3, target_kind=DEEPSPEED),
+    )
+    for each in (cell, greedy(cell))
+]
+
+
+def each_of(cells: list[Cell]) -> pytest.MarkDecorator:
+    """A test of each cell, in its lane."""
+    lanes = {"default": [], "heavy": [pytest.mark.heavy], "slow": [pytest.mark.slow]}
+    least = {3: "heavy", 4: "slow", 5: "slow"}
+
+    def marks(cell: Cell) -> list[pytest.MarkDecorator]:
+        lane = max(cell.lane, least.get(cell.num_ranks, "default"))
+        return [pytest.mark.distributed(cell.num_ranks), *lanes[lane]]
+
+    return pytest.mark.parametrize("case", [pytest.param(cell, marks=marks(cell), id=str(cell)) for cell in cells])

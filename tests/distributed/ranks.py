@@ -1,22 +1,27 @@
-"""What every rank of a test group does: all cases of one world size in one launch, since each start costs seconds.
+"""What ranks do in a test group: every case that the tests ask of one number of ranks, in one group of processes.
 
-Started by `conftest.launched` through torchrun, as FOLDER OUT cells|deepspeed; each rank writes what it saw to
-OUT/RANK.json. A group of one rank is the process of the tests.
+The processes are forks of one that has imported everything (`multiprocessing`'s fork server), and know each other as
+ranks of torchrun do. A group of one rank is the process of the tests.
 """
 
-import json
+import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from itertools import product
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from benchmarks import decoding
 from llama_ssp.errors import CheckpointError, SspError
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.run.checkpoints import find_sources
@@ -25,58 +30,175 @@ from llama_ssp.run.jobs import encode
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
-from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import (
     ADAPTIVE,
     DeviceKind,
+    DraftLayout,
+    DraftPlacement,
     Dtype,
     ModelConfig,
+    Offload,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
+    TargetKind,
+    TargetPlacement,
     WeightsKind,
+    WholeParts,
 )
 from llama_ssp.speculate.engine.state import Request
-from tests.distributed.cells import (
-    DEEPSPEED_CELLS,
-    MOST_DEFAULT_RANKS,
-    ONLY_HEAVY,
-    PAIRS,
-    SIZES,
-    Cell,
-    cells_of,
-    lane_of,
-    on_one_rank,
-)
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.counting_comm import CountingComm
-from tests.helpers.gloo_threads import end_with_an_error_if_left
 from tests.helpers.prompts import PROMPTS
 from tests.helpers.shapes import SHAPES
 
 SYNTHETIC = "synthetic"
-LANE = "LLAMA_SSP_TEST_LANE"
-"""The variable by which the ranks of a group know the lane of the tests."""
-NUM_NEW_TOKENS = 24
-# Families whose targets are quantized too: one for the lean decoder, one for the library's modules.
-QUANTIZED, QUANTIZED_RANKS = ("llama", "gpt_neox"), 2
-CELL_TOKENS = 12
+"""Larger shapes that compute the shipped target."""
+NUM_NEW_TOKENS = 14
+_TIMEOUT_S = 120
 
 
-class Placed(TypedDict):
-    """What a rank saw of one cell."""
+class Case(Protocol):
+    """Something that all ranks of a group do together; hashable."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def see(self, world: World, folder: Path) -> Any:  # noqa: ANN401 - what can be pickled
+        """What this rank sees of it; `folder` has the pairs of models."""
+
+
+class Placed(NamedTuple):
+    """What a rank saw of one cell: the ids of each text, and how many bytes arrived in a round."""
 
     texts: list[list[int]]
-    round_bytes: list[int]
+    round_bytes: set[int]
 
 
-def run_config(
-    target: ModelConfig, draft: ModelConfig, *, temperature: float, batch_size: int, placement: PlacementConfig
-) -> RunConfig:
-    """A config as `launch/run.py` would compose it."""
-    sampling = SamplingConfig(temperature=temperature)
-    return decoding.run_config(
-        target, draft, placement=placement, sampling=sampling, batch_size=batch_size, seed=3, ignore_eos=False
-    )
+@dataclass(frozen=True)
+class Cell:
+    """One placement of one pair, and how it decodes.
+
+    Attributes:
+        draft: its ranks; none are those of prompt look-up.
+        max_memory_gb: of weights on a device; the rest is on disk.
+        whole: what each rank of a sharded draft holds whole.
+        tree: the shape of drafted trees; None for chains.
+        batch_size: rows decoded together; there may be more or fewer prompts.
+        adapts: K is chosen for each round, and prompt look-up is the fallback.
+        overlaps: drafting overlaps verification.
+        is_long: all prompts, instead of a few.
+        lane: of its tests; those of three ranks are heavy at least, and those of more are slow.
+    """
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    kind: DraftLayout = DraftLayout.one_rank
+    pair: str = "tiny"
+    target_kind: TargetKind = TargetKind.tensor
+    max_memory_gb: float | None = None
+    whole: WholeParts = WholeParts.embedding
+    tree: str | None = None
+    batch_size: int = 17
+    rule: str = "speculative"
+    adapts: bool = False
+    overlaps: bool = False
+    is_long: bool = False
+    temperature: float = 0.8
+    lane: str = field(default="default", compare=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + max(self.target + self.draft)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Texts and an empty one for the shipped target; words of their tokenizer for random pairs."""
+        if self.pair == "head":
+            return [PROMPTS[0], PROMPTS[3][:40], "7 x 8 =", ""]
+        if self.pair in {"tiny", SYNTHETIC}:
+            return [*(PROMPTS if self.is_long else PROMPTS[::10]), *([""] if self.pair == "tiny" else [])]
+        return ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
+
+    @property
+    def alone(self) -> "Cell":
+        """The cell that has the same texts: on one rank of our own, with other batches and one K.
+
+        With overlap a sampled text depends on which tokens were drafted in vain: then the same models elsewhere.
+        """
+        if self.overlaps and self.rule == "speculative" and self.temperature:
+            return replace(self, target=(0,), draft=(1,), batch_size=5)
+        return replace(
+            self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind=TargetKind.tensor,
+            max_memory_gb=None, whole=WholeParts.embedding, batch_size=4, adapts=False, overlaps=False,
+        )  # fmt: skip
+
+    def config(self, folder: Path) -> RunConfig:
+        """As `launch/run.py` would compose it."""
+        placement = PlacementConfig(
+            target=TargetPlacement(
+                kind=self.target_kind, ranks=[*self.target], max_memory_gb=self.max_memory_gb,
+                offload=Offload.disk if self.max_memory_gb else Offload.none,
+            ),
+            draft=DraftPlacement(kind=self.kind, ranks=[*self.draft], whole=self.whole),
+        )  # fmt: skip
+        target, draft = pair_of(self.pair, folder)
+        config = decoding.run_config(
+            target, draft, placement=placement, sampling=SamplingConfig(temperature=self.temperature),
+            batch_size=self.batch_size, seed=3, ignore_eos=False,
+        )  # fmt: skip
+        config.verification.rule = self.rule
+        config.speculation.tree, config.speculation.overlap = self.tree, self.overlaps
+        if self.pair == SYNTHETIC:
+            config.weights = WeightsKind.synthetic
+        if not self.draft:
+            config.draft = NgramConfig(kind=NGRAM_DRAFT)
+        if self.adapts:
+            config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
+        config.run_dir = str(folder / "run")  # layers on disk go there
+        return config
+
+    def see(self, world: World, folder: Path) -> Placed:
+        """What a run generates on these ranks."""
+        config = self.config(folder)
+        mesh = (models := _loaded(world, config)).mesh
+        counting = CountingComm.of(mesh.replica)
+        draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
+        models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
+        decoder = build_decoder(models, config, speculative=True)
+        round_bytes, step = set[int](), decoder.round.step
+
+        def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
+            before = counting.arrived[0]
+            result = step(*arguments, **named)
+            round_bytes.add(counting.arrived[0] - before)
+            return result
+
+        decoder.round.step = counted  # type: ignore[method-assign, assignment]
+        requests = [
+            Request(
+                index=index,
+                prompt_ids=encode(prompt, models.tokenizer, chat=False),
+                max_new_tokens=NUM_NEW_TOKENS - index % 5,
+            )
+            for index, prompt in enumerate(self.prompts)
+        ]
+        done: dict[int, list[int]] = {}
+        with torch.inference_mode():
+            if self.adapts:
+                decoder.make_room(requests)
+                tune(decoder, config, comm=world.comm, num_slots=128)
+            for updates in decoder.run(requests):
+                done |= {update.completion.request.index: update.completion.token_ids for update in updates}
+        return Placed([done[index] for index in range(len(requests))], round_bytes)
+
+    def __str__(self) -> str:
+        target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
+        named = {each.name: (getattr(self, each.name), each.default) for each in fields(self)[4:-1]}
+        changed = [
+            f"{name}={getattr(value, 'name', value)}" for name, (value, usual) in named.items() if value != usual
+        ]
+        return " ".join([self.pair, target, self.kind.name, draft or "none", *changed])
 
 
 def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
@@ -92,167 +214,99 @@ def pair_of(name: str, folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return pair[0], pair[1]
 
 
-def prompts_of(name: str) -> list[str]:
-    """Texts and an empty one for the shipped pair, 51 in the slow lane; words of their tokenizer for random pairs."""
-    if name == SYNTHETIC:
-        return list(PROMPTS[::5])
-    texts = PROMPTS if os.environ.get(LANE) == "slow" else PROMPTS[::6]
-    if name == "head":
-        return [PROMPTS[0], PROMPTS[3][:40], "7 x 8 =", ""]
-    return [*texts, ""] if name == "tiny" else ["t5 t9 t3", "t7", "t11 t12 t13 t14 t15 t16 t17", "t8 t8"]
-
-
-def cell_config(cell: Cell, folder: Path, temperature: float) -> RunConfig:
-    """The config of a cell of the table."""
-    target, draft = pair_of(cell.pair, folder)
-    config = run_config(target, draft, temperature=temperature, batch_size=cell.batch_size, placement=cell.placement)
-    config.verification.rule, config.speculation.tree = cell.rule, cell.tree
-    if not cell.draft:
-        config.draft = NgramConfig(kind=NGRAM_DRAFT)
-    if cell.adapts:
-        config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, NGRAM_DRAFT
-    config.run_dir = str(folder / "run")  # layers on disk go there
-    return config
-
-
-def complete(world: World, config: RunConfig, prompts: list[str], *, num_tokens: int) -> Placed:
-    """What a run of this config generates on these ranks, and the bytes that arrive on this one in each round."""
-    mesh = (models := _loaded(world, config)).mesh
-    counting = CountingComm.of(mesh.replica)
-    draft = mesh.draft and replace(CountingComm.of(mesh.draft), arrived=counting.arrived)
-    models = replace(models, mesh=replace(mesh, replica=counting, draft=draft))
-    decoder = build_decoder(models, config, speculative=True)
-    round_bytes, step = set[int](), decoder.round.step
-
-    def counted(*arguments: Any, **named: Any) -> object:  # noqa: ANN401 - those of `Round.step`
-        before = counting.arrived[0]
-        result = step(*arguments, **named)
-        round_bytes.add(counting.arrived[0] - before)
-        return result
-
-    decoder.round.step = counted  # type: ignore[method-assign, assignment]
-    requests = [
-        Request(index=index, prompt_ids=encode(prompt, models.tokenizer, chat=False), max_new_tokens=num_tokens)
-        for index, prompt in enumerate(prompts)
-    ]
-    done: dict[int, list[int]] = {}
-    with torch.inference_mode():
-        if config.speculation.adapts:
-            decoder.make_room(requests)
-            tune(decoder, config, comm=world.comm, num_slots=128)
-        for updates in decoder.run(requests):
-            done |= {update.completion.request.index: update.completion.token_ids for update in updates}
-    return Placed(texts=[done[index] for index in range(len(requests))], round_bytes=sorted(round_bytes))
-
-
-_LAST: list[tuple[object, Models]] = []
+_last: list[tuple[object, Models]] = []
 
 
 def _loaded(world: World, config: RunConfig) -> Models:
-    """The models of a config; those of the one before, where only the sampling and the rule differ."""
-    key = config.model, config.draft, config.placement, config.weights, config.batch_size
-    if not _LAST or _LAST[0][0] != key:
-        _LAST.clear()
-        _LAST.append((key, load_models(config, world, find_sources(config, world))))
-    return _LAST[0][1]
+    """The models of a config; those of the one before, where only sampling, rule, tree and batch differ."""
+    key = config.model, config.draft, config.placement, config.weights
+    if not _last or _last[0][0] != key:
+        _last[:] = [(key, load_models(config, world, find_sources(config, world)))]
+    return _last[0][1]
 
 
-def texts(world: World, folder: Path, name: str, temperature: float) -> list[list[int]]:
-    """Ids that a pair generates with the target on all ranks and the draft on the first."""
-    target, draft = pair_of(name, folder)
-    config = run_config(target, draft, temperature=temperature, batch_size=9, placement=PlacementConfig())
-    config.weights = WeightsKind.synthetic if name == SYNTHETIC else WeightsKind.checkpoint
-    return complete(world, config, prompts_of(name), num_tokens=NUM_NEW_TOKENS)["texts"]
+@dataclass(frozen=True)
+class Quantized:
+    """Logits (T, V) of a random target in some precision on two ranks; the draft has another one."""
 
+    family: str
+    form: str
+    num_ranks: int = 2
 
-def quantized_logits(world: World, folder: Path, family: str, form: str) -> list[list[float]]:
-    """Logits (T, V) of a target in some precision; the draft has another one."""
-    target = ModelConfig(name="target", path=str(folder / "wide" / family), dtype=Dtype.fp32, quantization=form)
-    draft = replace(pair_of(family, folder)[1], quantization="int8_weight_only")
-    config = run_config(target, draft, temperature=0.0, batch_size=1, placement=PlacementConfig())
-    runner = load_models(config, world, find_sources(config, world)).target
-    runner.allocate(batch_size=1, capacity=16)
-    ids_BT = torch.arange(20, 32)[None]
-    head = runner.forward(ids_BT[:, :8], torch.arange(8)[None], bucket=8)
-    tail = runner.forward(ids_BT[:, 8:], torch.arange(8, 12)[None], bucket=16)
-    logits: list[list[float]] = torch.cat([head, tail], dim=1)[0].tolist()
-    return logits
-
-
-def error_of_one_rank(world: World) -> str:
-    """What this rank hears when the last rank alone fails."""
-    try:
-        with raise_on_all_ranks(world.comm):
-            if world.comm.rank == world.comm.size - 1:
-                raise CheckpointError("the last shard is missing")
-    except SspError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def cases_of_cells(world: World, folder: Path, cells: Collection[Cell]) -> dict[str, Callable[[], object]]:
-    """What each cell generates, greedily and sampled."""
-    return {
-        f"{cell} at {temperature}": lambda cell=cell, temperature=temperature: complete(  # type: ignore[misc]
-            world, cell_config(cell, folder, temperature), prompts_of(cell.pair), num_tokens=CELL_TOKENS
+    def see(self, world: World, folder: Path) -> list[list[float]]:
+        """What the ranks compute in two forwards."""
+        target = ModelConfig(
+            name="target", path=str(folder / "wide" / self.family), dtype=Dtype.fp32, quantization=self.form
         )
-        for cell in cells
-        for temperature in (0.0, 0.8)
-    }
+        draft = replace(pair_of(self.family, folder)[1], quantization="int8_weight_only")
+        config = decoding.run_config(target, draft, batch_size=1)
+        runner = load_models(config, world, find_sources(config, world)).target
+        runner.allocate(batch_size=1, capacity=16)
+        ids_BT = torch.arange(20, 32)[None]
+        head = runner.forward(ids_BT[:, :8], torch.arange(8)[None], bucket=8)
+        tail = runner.forward(ids_BT[:, 8:], torch.arange(8, 12)[None], bucket=16)
+        logits: list[list[float]] = torch.cat([head, tail], dim=1)[0].tolist()
+        return logits
+
+    def on_one_rank(self, folder: Path, form: str) -> torch.Tensor:
+        """Logits of the same model in this process, in one forward."""
+        runner = load_model(
+            inspect(folder / "wide" / self.family), dtype=torch.float32, device=torch.device("cpu"), comm=Comm.single(),
+            precision=Precision(quantization=form),
+        )  # fmt: skip
+        runner.allocate(batch_size=1, capacity=16)
+        return runner.forward(torch.arange(20, 32)[None], torch.arange(12)[None], bucket=16)[0]
+
+    def __str__(self) -> str:
+        return f"{self.family} in {self.form}"
 
 
-def pairs_of(num_ranks: int, lane: str) -> tuple[str, ...]:
-    """The pairs that they ask for; what one rank makes of all of them is what cells are compared with."""
-    lanes = {"default": ("default",), "slow": ("default", "heavy", "slow")}.get(lane, ("default", "heavy"))
-    if lane == ONLY_HEAVY and num_ranks > 1:
-        lanes = ("heavy",)
-    return tuple(name for name in PAIRS if num_ranks in SIZES and lane_of(name, num_ranks) in lanes)
+@dataclass(frozen=True)
+class Together:
+    """Texts of different lengths that all ranks exchange, and an error of the last one."""
+
+    num_ranks: int
+
+    def see(self, world: World, folder: Path) -> tuple[list[str], str, str]:  # noqa: ARG002 - reads no models
+        """What all have gathered, what the last one has told, and the error of which this rank hears."""
+        comm, last = world.comm, self.num_ranks - 1
+        heard = "nothing"
+        try:
+            with raise_on_all_ranks(comm):
+                if comm.rank == last:
+                    raise CheckpointError("the last shard is missing")
+        except SspError as error:
+            heard = f"{type(error).__name__}: {error}"
+        return comm.gather_text("é" * comm.rank), comm.broadcast_text(f"from {comm.rank}", src=last), heard
 
 
-def cases(world: World, folder: Path, *, lane: str) -> dict[str, Callable[[], object]]:
-    """Everything that the tests of a lane ask of a group of this size."""
-    rank, size = world.comm.rank, world.comm.size
-    named: dict[str, Callable[[], object]] = {
-        "error": lambda: error_of_one_rank(world),
-        "gathered": lambda: world.comm.gather_text("é" * rank),
-        "broadcast": lambda: world.comm.broadcast_text(f"from {rank}", src=size - 1),
-    }
-    is_known = lane == ONLY_HEAVY and size <= MOST_DEFAULT_RANKS  # the default tests compare it
-    if size in SIZES and not is_known:
-        named[SYNTHETIC] = lambda: texts(world, folder, SYNTHETIC, 0.0)
-    named |= cases_of_cells(world, folder, cells_of(size, lane))
-    if size == 1:
-        other_rules = {on_one_rank(cell) for cell in cells_of(2, lane) if cell.rule != "speculative" or cell.tree}
-        named |= cases_of_cells(world, folder, other_rules)
-    for name in pairs_of(size, lane):
-        for temperature in (0.0, 0.8):
-            named[f"{name} at {temperature}"] = lambda name=name, temperature=temperature: texts(  # type: ignore[misc]
-                world, folder, name, temperature
-            )
-    if size == QUANTIZED_RANKS and not is_known:
-        for family, form in product(QUANTIZED, formats()):
-            named[f"{family} in {form}"] = lambda family=family, form=form: quantized_logits(  # type: ignore[misc]
-                world, folder, family, form
-            )
-    return named
+Seen = Callable[[Case], list[Any]]
+"""What each rank has seen of a case."""
 
 
-def seen_by(world: World, folder: Path, chosen: str) -> dict[str, object]:
-    """What all cases return on this rank, or those of DeepSpeed."""
-    named = cases(world, folder, lane=os.environ[LANE])
-    if chosen == "deepspeed":
-        own = [on_one_rank(cell) for row in DEEPSPEED_CELLS.values() for cell in row]
-        named = cases_of_cells(world, folder, DEEPSPEED_CELLS[world.comm.size] + own * (world.comm.size == 1))
-    return {name: case() for name, case in named.items()}
+def see_all(num_ranks: int, cases: Sequence[Case], folder: Path) -> list[dict[Case, Any]]:
+    """What each rank of a new group sees of all cases, in their order."""
+    if num_ranks == 1:
+        return [_seen(cases, folder)]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
+        act = partial(_be_rank, num_ranks=num_ranks, port=port, cases=cases, folder=folder)
+        return [*pool.map(act, range(num_ranks))]
 
 
-def main() -> None:
-    """Write what this rank saw."""
-    folder, out, chosen = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    end_with_an_error_if_left()
-    with start(device=DeviceKind.cpu, timeout_s=120) as world:
-        (out / f"{world.comm.rank}.json").write_text(json.dumps(seen_by(world, folder, chosen)))
+def _be_rank(rank: int, *, num_ranks: int, port: int, cases: Sequence[Case], folder: Path) -> dict[Case, Any]:
+    ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()})
+    try:
+        return _seen(cases, folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # ends the whole pool, where other ranks would wait
 
 
-if __name__ == "__main__":
-    main()
+def _seen(cases: Sequence[Case], folder: Path) -> dict[Case, Any]:
+    with start(device=DeviceKind.cpu, timeout_s=_TIMEOUT_S) as world:
+        return {case: case.see(world, folder) for case in cases}
