@@ -302,9 +302,9 @@ def _be_rank(rank: int, *, num_ranks: int, port: int, cases: Sequence[Case], fol
     os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_PORT": port}.items()})
     try:
         return _seen(cases, folder)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the others would wait: this ends the whole pool
         traceback.print_exc()
-        os._exit(1)  # ends the whole pool, where other ranks would wait
+        os._exit(1)
 
 
 def _seen(cases: Sequence[Case], folder: Path) -> dict[Case, Any]:
