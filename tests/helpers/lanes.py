@@ -1,8 +1,9 @@
 """Which cases of a table run always, and which wait for the heavy lane."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -25,29 +26,37 @@ def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
 
     A few of them, in which every two values of different arguments meet, run always. The others run with --heavy.
     """
-    cases: list[Case] = list(product(*(range(len(values)) for values in axes.values())))
-    always = _pairwise(cases)
-    chosen = [tuple(values[place] for values, place in zip(axes.values(), case, strict=True)) for case in cases]
+    always = set(_pairwise(axes))
+    return _cases(axes, {case: () if case in always else pytest.mark.heavy for case in _product(axes)})
+
+
+def pairs(**axes: Sequence[object]) -> pytest.MarkDecorator:
+    """A few combinations of independent arguments: every two values of different ones meet."""
+    return _cases(axes, dict.fromkeys(_pairwise(axes), ()))
+
+
+def _product(axes: Mapping[str, Sequence[object]]) -> list[Case]:
+    return [*product(*(range(len(values)) for values in axes.values()))]
+
+
+def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> pytest.MarkDecorator:
+    chosen = {case: [values[place] for values, place in zip(axes.values(), case, strict=True)] for case in marks}
     return pytest.mark.parametrize(
         tuple(axes),
-        [
-            pytest.param(*c, marks=() if each in always else pytest.mark.heavy)
-            for each, c in zip(cases, chosen, strict=True)
-        ],
+        [pytest.param(*values, marks=marks[case]) for case, values in chosen.items()],
         ids=_name,
     )
 
 
-def _pairwise(cases: Sequence[Case]) -> set[Case]:
+def _pairwise(axes: Mapping[str, Sequence[object]]) -> list[Case]:
     """Choose cases until every pair of values has occurred: always the one with the most new pairs."""
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
-    missing = set().union(*pairs.values())
-    chosen: set[Case] = set()
+    found = {case: set(combinations(enumerate(case), 2)) for case in _product(axes)}
+    missing = set().union(*found.values())
+    chosen: list[Case] = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs[case] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
-    return chosen
+        chosen.append(max(found, key=lambda case: len(found[case] & missing)))
+        missing -= found[chosen[-1]]
+    return sorted(chosen)
 
 
 def _name(value: object) -> str | None:

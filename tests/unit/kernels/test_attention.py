@@ -16,7 +16,7 @@ from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
 from llama_ssp.settings.formats import CACHES
 from llama_ssp.speculate.sampling.trees import find_topology
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 
 HEADS = [(8, 4), (2, 2), (36, 1)]
 FAR = 700
@@ -72,7 +72,7 @@ def case(
     return given, rows.pack(cache), torch.arange(len(starts)) * num_slots
 
 
-@grid(name=[*FORMATS][1:], heads=HEADS, head_dim=[16, 80, 128], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5])
+@pairs(name=[*FORMATS][1:], heads=HEADS, head_dim=[16, 80, 128], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5])
 def test_a_cache_of_fewer_bits_is_read_and_written_as_its_format_says(
     name: str, heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int
 ) -> None:
@@ -97,18 +97,22 @@ def defined(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
     return in_fp64.call(cache, first_slots, by_torch)
 
 
-@grid(heads=HEADS, head_dim=[16, 32, 64, 80, 256], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5, 40], window=[0, 150])
-def test_it_is_attention(
-    heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int, window: int
-) -> None:
+@pairs(
+    heads=HEADS, head_dim=[16, 32, 64, 80, 128, 256], starts=[[0], [120], [300, 4, FAR]], num_tokens=[1, 5, 40],
+    way=["text", "window", "trees"],
+)  # fmt: skip
+def test_it_is_attention(heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int, way: str) -> None:
+    """To a text, to the last positions of one, and of nodes of trees to the text and their ancestors."""
+    window = 150 if way == "window" else 0
     given, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim, window=window)
+    given = in_trees(given, starts) if way == "trees" else given
     wanted_cache = cache.double()
     wanted = defined(given, wanted_cache, first_slots)
     torch.testing.assert_close(given.call(cache, first_slots).double(), wanted, rtol=0, atol=2e-6)
     torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
 
 
-@grid(name=[*FORMATS], heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
+@pairs(name=[*FORMATS], heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
 def test_a_token_has_the_same_bits_alone(
     name: str, heads: tuple[int, int], head_dim: int, starts: list[int], window: int
 ) -> None:
@@ -130,17 +134,6 @@ def in_trees(given: Case, starts: list[int]) -> Case:
     shape = find_topology(torch.tensor([parents] * len(starts)).view(len(starts), -1).long(), depth=num_nodes)
     positions, slots = torch.tensor(starts)[:, None] + shape.depths_BT, given.positions
     return given._replace(positions=positions, tree=(slots, shape.ancestors_BTT))
-
-
-@grid(heads=HEADS, head_dim=[32, 128], starts=[[0], [120, 4, FAR]], num_tokens=[1, 5, 40])
-def test_nodes_of_trees_see_the_text_and_their_ancestors(
-    heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int
-) -> None:
-    chain, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim)
-    given, wanted_cache = in_trees(chain, starts), cache.double()
-    wanted = defined(given, wanted_cache, first_slots)
-    torch.testing.assert_close(given.call(cache, first_slots).double(), wanted, rtol=0, atol=2e-6)
-    torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
 
 
 def test_a_node_that_is_no_number_spoils_those_behind_it_alone() -> None:

@@ -31,18 +31,21 @@ def forget() -> None:
 def test_without_the_compiler_the_references_give_the_same(
     form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = logits(runner(form), 5)
+    wanted, weights, uniforms = logits(runner(form), 5), torch.ones(2, 100), torch.rand(2, 2, dtype=torch.float64)
+    ids = processors.draw(weights, uniforms)
     forget()
-    for name in ("compiled", "emit", "linear_cpu", "attention_cpu", "layer_cpu"):
+    for name in ("compiled", "emit", "linear_cpu", "attention_cpu", "layer_cpu", "draw_cpu"):
         monkeypatch.delitem(sys.modules, f"llama_ssp.kernels.{name}", raising=False)
         monkeypatch.delattr(f"llama_ssp.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "llvmlite", None)
     with caplog.at_level(logging.WARNING):
         found = logits(runner(form), 5)
         logits(runner(form), 5)
+        assert torch.equal(processors.draw(weights, uniforms), ids)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     sentences = [record.message for record in caplog.records]
     assert sorted(message.partition(",")[0] for message in sentences) == [
+        "continuing with a draw of twenty operators",
         "continuing without compiled attention",
         "continuing without compiled kernels for quantized weights",
     ]

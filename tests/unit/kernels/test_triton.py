@@ -15,7 +15,7 @@ from llama_ssp.settings.formats import CACHES
 from llama_ssp.settings.layout import most_parts
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx
 
 pytestmark = [pytest.mark.triton, pytest.mark.seconds]
@@ -110,8 +110,8 @@ def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -
 
 @pytest.mark.parametrize(
     "part",
-    ["operators", "several ranks", "llama", "llama, biases", "llama, no groups", "mistral, window", "qwen2", "qwen3",
-     "quantized"],
+    ["operators", "several ranks", "llama", heavy("llama, biases"), heavy("llama, no groups"), "mistral, window",
+     heavy("qwen2"), "qwen3", "quantized"],
 )  # fmt: skip
 def test_values_are_those_of_torch_s_operators(part: str) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""

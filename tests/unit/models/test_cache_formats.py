@@ -18,7 +18,7 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import CACHES
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids
 
@@ -59,7 +59,7 @@ def test_logits_are_near_those_of_the_exact_cache_and_both_implementations_agree
     assert float((compiled - library).abs().mean()) < 0.2 * float((compiled - exact[0]).abs().mean())
 
 
-@grid(name=OTHERS, batch_size=[1, 3])
+@pairs(name=OTHERS, batch_size=[1, 3])
 def test_verifying_gives_the_logits_of_single_steps_where_attention_is_compiled(name: str, batch_size: int) -> None:
     alone, together = (runners(name)[0] for _ in range(2))
     alone.allocate(batch_size=1, capacity=40)
@@ -71,7 +71,7 @@ def test_verifying_gives_the_logits_of_single_steps_where_attention_is_compiled(
     assert torch.equal(found, torch.cat(singles[-5:], 1))
 
 
-@grid(name=NAMES, place=[0, 1, 2])
+@pairs(name=NAMES, place=[0, 1, 2])
 def test_caches_have_the_planned_bytes(name: str, place: int, tmp_path: Path) -> None:
     runner = runners(name)[place]
     logits(runner)

@@ -29,7 +29,7 @@ from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, Dtype
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 
 pytestmark = pytest.mark.seconds
@@ -91,7 +91,7 @@ def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
-@grid(num_ranks=[1, 2], form=FORMS, implemented=IMPLEMENTATIONS)
+@pairs(num_ranks=[1, 2], form=FORMS, implemented=IMPLEMENTATIONS)
 def test_ranks_come_within_the_error_of_the_precision_itself(
     saved: Saved, implemented: tuple[str, str], num_ranks: int, form: str
 ) -> None:
@@ -166,7 +166,7 @@ def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
         yield from tensors_of(vars(holder), seen)
 
 
-@grid(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(formats()), dtype=[Dtype.fp32, Dtype.bf16])
+@pairs(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(formats()), dtype=[Dtype.fp32, Dtype.bf16])
 def test_the_planned_bytes_are_those_of_the_tensors(
     saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_whole_layer_that_fills_no_group_is_refused_too(tmp_path: Path) -> Non
         check_model(inspect(tmp_path), num_ranks=1, quantization="nf4")
 
 
-@grid(num_ranks=[1, 2], compiles=[True, False], has_product=[True, False])
+@pairs(num_ranks=[1, 2], compiles=[True, False], has_product=[True, False])
 def test_int8_needs_its_package_only_where_no_compiled_product_serves(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, *, num_ranks: int, compiles: bool, has_product: bool
 ) -> None:

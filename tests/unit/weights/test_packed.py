@@ -13,7 +13,7 @@ from torch import Tensor
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 from tests.helpers.models import build_checkpoint
 from tests.helpers.packed_checkpoints import E2M1, FP4, LAYOUTS, NF4, WEIGHTS, changed, edit_config, pack_checkpoint
 
@@ -87,7 +87,7 @@ def test_every_weight_is_the_number_that_its_layout_defines(made: Made, layout: 
     assert sum(tensor.storage is not None for tensor in packed.tensors.values()) == 14
 
 
-@grid(
+@pairs(
     layout=LAYOUTS,
     cut=[
         (0, [range(5, 23)]),

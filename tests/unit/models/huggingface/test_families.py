@@ -76,7 +76,7 @@ ON_ONE = (
 LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [heavy(1), 2, heavy(3)])
 @pytest.mark.parametrize("kind", [kind if kind in LIGHT else heavy(kind) for kind in FAMILIES])
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int

@@ -22,7 +22,7 @@ from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
 from tests.helpers.operator_count import OperatorCount
 
@@ -117,7 +117,7 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(kind: str, dtype:
         assert_close(found, wanted, dtype)
 
 
-@grid(
+@pairs(
     kernel=[PlainLinear, PackedLinear],
     num_ranks=[1, 2, 3, 4, 8],
     kind=["llama", "llama, biases", "llama, layers that no plan cuts", "qwen2", "qwen3, windows"],

@@ -7,12 +7,12 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
 from llama_ssp.settings.formats import INT4_GROUPS
 from llama_ssp.weights import int4_rows
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 
 pytestmark = pytest.mark.seconds
 
 
-@grid(dtype=[torch.float32, torch.bfloat16, torch.float16], num_rows=[1, 40], group=INT4_GROUPS)
+@pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], num_rows=[1, 40], group=INT4_GROUPS)
 def test_a_weight_is_rounded_once(dtype: torch.dtype, num_rows: int, group: int) -> None:
     """Products are those of scale * (code - zero), computed in fp32 and rounded to the dtype."""
     generator, num_groups = torch.Generator().manual_seed(0), 256 // group

@@ -11,7 +11,7 @@ from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.settings.formats import formats
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import pairs
 
 FORMS = [form.name for form in formats().values() if form.is_quantized]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,7 +49,7 @@ def test_no_weight_is_further_off_than_half_a_step(form: str) -> None:
     assert 0.2 * WEIGHT_ERRORS[form] < errors.max() < 1.1 * WEIGHT_ERRORS[form]
 
 
-@grid(form=FORMS, dtype=DTYPES, num_rows=[1, 2, 8, 9, 40], has_bias=[False, True])
+@pairs(form=FORMS, dtype=DTYPES, num_rows=[1, 2, 8, 9, 40], has_bias=[False, True])
 def test_products_are_those_of_the_weights_that_the_form_stands_for(
     form: str, dtype: torch.dtype, num_rows: int, has_bias: bool
 ) -> None:
