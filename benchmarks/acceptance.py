@@ -19,7 +19,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from benchmarks.measured import markdown, show
+from benchmarks.measured import markdown, page_of, show
 from llama_ssp import Pair, load
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
@@ -32,14 +32,6 @@ from llama_ssp.speculate.sampling.processors import processor
 TEMPERATURES, LENGTHS = (0.0, 0.4, 0.8, 1.0), (2, 4, 8)
 RULES, DRAFTS = ("speculative", "block", "coupled"), ("model", "ngram")
 NUM_NEW_TOKENS, NUM_SAMPLES = 48, 2
-_HEAD = """\
-# Acceptance of the shipped pair
-
-`python -m benchmarks.acceptance --write` makes this page: tokens per round of `tiny` by kind of draft, rule,
-temperature T and K. A round adds between 1 and K + 1 tokens. At temperature 0 all rules coincide. More of a model's
-draft is accepted at low temperatures; prompt look-up is accepted where a text repeats itself.
-
-"""
 EDITS = (
     "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n",
     "def read(path):\n    with open(path) as file:\n        return file.read()\n\n",
@@ -135,7 +127,7 @@ def tables(pair: Pair) -> str:
             sys.stderr.write(f"{kind}, {name}, {rule}\n")
         shown = ", ".join(f"{value:.3f} at temperature {temperature:g}" for temperature, value in alphas.items())
         parts += [f"## {kind.capitalize()}", markdown(head, lines), f"Alpha of `tiny-draft`: {shown}."]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -143,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/acceptance.md")
     given = parser.parse_args()
-    show(_HEAD + tables(load("tiny", "tiny-draft")), page="acceptance.md", is_written=given.write)
+    text = page_of("acceptance", tables=tables(load("tiny", "tiny-draft")))
+    show(text, page="acceptance.md", is_written=given.write)
 
 
 if __name__ == "__main__":

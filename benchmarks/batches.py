@@ -28,10 +28,9 @@ from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
 from benchmarks.llama_cpp import IS_INSTALLED, LlamaCpp
 from benchmarks.llama_cpp import write as write_gguf
-from benchmarks.measured import markdown, show
+from benchmarks.measured import markdown, page_of, show
 from benchmarks.vllm_cpu import PYTHON, Vllm
 from llama_ssp import Pair, load
-from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.jobs import encode
@@ -52,19 +51,6 @@ LLAMAS = {
     "random-100M": RandomLlama(width=768, num_layers=8, vocab_size=32000, from_16_bits=True),
     "random-10M": RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
 }
-_HEAD = """\
-# Batches
-
-`python -m benchmarks.batches --write` writes this page: new tokens a second, prefill included, of batches of prompts of
-{prompts} tokens with {tokens} new tokens each. {threads} threads of an {processor}, temperature
-{temperature}, all candidates in turns, medians of {turns} or more; torch {torch}, transformers {transformers}{others}.
-The machine was shared: compare columns of one table.
-
-transformers assists one row at a time, so its assisted rows stand for one row alone. The draft of a random model
-accepts what it happens to. vLLM multiplies in bf16, which this kind of processor does at twice the rate of fp32 where
-many rows share a weight: in prompts, and in large batches. Ours sums in fp32, so that a row's bits depend on no other
-row. {absent}
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +194,10 @@ def plain_share(auto: Ours) -> float:
 
 def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int, vllm: str | None) -> str:
     """The page of the docs, from the cells of each case and prompt length by rows."""
-    made_by = versions()
     others = f", llama-cpp-python {version('llama-cpp-python')}" if IS_INSTALLED else ""
     others += f", vLLM {vllm}" if vllm else ""
     absent = [name for name, is_there in ((LLAMA_CPP, IS_INSTALLED), (VLLM, vllm)) if not is_there]
-    head = _HEAD.format(
-        prompts=" and ".join(map(str, PROMPT_TOKENS)), tokens=NUM_NEW_TOKENS, threads=torch.get_num_threads(),
-        processor=processor(), temperature=TEMPERATURE, turns=turns, torch=made_by["torch"],
-        transformers=made_by["transformers"], others=others,
-        absent=f"Not installed: {' and '.join(absent)}." if absent else "",
-    )  # fmt: skip
-    parts = [head.strip()]
+    parts = []
     for (name, num_prompt_tokens), cells in tables.items():
         lines = []
         candidates = dict.fromkeys(candidate for cell in cells.values() for candidate in cell.tokens_per_s)
@@ -236,7 +215,11 @@ def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int, vllm: st
         said = f"Speculation with {FAST} loses from {losing[0]} rows on." if losing else f"{FAST} gains at all of them."
         heads = ["rows", *map(str, cells)]
         parts += [f"## {name}, prompts of {num_prompt_tokens} tokens", markdown(heads, lines), said]
-    return "\n\n".join(parts) + "\n"
+    return page_of(
+        "batches", prompts=" and ".join(map(str, PROMPT_TOKENS)), tokens=NUM_NEW_TOKENS, turns=turns, others=others,
+        threads=torch.get_num_threads(), temperature=TEMPERATURE, tables="\n\n".join(parts),
+        absent=f" Not installed: {' and '.join(absent)}." if absent else "",
+    )  # fmt: skip
 
 
 def main() -> None:

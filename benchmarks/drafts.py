@@ -18,11 +18,10 @@ import transformers
 
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
-from benchmarks.measured import Goal, markdown, show, table_of_goals
+from benchmarks.measured import Goal, markdown, page_of, show, table_of_goals
 from llama_ssp import Pair, load
 from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
 from llama_ssp.planning.timing import Timing
-from llama_ssp.reports.provenance import processor, versions
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import cpu_speeds
 from llama_ssp.run.jobs import encode
@@ -46,18 +45,6 @@ TREE, NGRAM_TREE, HEAD = "tree 2x1x1", "prompt look-up, tree 3x1x1", "draft head
 LOSING, ARITHMETIC = "a draft larger than its target", "arithmetic"
 SUMS = ["12 + 30 = 42\n7 + 15 = 22\n9 + 8 =", "total = 3 * 14\nassert total == 42\nhalf = total / 2\nassert half =="]
 Measured = dict[str, list[float]]
-_HEAD = """\
-# Drafts on three kinds of text
-
-`python -m benchmarks.drafts --write` writes this page. It runs `tiny` with `tiny-draft`, with the draft head
-`tiny-eagle`, with prompt look-up, and the counterparts in transformers: fp32, one rank with {threads} threads of an
-{processor}, temperature 0.8, {tokens} new tokens, all candidates in turns; torch {torch}, transformers
-{transformers}. The machine was shared: compare ratios, not milliseconds. Figures are medians of {repetitions}
-repetitions of one prompt, each with a seed of its own, with {builds} builds of each candidate; transformers, which
-takes longer, runs in the turns of {peer_builds} of them. Those of a draft that cannot gain are medians of {losing}
-repetitions with {losing_builds} builds. The best fixed K is in bold, and so is `K=auto`. Forecasts are those of plans
-of this machine, which assume the acceptance that conf/pairs.yaml has for the pair.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +169,7 @@ def goals(results: dict[str, Result]) -> list[Goal]:
 
 def page(results: dict[str, Result], *, repetitions: int) -> str:
     """The page of the docs."""
-    made_by = versions()
-    head = _HEAD.format(
-        threads=torch.get_num_threads(), processor=processor(), tokens=NUM_NEW_TOKENS, torch=made_by["torch"],
-        transformers=made_by["transformers"], repetitions=repetitions * NUM_BUILDS, builds=NUM_BUILDS,
-        peer_builds=NUM_PEER_BUILDS, losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS,
-        losing_builds=NUM_LOSING_BUILDS,
-    )  # fmt: skip
-    parts = [head.rstrip()]
+    parts = []
     for kind, result in results.items():
         lines = []
         for name, values in result.ms.items():
@@ -204,7 +184,12 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
             lines.append((shown, f"{median(values):.2f}", ratio, expected[0], said, expected[1]))
         columns = ["candidate", "ms/token", "of plain", "forecast", "tokens per round", "forecast"]
         parts += [f"## {kind.capitalize()}", markdown(columns, lines)]
-    return "\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]) + "\n"
+    return page_of(
+        "drafts", threads=torch.get_num_threads(), tokens=NUM_NEW_TOKENS, repetitions=repetitions * NUM_BUILDS,
+        builds=NUM_BUILDS, peer_builds=NUM_PEER_BUILDS, losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS,
+        losing_builds=NUM_LOSING_BUILDS,
+        tables="\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]),
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from benchmarks.measured import markdown, show
+from benchmarks.measured import markdown, page_of, show
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
@@ -31,15 +31,6 @@ MIXTRAL = MixtralConfig(
     num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=1024,
 )  # fmt: skip
 SLOTS, FILLED, LENGTHS = 256, 200, range(9)
-_HEAD = """# Experts
-
-`python -m benchmarks.experts --write` writes this page. A random Mixtral of 283 M parameters in 16 bits, with 8 layers
-of 8 experts of which a token chooses 2, verifies K random tokens behind 200 others on {threads} of this CPU. A time is
-the fastest of {turns} turns; about {load:.0f} other threads ran. The plan has the speed of these minutes, as a run
-measures it once: {bandwidth:.0f} GB/s, and {flops:.0f} GFLOP/s at five rows. A draft that costs nothing pays from the
-acceptance in the columns "pays from".
-
-"""
 
 
 @torch.inference_mode()
@@ -78,10 +69,11 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
         per_token = [[each[number] / tokens_per_round(rate, number) for number in LENGTHS] for each in (took, planned)]
         best.append([rate, *(each.index(min(each)) for each in per_token)])
     load = max(os.getloadavg()[0] - num_threads, 0.0)
-    found = _HEAD.format(threads=counted(num_threads, "thread"), turns=num_turns, load=load, bandwidth=bandwidth / 1e9,
-                         flops=flops / 1e9)  # fmt: skip
-    found += markdown(["K", "experts", "plan", "ms", "plan", "ms / plan", "pays from", "plan"], rows)
-    return f"{found}\n\n{markdown(['acceptance', 'best K', 'plan'], best)}\n"
+    return page_of(
+        "experts", threads=counted(num_threads, "thread"), turns=num_turns, load=load, bandwidth=bandwidth / 1e9,
+        flops=flops / 1e9, best=markdown(["acceptance", "best K", "plan"], best),
+        table=markdown(["K", "experts", "plan", "ms", "plan", "ms / plan", "pays from", "plan"], rows),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from benchmarks.measured import markdown, show
+from benchmarks.measured import markdown, page_of, show
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.errors import SspError
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -26,7 +26,6 @@ from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import model_bytes, shares
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.reports.provenance import versions
 from llama_ssp.settings.schema import Dtype, WholeParts
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
@@ -58,20 +57,6 @@ MORE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "gemma4_unified_text": FAMILIES["gemma4_text"],
 }  # fmt: skip
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
-_HEAD = """\
-# Kinds of checkpoints
-
-`python -m benchmarks.families --write` writes this page. It makes a tiny random checkpoint of each kind, with sliding
-windows of 6 tokens where the kind has them, loads it, and compares greedy texts of {tokens} tokens behind prompts of 3
-to 21 tokens with those of transformers {transformers}: in batches of 1 and 4, without a draft and with a draft of one
-layer of the same kind, K = 4. Texts are equal up to the first two tokens that transformers itself finds equally
-probable. The bytes are those of the weights in fp32, by the plan and, where they differ, as loaded: on one rank, and on
-the first of two.
-
-Families without a record are planned as a Llama of their sizes, so their bytes are estimates. A run first compares
-their logits for a short text with those that the same modules give without its cache.
-
-"""
 
 
 def texts_are_equal(model: PreTrainedModel, folder: Path, draft: Path, num_ranks: int) -> bool:
@@ -158,8 +143,9 @@ def main() -> None:
     rows = [row_of(kind, sizes) for kind, sizes in kinds.items() if not arguments.kinds or kind in arguments.kinds]
     num_equal = sum("equal" in row for row in rows)
     heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks", "bytes", "bytes, 2 ranks"]
-    text = _HEAD.format(tokens=NUM_NEW_TOKENS, transformers=versions()["transformers"])
-    text += f"{num_equal} of {len(rows)} kinds run.\n\n{markdown(heads, rows)}\n"
+    text = page_of(
+        "families", tokens=NUM_NEW_TOKENS, num_equal=num_equal, num_kinds=len(rows), table=markdown(heads, rows)
+    )
     show(text, page="families.md", is_written=arguments.write)
 
 

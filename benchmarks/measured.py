@@ -17,6 +17,7 @@ from llama_ssp.reports.provenance import git_commit, processor, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks"
+TEMPLATES = ROOT / "benchmarks" / "templates"
 Row = dict[str, Any]
 
 
@@ -56,6 +57,12 @@ def stored(name: str) -> list[Row]:
     """The rows of a program, the newest last."""
     file = RESULTS / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def page_of(name: str, **parts: object) -> str:
+    """A page from its template, with the processor, the versions and further parts."""
+    template = (TEMPLATES / f"{name}.md").read_text(encoding="utf-8")
+    return template.format(processor=processor(), **versions(), **parts)
 
 
 def show(text: str, *, page: str, is_written: bool) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from textwrap import fill
 
-from benchmarks.measured import markdown, show
+from benchmarks.measured import markdown, page_of, show
 from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
@@ -361,7 +361,8 @@ def page() -> str:
     for name, ends, in_plans in named:
         old, new = (f"{low:.2f} to {high:.2f}" for low, high in (in_plans, ends))
         constants.append((f"80 % range of a time over its forecast, {name}", new, old))
-    return TEXT.format(
+    return page_of(
+        "published",
         constants=markdown(["constant", "fitted", "in the catalogue"], constants),
         shares=share_table(),
         rows=source_sections(),
@@ -371,72 +372,6 @@ def page() -> str:
         num_pairs=len(PAIRS),
     )
 
-
-TEXT = """# The planner against published speeds
-
-`python -m benchmarks.published` makes this page. It compares forecasts with published figures; this project measured
-none of them.
-
-## Constants
-
-Figures of machines are those of data sheets; an A100-80GB has the 1.7 TB/s that gpt-fast measured with a plain copy.
-What no data sheet has is fitted: the first two constants to gpt-fast's four Llama-2-7B bf16 rows, the third to the
-plain 13B row of transformers, the next two to the Llama-2-7B rows of their formats, and `flops_share: 0.65` of an A100
-to TensorRT-LLM's first token of Llama-2-7B behind 2048 tokens, which reaches 67 %. A layer counts as 12 kernels, as 25
-operators when they are launched one by one, and as 50 operators in transformers. The kernels of 8 and 4 bits are
-gpt-fast's; ours have run on one H200.
-
-{constants}
-
-## Plain decoding and first tokens
-
-`fitted` rows give a constant, so they are no forecasts and count nowhere. Other rows of their sources share the engine
-and the machine (`same source`). `forecast` rows are of sources that give no constant.
-
-"time / forecast" is the published time over the forecast one. Its 80 % range is fitted to the rows of all **other**
-sources, every source of equal weight. There are two: near rows have unquantized weights, at most 16 rows and plain
-steps of 5 ms or more, and their range is by rows like them. All others have that of all rows: 8 and 4 bits, many rows,
-first tokens, and short steps, in which the host of an engine shows. A plan takes the wide range for GPUs without a row
-here too, such as B200 or MI300X, and says so.
-
-{shares}
-
-{rows}
-
-**Small models** on vLLM take 1.3 to 2.2 ms of its host for each step, which forecasts of CUDA graphs do not have. The
-engines of llm_benchmark have no versions; vLLM takes 3.3 times as long as its forecast, TensorRT-LLM 1.7 times, and its
-prompts of 128 tokens 1.6 times.
-
-## Cost of a 7B draft with a 70B target
-
-{costs}
-
-## Speculative pairs
-
-A round costs K draft steps and one target step. Published times therefore imply
-`tokens per round = plain / speculative x (1 + K c)`.
-c is the draft's published time per token over the target's where both are published, otherwise the planner's forecast.
-The forecast takes the acceptance of the nearest pair that another source has measured, as a plan of an unknown pair
-does. Its range is fitted to the pairs of all other sources, as above, and holds {held_pairs} of {num_pairs}. A
-plan of a pair with its own figure in `conf/pairs.yaml` takes that. In all rows the plain time is the published one.
-
-{pairs}
-
-[^k]: K is not published with these figures; this page takes 4.
-[^c]: 1.8 ms per draft step on 16 TPUv4 (Chen et al., arXiv:2302.01318).
-
-**70B with 13B does not add up.** Both plain times are published. At K = 4 a round costs 4 x 31.9 + 113.3 = 240.9 ms, so
-46.3 ms/token need 5.2 tokens from rounds that yield at most 5. Either K was larger, or the three figures come from
-different set-ups. 70B with 7B of the same table stays just below its bound, with an acceptance of nearly 1.
-
-**13B with 7B**: the forecast is the planner's default for one A100-80GB, with forward passes in CUDA graphs, so c is
-close to the ratio of the weights. transformers launches operator by operator. The draft has 32 layers, the target 40,
-and c rises to 0.67. A forecast with that c and an acceptance of 0.80 is 25 % above the published figure; with the
-acceptance that 70B with 7B implies it is 15 % below.
-
-T5-XXL (1.4x-3.4x at an acceptance of 0.53-0.82) is published as ranges over tasks and drafts. No pair follows from
-them.
-"""
 
 if __name__ == "__main__":
     show(page(), page="published.md", is_written=True)

@@ -3,7 +3,7 @@
 docs/reference/plan-document.md describes its fields; `plan_version` changes when a field is renamed or removed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,18 +93,13 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
-            *_not_measured(job, hardware),
+            *unmeasured(job, hardware),
             *advice.notes(job, hardware, heads, fullest),
             *advice.better_draft(job, hardware, timed),
             *remarks(job, timed.acceptance, timed.best_num_draft_tokens_range),
         ),
         changes=() if fullest.fits else tuple(changes_that_fit(job, hardware)),
     )
-
-
-def _not_measured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    if found := [*unmeasured(job, hardware)]:
-        yield f"not measured on any GPU, by anybody who published it: {', '.join(found)}"
 
 
 def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:

@@ -35,7 +35,7 @@ from llama_ssp.planning.spec import (
     on_block,
     planned_model,
 )
-from llama_ssp.planning.timing import Ends, Timing, timing
+from llama_ssp.planning.timing import Ends, Timing, times, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
@@ -303,26 +303,27 @@ def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
     return [{"rank": rank} | _row(one, hardware) for rank, one in enumerate(sorted(priced, key=order), start=1)]
 
 
+_COLUMNS = (
+    "target", "quantization", "draft", "draft_quantization", "draft_kind", "num_draft_tokens", "num_ranks",
+    "num_replicas", "adapts", "tree", "overlaps", "ms_per_token", "tokens_per_s", "first_token_ms", "speedup",
+    "needed_bytes", "capacity_bytes", "is_tight", "reason", "settings",
+)  # fmt: skip
+
+
 def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
     job, quantization, found = one.job, one.job.target.setting, one.figures()
     settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
     settings += [f"model.quantization={quantization}"] if quantization != NO_QUANTIZATION else []
-    settings += _of_choice(job)
-    return {
+    found |= {
         "target": job.target.name,
-        **{name: found[name] for name in ("quantization", "draft", "draft_quantization", "draft_kind")},
-        "num_draft_tokens": found["num_draft_tokens"],
         "num_ranks": len(job.layout.ranks),
-        **{name: found[name] for name in ("num_replicas", "adapts", "tree")},
         "overlaps": job.overlaps,
-        **{name: found[name] for name in ("ms_per_token", "tokens_per_s")},
         "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
         "speedup": one.timed.plain_s / one.token_s if one.timed else None,
-        "needed_bytes": found["needed_bytes"],
         "capacity_bytes": hardware.rank_bytes,
-        **{name: found[name] for name in ("is_tight", "reason")},
-        "settings": tuple(settings),
+        "settings": (*settings, *_of_choice(job)),
     }
+    return {name: found[name] for name in _COLUMNS}
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
@@ -731,14 +732,10 @@ def _costs(priced: _Priced, machine: HardwareConfig, config: PlanConfig) -> dict
         "run_tokens_per_s": tokens_per_s,
         "usd_per_hour": hourly,
         "usd_per_million_tokens": million,
-        "ms_per_token_range": _scaled(token_range, 1e3),
-        "first_token_ms_range": _scaled(first, 1e3),
-        "usd_per_million_tokens_range": million and _scaled(timed.run_s_range, million / run_s),
+        "ms_per_token_range": token_range and times(1e3, token_range),
+        "first_token_ms_range": first and times(1e3, first),
+        "usd_per_million_tokens_range": million and runs and times(million / run_s, runs),
     }
-
-
-def _scaled(ends: Ends | None, factor: float) -> Ends | None:
-    return ends and (factor * ends[0], factor * ends[1])
 
 
 def _settings(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> Iterator[str]:

@@ -884,28 +884,26 @@ def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> En
     if hardware.profiles or hardware.device != "cuda":
         return None
     is_near = (
-        not _is_quantized(job) and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+        job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
         and hardware.gpu.startswith(PUBLISHED_GPUS)
     )  # fmt: skip
     return NEAR if is_near else FAR
 
 
 def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """What of a job nobody has published a speed of, in words."""
+    """A sentence about what of a job nobody has published a speed of, if anything."""
     if hardware.profiles or hardware.device != "cuda":
         return
-    target = job.target
-    if not hardware.gpu.startswith(PUBLISHED_GPUS):
-        yield hardware.gpu
-    if target.quantization not in PUBLISHED_FORMATS:
-        yield target.weights_name
-    most = 1 if _is_quantized(job) else MOST_PUBLISHED_ROWS
-    if job.batch_size > most:
-        yield f"{job.batch_size} rows of {target.weights_name}"
-
-
-def _is_quantized(job: PlanSpec) -> bool:
-    return job.target.quantization != NO_QUANTIZATION
+    target, rows = job.target, job.batch_size
+    most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
+    found = {
+        hardware.gpu: not hardware.gpu.startswith(PUBLISHED_GPUS),
+        target.weights_name: target.quantization not in PUBLISHED_FORMATS,
+        f"{rows} rows of {target.weights_name}": rows > most_rows,
+    }
+    if any(found.values()):
+        named = ", ".join(name for name, is_unmeasured in found.items() if is_unmeasured)
+        yield f"not measured on any GPU, by anybody who published it: {named}"
 
 
 def spread(value: float, *ranges: Ends) -> Ends:

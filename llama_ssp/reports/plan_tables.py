@@ -388,24 +388,11 @@ def _row(choice: Mapping[str, Any]) -> list[str]:
     return [str(choice["rank"]), target, draft, k, ranks, *times, room]
 
 
-_MISSING = "-"
 _ORDER = {
     "latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first",
     "hourly": "the cheapest hour first",
 }  # fmt: skip
 _LEFT = ("machine", "weights", "draft", "price")
-_COLUMNS = (
-    "machine",
-    "GPUs",
-    "rows",
-    "weights",
-    "draft",
-    "ms\n/token",
-    "tokens\n/s",
-    "USD/h",
-    "USD/M\ntokens",
-    "price",
-)
 
 
 def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
@@ -422,17 +409,13 @@ def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
         console.print(f"\n[bold]{_literal(_answer(shown[0]))}[/bold]", soft_wrap=True)
         console.print(_literal(comparison["command"]), soft_wrap=True)
     console.print(f"\n{title}\n")
-    columns = [name for name in _COLUMNS if name != "rows" or at_once is not None]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
-    for name in columns:
-        side: Literal["left", "right"] = "left" if name in _LEFT else "right"
-        table.add_column(
-            name, justify=side, no_wrap=name not in {"weights", "draft", "price"}, vertical="bottom", overflow="fold"
-        )
-    for row in shown:
-        cells = _cells(row, comparison["prices"].get(row["machine"]))
-        table.add_row(*(cells[name] for name in columns))
-    if shown:
+    if cells := [_cells(row, comparison["prices"].get(row["machine"]), at_once=at_once) for row in shown]:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
+        for name in cells[0]:
+            side: Literal["left", "right"] = "left" if name in _LEFT else "right"
+            table.add_column(name, justify=side, no_wrap=name not in _LEFT[1:], vertical="bottom", overflow="fold")
+        for each in cells:
+            table.add_row(*each.values())
         console.print(table)
     if any(price["date"] for price in comparison["prices"].values()):
         said = "USD/h: list prices, prices={NAME:USD_PER_HOUR} replaces them; USD/M: of new tokens, prompts included"
@@ -473,20 +456,23 @@ def _answer(row: Mapping[str, Any]) -> str:
     return f"{row['machine']}, {gpus} x {row['gpu']}, {served}: {', '.join((*costs, *times))}"
 
 
-def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None) -> dict[str, str]:
-    weights = short_name(row["quantization"]) + (" tight" if row["is_tight"] else "")
-    nodes = row["num_nodes"]
-    gpus = f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ")
-    gpus = gpus if nodes == 1 else f"{gpus}, {nodes} nodes"
+def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None, *, at_once: int | None) -> dict[str, str]:
+    """The cells of a choice by the heads of their columns; rows only where a number of them is served at once."""
+    nodes = f", {row['num_nodes']} nodes" if row["num_nodes"] > 1 else ""
     length, usd, million = _shown_length(row), row["usd_per_hour"], row["usd_per_million_tokens"]
-    found = [
-        _literal(row["machine"]), gpus, str(row["num_replicas"] * row["batch_size"]), weights,
-        _drafted(row) + (f" K={length}" if length else ""),
-        f"{row['ms_per_token']:.2f}", f"{row['run_tokens_per_s']:.0f}",
-        _MISSING if usd is None else f"{usd:.2f}", _MISSING if million is None else f"{million:.2f}",
-        _literal(" ".join(filter(None, (price["vendor"], price["date"]))) if price and usd is not None else ""),
-    ]  # fmt: skip
-    return dict(zip(_COLUMNS, found, strict=True))
+    known = filter(None, (price["vendor"], price["date"])) if price and usd is not None else ()
+    return {
+        "machine": _literal(row["machine"]),
+        "GPUs": f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ") + nodes,
+        **({} if at_once is None else {"rows": str(row["num_replicas"] * row["batch_size"])}),
+        "weights": short_name(row["quantization"]) + " tight" * row["is_tight"],
+        "draft": _drafted(row) + (f" K={length}" if length else ""),
+        "ms\n/token": f"{row['ms_per_token']:.2f}",
+        "tokens\n/s": f"{row['run_tokens_per_s']:.0f}",
+        "USD/h": "-" if usd is None else f"{usd:.2f}",
+        "USD/M\ntokens": "-" if million is None else f"{million:.2f}",
+        "price": _literal(" ".join(known)),
+    }
 
 
 def _nearest(rows: Sequence[Mapping[str, Any]], named: set[str]) -> dict[str, Mapping[str, Any]]:

@@ -1,54 +1,58 @@
 """Jobs to be planned, as the command line would make them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
+from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout, Dtype, ModelShape, TargetKind
 
 
-def make_job(  # noqa: PLR0913 - every choice that tests make
+def make_job(
     target: str | PlannedModel,
     draft: str | None = None,
     *,
     num_ranks: int = 1,
     draft_kind: DraftLayout = DraftLayout.one_rank,
     target_kind: TargetKind = TargetKind.tensor,
-    num_draft_tokens: int = 4,
-    acceptance: float | None = 0.8,
-    batch_size: int = 1,
-    prompt_tokens: int = 128,
-    max_new_tokens: int = 64,
-    cuda_graphs: bool = True,
     device: str = "cuda",
+    of_target: Mapping[str, Any] = MappingProxyType({}),
+    of_draft: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,  # noqa: ANN401 - of a `PlanSpec`
 ) -> PlanSpec:
     """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 
-    A layer-wise target has the first rank, and the GPUs of the others.
+    A layer-wise target has the first rank, and the GPUs of the others. `of_target` and `of_draft` are fields of the
+    models to be changed.
     """
     ranks = tuple(range(num_ranks))
-    alone = draft_kind is DraftLayout.one_rank
     is_layer_wise = target_kind is TargetKind.accelerate
     model = planned_model(catalogue.load(target), device=device) if isinstance(target, str) else target
+    chosen: dict[str, Any] = {
+        "target_ranks": ranks[:1] if is_layer_wise else ranks,
+        "spare_devices": ranks[1:] if is_layer_wise else (),
+        "draft_ranks": (ranks[:1] if draft_kind is DraftLayout.one_rank else ranks) if draft else (),
+        "num_draft_tokens": 4, "acceptance": 0.8, "batch_size": 1, "prompt_tokens": 128, "max_new_tokens": 64,
+        "cuda_graphs": True,
+    }  # fmt: skip
     return PlanSpec(
-        target=replace(model, by_library=target_kind is not TargetKind.tensor),
-        draft=planned_model(catalogue.load(draft), device=device) if draft else None,
+        target=replace(model, by_library=target_kind is not TargetKind.tensor, **of_target),
+        draft=replace(planned_model(catalogue.load(draft), device=device), **of_draft) if draft else None,
         target_kind=target_kind,
-        target_ranks=ranks[:1] if is_layer_wise else ranks,
-        spare_devices=ranks[1:] if is_layer_wise else (),
         draft_kind=draft_kind,
-        draft_ranks=(ranks[:1] if alone else ranks) if draft else (),
-        num_draft_tokens=num_draft_tokens,
-        acceptance=acceptance,
-        batch_size=batch_size,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        cuda_graphs=cuda_graphs,
         device=device,
+        **chosen | fields,
     )
+
+
+def times_of(job: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
+    """The forecast of a job's times."""
+    return timing(job, machine)
 
 
 def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:
@@ -75,17 +79,13 @@ def measured_machine(machine: HardwareConfig) -> HardwareConfig:
     """A machine whose linear layers take a second for each row and a million elements; the rest are round figures."""
     linear = [
         LinearPoint(
-            dtype="fp16",
-            arithmetic="fp16",
-            rows=rows,
-            elements=elements,
-            working_set_bytes=size,
+            dtype="fp16", arithmetic="fp16", rows=rows, elements=elements, working_set_bytes=size,
             s=rows * elements / 1e6,
         )
         for rows in (1, 5)
         for elements in (1000, 100_000)
         for size in (1, 10**9)
-    ]
+    ]  # fmt: skip
     flat = [SizePoint(size=1, s=0.5), SizePoint(size=1000, s=0.5)]
     profile = Profile(
         num_ranks=1,

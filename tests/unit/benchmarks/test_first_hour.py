@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.decoding import make_decoder
+from benchmarks.first_hour import __main__ as command
 from benchmarks.first_hour import engine, kernels, runner
-from benchmarks.first_hour.__main__ import all_steps
 from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
+from llama_ssp.kernels.attention_by_length import Sequences
+from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.settings.schema import Dtype
-from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
 
@@ -31,62 +31,6 @@ def python(name: str, program: str, **settings: float) -> Step:
     return Step(name=name, command=[sys.executable, "-c", program], **settings)  # type: ignore[arg-type]
 
 
-PLANTED = """
-import os, sys, time
-step = sys.orig_argv[-2:]
-if "benchmarks.first_hour.kernels" in sys.orig_argv and "norms" in step:
-    from llama_ssp.kernels.between import RmsNorm
-    right = RmsNorm.__call__
-    RmsNorm.__call__ = lambda self, x: right(self, x) * (1 + (x.shape[-1] == 6656))
-elif "benchmarks.first_hour.kernels" in sys.orig_argv and "draws" in step:
-    print('{"doing": "5 rows"}', flush=True)
-    os.abort()
-elif "benchmarks.first_hour.engine" in sys.orig_argv:
-    import subprocess
-    print('{"doing": "the third case"}', flush=True)
-    subprocess.Popen(["sleep", "PLANTED_SECONDS"], start_new_session=True)
-    time.sleep(654)
-"""
-
-
-def test_the_whole_command_names_a_planted_crash_hang_and_wrong_kernel_and_carries_no_secret(tmp_path: Path) -> None:
-    """They are planted in the processes of steps as Python starts them; the other steps are unharmed."""
-    seconds = f"654.{os.getpid()}"  # other checkouts may run this test at the same time
-    (tmp_path / "sitecustomize.py").write_text(PLANTED.replace("PLANTED_SECONDS", seconds))
-    secrets = {
-        "HF_TOKEN": "hf-planted-1", "AWS_SECRET_ACCESS_KEY": "aws-planted-2", "PIP_INDEX_URL": "https://me:planted-3@host",
-        "NCCL_PASSWORD": "planted-4", "SOMETHING": "planted-5",
-    }  # fmt: skip
-    names = ["facts-machine", "kernels-rotary", "kernels-norms", "kernels-draws", "engine-greedy-text", "all-reduce"]
-    folder = tmp_path / "hour"
-    settings = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.first_hour", "--limit", "30", "--folder", folder, "--only", *names],
-        cwd=ROOT, env=os.environ | secrets | settings,
-        capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 1, ended.stderr
-    rows = {row["name"]: row for row in map(json.loads, (folder / "results.jsonl").read_text().splitlines())}
-    assert {name: row["result"] for name, row in rows.items()} == {
-        "facts-machine": PASS, "kernels-rotary": PASS, "kernels-norms": FAIL, "kernels-draws": FAIL,
-        "engine-greedy-text": HANG, "all-reduce": SKIP,
-    }  # fmt: skip
-    assert all(f"{name}: {row['result']}" in ended.stdout for name, row in rows.items())
-    assert rows["kernels-norms"]["reason"].startswith("1 rows of 6656: off by 1 of the largest value")
-    assert rows["kernels-norms"]["reason"].count("rows of") == 3
-    assert rows["kernels-draws"]["reason"] == "signal SIGABRT, at: 5 rows"
-    assert rows["engine-greedy-text"]["reason"] == "stopped after 30 s, at: the third case"
-    assert rows["all-reduce"]["reason"] == "it needs 2 GPUs, and none can be used"
-    assert rows["kernels-rotary"]["figures"]
-    assert f"sleep\x00{seconds}" not in processes()
-    contents = contents_of(folder)
-    assert contents.keys() == {f"hour/{name}.txt" for name in names if name != "all-reduce"} | {"hour/results.jsonl"}
-    assert [*map(json.loads, contents["hour/results.jsonl"].splitlines())] == [*rows.values()]
-    assert "planted-" not in "".join(contents.values()) + ended.stdout
-    [environment] = [each["environment"] for each in rows["facts-machine"]["figures"] if "environment" in each]
-    assert environment["PATH"] == os.environ["PATH"]
-
-
 def contents_of(folder: Path) -> dict[str, str]:
     """The files of a tar."""
     with tarfile.open(f"{folder}.tar.gz") as archive:
@@ -94,75 +38,110 @@ def contents_of(folder: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file}
 
 
-def test_a_step_that_fails_or_cannot_run_says_why_without_addresses(tmp_path: Path) -> None:
+HANGS = """
+import subprocess, time
+print('{"doing": "the third case"}', flush=True)
+subprocess.Popen(["sleep", "SECONDS"], start_new_session=True)
+time.sleep(654)
+"""
+
+
+def test_every_end_of_a_step_is_named_and_no_other_step_is_harmed(tmp_path: Path) -> None:
+    seconds = f"654.{os.getpid()}"  # other checkouts may run this test at the same time
     steps = [
+        python("crash", 'import os; print(\'{"doing": "5 rows"}\', flush=True); os.abort()'),
+        python("hang", HANGS.replace("SECONDS", seconds), limit_s=1.0),
+        python("fault", 'print(\'{"fault": "1 row is off"}\'); raise SystemExit(1)'),
         python("error", "raise ValueError('at https://me:planted-6@host/simple')"),
         python("skipped", f'print(\'{{"skip": "no such thing"}}\'); raise SystemExit({SKIPPED})'),
         Step(name="absent", command=[], modules=("no_such_package",)),
+        Step(name="two", command=[], num_gpus=2),
         python("good", 'print(\'{"us": 1.5, "from": "https://host/simple"}\')'),
     ]
-    error, skipped, absent, good = runner.run(steps, tmp_path / "hour", num_gpus=1)
-    assert (error["result"], error["reason"]) == (FAIL, "exit code 1: ValueError: at URL")
-    assert (skipped["result"], skipped["reason"]) == (SKIP, "no such thing")
-    assert (absent["result"], absent["reason"]) == (SKIP, "no_such_package cannot be imported")
-    assert (good["result"], good["figures"]) == (PASS, [{"us": 1.5, "from": "URL"}])
+    rows = runner.run(steps, tmp_path / "hour", num_gpus=1)
+    assert [(row["result"], row["reason"]) for row in rows] == [
+        (FAIL, "signal SIGABRT, at: 5 rows"),
+        (HANG, "stopped after 1 s, at: the third case"),
+        (FAIL, "1 row is off"),
+        (FAIL, "exit code 1: ValueError: at URL"),
+        (SKIP, "no such thing"),
+        (SKIP, "no_such_package cannot be imported"),
+        (SKIP, "it needs 2 GPUs, and 1 can be used"),
+        (PASS, None),
+    ]
+    assert rows[-1]["figures"] == [{"us": 1.5, "from": "URL"}]
     assert "planted-" not in "".join(contents_of(tmp_path / "hour").values())
+    running = [file for file in Path("/proc").glob("[0-9]*/cmdline") if file.parent.name != str(os.getpid())]
+    assert not [file for file in running if file.exists() and seconds in file.read_text(errors="replace")]
 
 
-def processes() -> str:
-    """The command lines of all processes but this one."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        if file.parent.name != str(os.getpid()):
-            try:
-                found.append(file.read_text(errors="replace"))
-            except OSError:
-                continue
-    return "\n".join(found)
+def test_the_command_says_each_step_packs_what_it_wrote_and_carries_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PIP_INDEX_URL", "NCCL_PASSWORD", "SOMETHING"
+    for name in names:
+        monkeypatch.setenv(name, f"https://me:planted-{name}@host")
+    folder, wanted = tmp_path / "hour", {"facts-machine": PASS, "all-reduce": SKIP}
+    monkeypatch.setattr(sys, "argv", ["first_hour", "--folder", str(folder), "--only", *wanted])
+    monkeypatch.setattr(command, "count_gpus", lambda: 0)
+    with pytest.raises(SystemExit, match="False"):
+        command.main()
+    said, contents = capsys.readouterr().out, contents_of(folder)
+    assert all(f"{name}: {result}" in said for name, result in wanted.items())
+    assert contents.keys() == {"hour/facts-machine.txt", "hour/results.jsonl"}
+    rows = [*map(json.loads, contents["hour/results.jsonl"].splitlines())]
+    assert {row["name"]: row["result"] for row in rows} == wanted
+    assert rows[1]["reason"] == "it needs 2 GPUs, and none can be used"
+    assert "planted-" not in "".join(contents.values()) + said
+    [environment] = [each["environment"] for each in rows[0]["figures"] if "environment" in each]
+    assert environment["PATH"] == os.environ["PATH"]
 
 
 def test_no_step_outlives_the_minutes_and_an_earlier_hour_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "hour"
     runner.run([python("early", "")], folder, num_gpus=0)
     steps = [python("long", "import time; time.sleep(600)"), python("late", "")]
-    long, late = runner.run(steps, folder, num_gpus=0, minutes=0.03)
-    assert (long["result"], long["reason"]) == (SKIP, "stopped after 2 s, because the minutes are over")
-    assert (late["result"], late["reason"]) == (SKIP, "0.03 minutes are over")
+    long, late = runner.run(steps, folder, num_gpus=0, minutes=0.01)
+    assert (long["result"], long["reason"]) == (SKIP, "stopped after 1 s, because the minutes are over")
+    assert (late["result"], late["reason"]) == (SKIP, "0.01 minutes are over")
     names = [json.loads(line)["name"] for line in (folder / "results.jsonl").read_text().splitlines()]
     assert names == ["early", "long", "late"]
 
 
-def right(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return kernels.in_fp64(None)(*operands, **options)
+def test_a_norm_that_is_wrong_at_one_width_is_named_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    right_norm = RmsNorm.__call__
+    monkeypatch.setattr(RmsNorm, "__call__", lambda self, x: right_norm(self, x) * (1 + (x.shape[-1] == 6656)))
+    faults = [*kernels.CHECKS["norms"](CPU)]
+    assert [fault.partition(":")[0] for fault in faults] == [f"{rows} rows of 6656" for rows in (1, 5, 512)]
+    assert faults[0].startswith("1 rows of 6656: off by 1 of the largest value")
 
 
-def reads_too_far(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    return right(*operands[:3], operands[3]._replace(used_C=operands[3].used_C + 1), **options)
-
-
-def misses_the_last_key(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    less_C = (operands[3].used_C - 1).clamp(min=operands[3].most_queries)
-    return right(*operands[:3], operands[3]._replace(used_C=less_C), **options)
-
-
-def takes_rows_in_order(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
-    in_order_C1 = torch.cat([operands[3].first_slot_C1[:-1].sort().values, operands[3].first_slot_C1[-1:]])
-    return right(*operands[:3], operands[3]._replace(first_slot_C1=in_order_C1), **options)
+def wrong(change: Callable[[Sequences], Sequences]) -> Attend:
+    """An attention that reads other rows than it should."""
+    return lambda *operands, **options: kernels.in_fp64(None)(*operands[:3], change(operands[3]), **options)
 
 
 def wrong_in_one_shape(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
     is_grouped = operands[0].shape[1] != operands[1].shape[1]
-    return (
-        2 * right(*operands, **options) if operands[3].most_queries == 5 and is_grouped else right(*operands, **options)
+    factor = 1 + (operands[3].most_queries == 5 and is_grouped)
+    return factor * kernels.in_fp64(None)(*operands, **options)
+
+
+READS_TOO_FAR = wrong(lambda rows: rows._replace(used_C=rows.used_C + 1))
+MISSES_THE_LAST_KEY = wrong(lambda rows: rows._replace(used_C=(rows.used_C - 1).clamp(min=rows.most_queries)))
+TAKES_ROWS_IN_ORDER = wrong(
+    lambda rows: rows._replace(
+        first_slot_C1=torch.cat([rows.first_slot_C1[:-1].sort().values, rows.first_slot_C1[-1:]])
     )
+)
 
 
-@pytest.mark.parametrize("wrong", [reads_too_far, misses_the_last_key, takes_rows_in_order, wrong_in_one_shape])
-def test_an_attention_that_is_wrong_is_named_by_its_shapes(wrong: Attend) -> None:
-    assert [*kernels.attention(right, CPU)] == []
-    faults = [*kernels.attention(wrong, CPU)]
+@pytest.mark.parametrize("attend", [READS_TOO_FAR, MISSES_THE_LAST_KEY, TAKES_ROWS_IN_ORDER, wrong_in_one_shape])
+def test_an_attention_that_is_wrong_is_named_by_its_shapes(attend: Attend) -> None:
+    assert [*kernels.attention(kernels.in_fp64(None), CPU)] == []
+    faults = [*kernels.attention(attend, CPU)]
     assert faults
-    if wrong is wrong_in_one_shape:
+    if attend is wrong_in_one_shape:
         assert all("5 positions, 4 over 2 heads" in fault for fault in faults)
 
 
@@ -216,7 +195,7 @@ def test_the_path_that_is_expected_is_the_one_that_the_engine_takes_on_such_a_gp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", all_steps(is_small=True, num_gpus=0), ids=lambda step: step.name)
+@pytest.mark.parametrize("step", command.all_steps(is_small=True, num_gpus=0), ids=lambda step: step.name)
 def test_on_a_cpu_a_step_passes_or_says_why_it_cannot_run(step: Step, tmp_path: Path) -> None:
     [row] = runner.run([step], tmp_path / "hour", num_gpus=0)
     assert (row["result"], row["reason"]) in {

@@ -34,18 +34,9 @@ def test_a_large_pair_on_four_small_gpus_is_answered_with_weight_only_8_bits() -
     assert all("int8" not in change.settings for change in others)
 
 
-def test_a_large_pair_on_one_small_gpu_keeps_its_target() -> None:
-    found = changes_that_fit(make_job("65B", "7B"), ONE_A10G)
-    assert found
-    assert not any("model" in _settings(change) for change in found)
-    named = {setting.partition("=")[0] for change in found for setting in change.settings}
-    assert named & {"placement.target.offload", "hardware.num_gpus", "hardware", "model.quantization"}
-
-
 @pytest.mark.parametrize(
     ("job", "machine"),
     [
-        (make_job("65B", "7B", num_ranks=4), A10G),
         (make_job("65B", "7B"), ONE_A10G),
         (make_job("30B", "7B", num_ranks=4), A10G),
         (make_job("30B", draft=None, device="cpu", cuda_graphs=False), LAPTOP),
@@ -101,13 +92,6 @@ def test_a_draft_that_keeps_parts_whole_can_be_cut_entirely() -> None:
     assert placement_settings(cut) == ["placement.draft.kind=sharded", "placement.draft.whole=none"]
 
 
-def test_a_draft_that_crowds_one_gpu_is_sharded_and_nothing_is_lost() -> None:
-    found = changes_that_fit(make_job("30B", "7B", num_ranks=4), A10G)
-    sharded = next(change for change in found if change.settings[0] == "placement.draft.kind=sharded")
-    assert sharded.needed_bytes <= A10G.memory_bytes
-    assert sharded.loss == "nothing"
-
-
 def test_a_change_that_needs_one_setting_comes_first_even_if_another_k_would_gain_more() -> None:
     first, *others = changes_that_fit(make_job("30B_8bit", "7B", num_ranks=4, prompt_tokens=1984), A10G)
     assert first.settings == ("placement.draft.kind=sharded",)
@@ -116,9 +100,7 @@ def test_a_change_that_needs_one_setting_comes_first_even_if_another_k_would_gai
 
 def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
     """A draft of bitsandbytes is warned of on any machine: this job needs a larger one."""
-    job = make_job("llama2_13B", "llama2_7B")
-    assert job.draft
-    packed = replace(job, draft=job.draft.quantized("int8"))
+    packed = make_job("llama2_13B", "llama2_7B", of_draft={"quantization": "int8"})
     assert ("hardware.num_gpus=2",) in [change.settings for change in changes_that_fit(packed, ONE_A10G)]
 
 
@@ -131,14 +113,13 @@ def test_only_machines_that_are_rented_with_so_many_gpus_are_named() -> None:
 
 def test_another_format_of_as_many_bits_is_tried() -> None:
     """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
-    job = make_job("13B")
-    four = replace(job, target=job.target.quantized("nf4"))
+    four = make_job("13B", of_target={"quantization": "nf4"})
     machine = replace(ONE_A10G, memory_bytes=fullest_rank(four, ONE_A10G).needed_bytes - 1)
     found = changes_that_fit(four, machine)
     assert ("model.quantization=int4_weight_only",) in [change.settings for change in found]
 
 
-@pytest.mark.parametrize(("target", "num_ranks"), [("65B", 4), ("30B", 4), ("65B", 1)])
+@pytest.mark.parametrize(("target", "num_ranks"), [("30B", 4), ("65B", 1)])
 def test_no_change_is_named_that_its_own_plan_warns_against(target: str, num_ranks: int) -> None:
     job, machine = make_job(target, "7B", num_ranks=num_ranks), replace(A10G, num_gpus=num_ranks)
     kept = changes._chosen(changes._fitting(changes._ways(job, machine)), set())
@@ -163,19 +144,10 @@ def test_every_change_leaves_a_layer_wise_target_on_one_rank_and_in_the_librarys
         assert way.job.target.by_library, way.settings
 
 
-@pytest.mark.parametrize(("share", "has_room"), [(0.99, False), (1.01, False), (1.2, True)])
-def test_more_gpus_are_advised_until_something_is_left(share: float, has_room: bool) -> None:
-    job = make_job("7B")
-    machine = replace(ONE_A10G, memory_bytes=int(share * fullest_rank(job, ONE_A10G).needed_bytes))
-    way = changes._Way(kind="GPUs", loss=Loss.nothing, settings=(), job=job, hardware=machine)
-    assert changes._has_room(way) is has_room
-
-
 def test_a_cache_in_8_bits_is_named_where_the_cache_is_what_does_not_fit() -> None:
-    one = replace(A10G, num_gpus=1)
-    job = make_job("llama3_8B", prompt_tokens=60_000)
+    one, job = ONE_A10G, make_job("llama3_8B", prompt_tokens=60_000)
     assert not fits(job, one)
     found = next(change for change in changes_that_fit(job, one) if change.settings == ("model.cache_dtype=int8",))
-    narrow = replace(job, target=replace(job.target, cache_dtype="int8"))
+    narrow = make_job("llama3_8B", prompt_tokens=60_000, of_target={"cache_dtype": "int8"})
     assert found.needed_bytes == memory(narrow, one)[0].needed_bytes
     assert "model.cache_dtype=int8" not in {way.settings[0] for way in changes._ways(narrow, one) if way.settings}

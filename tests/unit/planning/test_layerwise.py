@@ -17,9 +17,8 @@ from llama_ssp.planning.memory import (
     waiting_bytes,
 )
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.timing import timing
 from llama_ssp.settings.schema import Offload, TargetKind
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_job, times_of
 
 A100 = hardware.load("p4d_24xlarge")
 SIZES = RowBytes(layer=10, before=3, after=5)
@@ -89,5 +88,5 @@ def test_the_first_device_keeps_the_cache_of_the_layers_that_wait() -> None:
 @pytest.mark.parametrize("offload", [Offload.cpu, Offload.disk])
 def test_every_forward_takes_the_time_of_reading_what_waits(offload: Offload) -> None:
     limited = job(1, 5, offload=offload)
-    slower_s = timing(limited, A100).plain_s - timing(job(1), A100).plain_s
+    slower_s = times_of(limited, A100).plain_s - times_of(job(1), A100).plain_s
     assert slower_s == pytest.approx(waiting_bytes(limited) / READ_BYTES_PER_S[offload])

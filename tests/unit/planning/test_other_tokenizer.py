@@ -7,12 +7,12 @@ import pytest
 from llama_ssp.machines import hardware
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.timing import CostModel, round_messages, timing
+from llama_ssp.planning.timing import CostModel, round_messages
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.layout import MOST_PIECES
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.own_vocabulary import intersection_drafter
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_job, times_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 A100 = hardware.load("8xa100_80gb")
@@ -56,15 +56,14 @@ def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token(matching: Matc
     own = replace(job, matching=matching)
     assert (job.first_draft_rows, own.first_draft_rows) == (2, MOST_PIECES + 1)
     costs = CostModel(own, A100)
-    forecast = timing(own, A100)
+    forecast = times_of(own, A100)
     first_s, step_s = costs.draft_step_s(MOST_PIECES + 1), costs.draft_step_s(1)
     wanted_s = first_s + 3 * step_s + costs.verify_s(4) + costs.host_s
     assert forecast.round_s == pytest.approx(wanted_s)
 
 
 def test_a_draft_by_text_sends_no_probabilities() -> None:
-    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", num_ranks=2, draft_kind=DraftLayout.own_gpu)
-    job = replace(job, target_ranks=(0,), draft_ranks=(1,))
+    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
     jobs = {way: replace(job, matching=way) for way in (None, *Matching)}
     sent = {way: "probabilities" in round_messages(each, 4) for way, each in jobs.items()}
     assert sent == {None: True, Matching.intersection: True, Matching.text: False}

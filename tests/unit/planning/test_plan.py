@@ -1,7 +1,6 @@
 """The document that JSON, table and figure are made from."""
 
 import json
-from dataclasses import replace
 
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import PLAN_VERSION, document, make_plan
@@ -24,16 +23,6 @@ def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None
     assert held == target["weights_bytes"] + target["repeated_bytes"]
     norms = content["memory"][0]["target_repeated_bytes"]
     assert target["repeated_bytes"] == 7 * norms
-
-
-def test_row_scales_that_ranks_repeat_are_shown_apart() -> None:
-    job = make_job("7B", num_ranks=8)
-    job = replace(job, target=replace(job.target, quantization="int8"))
-    content = document(make_plan(job, A100))
-    first = content["memory"][0]
-    assert first["target_row_scale_bytes"] == 4 * 2 * 4096 * 32
-    norms = first["target_repeated_bytes"] - first["target_row_scale_bytes"]
-    assert content["target"]["repeated_bytes"] == 7 * (norms + first["target_row_scale_bytes"])
 
 
 def test_without_a_draft_the_document_has_none() -> None:

@@ -1,6 +1,6 @@
 """80 % ranges of forecasts: fitted to published rows by source, wide where little was measured, never below physics."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,8 +9,8 @@ from benchmarks.published_rows import ROWS
 from llama_ssp.machines import hardware
 from llama_ssp.planning.acceptance import nearest, points
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.timing import FAR, NEAR, PAIR, timing
-from tests.helpers.planning import make_job
+from llama_ssp.planning.timing import FAR, NEAR, PAIR
+from tests.helpers.planning import make_job, times_of
 
 A100, B200 = hardware.load("8xa100_80gb"), hardware.load("8xb200")
 
@@ -39,15 +39,6 @@ def test_a_row_that_gives_a_constant_is_fitted_and_its_source_makes_no_forecasts
     assert all(row.source.page and row.source.left_out for row in ROWS)
 
 
-def test_a_pair_is_forecast_by_other_publishers_than_its_own() -> None:
-    for point in points():
-        found = nearest(point.pair, without=point.publisher)
-        siblings = {(other.pair.target, other.pair.draft) for other in points() if other.publisher == point.publisher}
-        others = {(other.pair.target, other.pair.draft) for other in points() if other.publisher != point.publisher}
-        for target, draft in siblings - others:
-            assert f"{target} with {draft} " not in found.source
-
-
 @pytest.mark.parametrize(
     ("asked", "factors", "unmeasured"),
     [
@@ -66,10 +57,9 @@ def test_ranges_are_wide_where_little_was_measured_and_the_plan_says_what_nobody
     asked: tuple[str, str, int, str], factors: tuple[float, float], unmeasured: str
 ) -> None:
     target, quantization, batch_size, machine = asked
-    job = make_job(target, batch_size=batch_size)
-    plan = make_plan(replace(job, target=replace(job.target, quantization=quantization)), hardware.load(machine))
-    timed = plan.timing
-    assert timed.plain_s_range
+    job = make_job(target, batch_size=batch_size, of_target={"quantization": quantization})
+    plan = make_plan(job, hardware.load(machine))
+    timed: Any = plan.timing
     assert timed.plain_s_range[1] == pytest.approx(factors[1] * timed.plain_s)
     assert timed.plain_s_range[0] == pytest.approx(max(factors[0], timed.limit_share) * timed.plain_s)
     assert timed.prefill_s_range == pytest.approx([end * timed.prefill_s for end in FAR])
@@ -81,20 +71,15 @@ def test_ranges_are_wide_where_little_was_measured_and_the_plan_says_what_nobody
 @pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
 def test_no_range_begins_below_what_the_data_sheet_allows(machine: str, quantization: str) -> None:
     for target, prompt_tokens in ("llama3_1B", 128), ("llama3_8B", 100000), ("llama3_70B", 4000):
-        job = make_job(target, prompt_tokens=prompt_tokens)
-        job = replace(job, target=replace(job.target, quantization=quantization))
-        timed = timing(job, hardware.load(machine))
-        assert timed.plain_s_range
+        job = make_job(target, prompt_tokens=prompt_tokens, of_target={"quantization": quantization})
+        timed = times_of(job, hardware.load(machine))
         assert timed.plain_s_range[0] >= 0.999 * timed.limit_share * timed.plain_s
 
 
 def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
-    known = timing(make_job("65B", "7B", num_ranks=8, acceptance=0.7), A100)
-    unknown = timing(make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None), A100)
-    assert known.speculative_s
+    known = times_of(make_job("65B", "7B", num_ranks=8, acceptance=0.7), A100)
+    unknown = times_of(make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None), A100)
     assert known.speculative_s_range == pytest.approx([end * known.speculative_s for end in NEAR])
-    assert unknown.speculative_s
-    assert unknown.speculative_s_range
     low, high = (end / unknown.speculative_s for end in unknown.speculative_s_range)
     assert low < min(PAIR[0], NEAR[0])
     assert max(PAIR[1], NEAR[1]) < high < PAIR[1] * NEAR[1]
@@ -102,9 +87,8 @@ def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
 
 def test_a_completion_has_the_ranges_of_its_prompt_and_of_its_tokens() -> None:
     for job in make_job("7B", prompt_tokens=2000), make_job("7B", "tinyllama_1B", prompt_tokens=2000):
-        timed = timing(job, A100)
+        timed = times_of(job, A100)
         run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
-        assert timed.run_s_range
         low, high = (end / run_s for end in timed.run_s_range)
         assert FAR[0] < low < NEAR[0] < NEAR[1] < high < FAR[1]
 
@@ -114,6 +98,15 @@ def test_calibrated_machines_and_cpus_have_no_ranges() -> None:
     job = make_job("smollm2_135M", device="cpu")
     time = document(make_plan(job, laptop))["time"]
     assert [time[f"{name}_range"] for name in ("plain_ms_per_token", "first_token_ms")] == [None, None]
+
+
+def test_a_pair_is_forecast_by_other_publishers_than_its_own() -> None:
+    for point in points():
+        found = nearest(point.pair, without=point.publisher)
+        siblings = {(other.pair.target, other.pair.draft) for other in points() if other.publisher == point.publisher}
+        others = {(other.pair.target, other.pair.draft) for other in points() if other.publisher != point.publisher}
+        for target, draft in siblings - others:
+            assert f"{target} with {draft} " not in found.source
 
 
 def test_ranges_leave_out_whole_sources() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.memory import model_bytes, step_bytes
+from llama_ssp.planning.memory import model_bytes
 from llama_ssp.planning.spec import PlanSpec, job_of_plan, notes_on_families, planned_model, read_config
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
@@ -23,7 +23,6 @@ from llama_ssp.settings.schema import (
     DraftPlacement,
     Dtype,
     ModelConfig,
-    ModelShape,
     PlacementConfig,
     PlanConfig,
     TargetKind,
@@ -45,27 +44,6 @@ def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "target_ranks", "draft_ranks"),
-    [
-        (TargetPlacement(), DraftPlacement(), range(8), [0]),
-        (TargetPlacement(tp_size=4), DraftPlacement(), range(4), [0]),
-        (TargetPlacement(ranks=[4, 5]), DraftPlacement(), [4, 5], [4]),
-        (TargetPlacement(), DraftPlacement(ranks=[3]), range(8), [3]),
-        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded), range(8), range(8)),
-        (TargetPlacement(), DraftPlacement(kind=DraftLayout.sharded, tp_size=2), range(8), [0, 1]),
-        (TargetPlacement(), DraftPlacement(kind=DraftLayout.replicated), range(8), range(8)),
-        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu), range(7), [7]),
-        (TargetPlacement(), DraftPlacement(kind=DraftLayout.own_gpu, ranks=[0, 1]), range(2, 8), [0, 1]),
-    ],
-)
-def test_ranks_follow_from_the_placement(
-    target: TargetPlacement, draft: DraftPlacement, target_ranks: range | list[int], draft_ranks: range | list[int]
-) -> None:
-    job = _job(target, draft)
-    assert (job.target_ranks, job.draft_ranks) == (tuple(target_ranks), tuple(draft_ranks))
-
-
-@pytest.mark.parametrize(
     "model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt_neo", "phi", "gemma", "gemma2", "gemma3_text"]
 )
 def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path: Path) -> None:
@@ -77,12 +55,6 @@ def test_a_config_file_is_read_as_the_library_reads_it(model_type: str, tmp_path
     del content["tie_word_embeddings"]  # files on the hub need not say it
     file.write_text(json.dumps(content))
     assert read_config(tmp_path)[0] == shape_of(AutoConfig.from_pretrained(tmp_path))
-
-
-def test_a_local_model_has_its_shape_and_number_format_from_its_folder(tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=96, num_attention_heads=6, dtype="float16").save_pretrained(tmp_path)
-    model = planned_model(ModelConfig(name="local", path=str(tmp_path)), device="cuda")
-    assert (model.shape.hidden_size, model.shape.head_dim, model.dtype) == (96, 16, Dtype.fp16)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +136,6 @@ def test_a_layer_wise_target_has_one_rank_and_the_gpus_of_its_node_that_no_rank_
     assert job.draft_ranks == tuple(draft_ranks)
 
 
-def test_a_layer_wise_target_stays_on_one_node() -> None:
-    row = TargetPlacement(kind=TargetKind.accelerate, ranks=[9])
-    job = _job(row, DraftPlacement(), replace(A100, num_nodes=2))
-    assert job.target_devices == (9, 8, 10, 11, 12, 13, 14, 15)
-
-
 def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs() -> None:
     for kind in TargetKind:
         job = _job(TargetPlacement(kind=kind), DraftPlacement())
@@ -201,13 +167,6 @@ def test_a_family_without_a_record_is_planned_as_a_llama(tmp_path: Path) -> None
     assert note.startswith("acme/exaone is planned as a Llama of its sizes, so bytes and times are estimates")
 
 
-def test_a_family_with_a_record_gets_no_note(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, model_type="llama", max_position_embeddings=64)
-    shape, _ = read_config(folder)
-    assert (shape, Dtype.bf16) == read_config(folder)
-    assert list(notes_on_families(ModelConfig(name="mine", shape=shape))) == []
-
-
 def test_the_sizes_of_the_text_part_are_read(tmp_path: Path) -> None:
     text = {key: SIZES[key] for key in SIZES if key not in {"model_type", "architectures", "torch_dtype"}}
     names = ["PictureForConditionalGeneration"]
@@ -225,15 +184,6 @@ def test_every_size_of_such_a_family_must_be_known(key: str, tmp_path: Path) -> 
         read_config(_folder(tmp_path, **{key: None}))
 
 
-def test_a_kind_without_the_sizes_of_a_llama_is_named_and_its_file_not_called_faulty(tmp_path: Path) -> None:
-    """Falcon has no intermediate_size, whose file is as it should be."""
-    folder = _folder(tmp_path, model_type="falcon", architectures=["FalconForCausalLM"], intermediate_size=None)
-    with pytest.raises(PlacementError, match=r"^no plan for falcon models: ") as raised:
-        read_config(folder)
-    assert "lacks" not in str(raised.value)
-    assert "copy" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -244,40 +194,3 @@ def test_a_kind_without_the_sizes_of_a_llama_is_named_and_its_file_not_called_fa
 def test_what_no_decoder_is_stays_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(PlacementError, match=complaint):
         read_config(_folder(tmp_path, **changes))
-
-
-@pytest.mark.parametrize("value", [True, "128", 1.5, [128], -1])
-def test_a_size_of_the_text_part_that_is_no_size_is_missing(value: object, tmp_path: Path) -> None:
-    folder = _folder(tmp_path, hidden_size=None, text_config={"hidden_size": value})
-    with pytest.raises(PlacementError, match=r"no plan for exaone models: .* does not give hidden_size"):
-        read_config(folder)
-
-
-SHAPE = ModelShape(
-    model_type="llama", num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-    intermediate_size=1024, vocab_size=1000, max_position_embeddings=64,
-)  # fmt: skip
-MATRICES = 3 * (2 * 512 * 512 + 2 * 256 * 512 + 3 * 1024 * 512)
-HEAD = 1000 * 512
-NORMS = 3 * 2 * 512 + 512
-
-
-def of(shape: ModelShape, **fields: Dtype) -> int:
-    entry = replace(catalogue.load("tiny"), shape=shape, **fields)  # type: ignore[arg-type]
-    model = planned_model(entry, device="cpu")
-    return step_bytes(inventory(shape), model, device="cpu")
-
-
-def test_a_forward_reads_all_matrices_and_no_embedding() -> None:
-    assert of(SHAPE, dtype=Dtype.fp32, stored_dtype=Dtype.fp32) == 4 * (MATRICES + HEAD + NORMS)
-    assert of(SHAPE, dtype=Dtype.bf16) == 2 * (MATRICES + HEAD + NORMS)
-
-
-def test_a_head_that_is_the_embedding_is_read() -> None:
-    tied = replace(SHAPE, tie_word_embeddings=True)
-    assert of(tied, dtype=Dtype.fp32, stored_dtype=Dtype.fp32) == 4 * (MATRICES + HEAD + NORMS)
-
-
-def test_weights_of_a_16_bit_file_are_read_in_16_bits() -> None:
-    for shape in (SHAPE, replace(SHAPE, tie_word_embeddings=True)):
-        assert of(shape, dtype=Dtype.fp32, stored_dtype=Dtype.bf16) == 2 * (MATRICES + HEAD) + 4 * NORMS

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
@@ -33,124 +34,28 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from tests.helpers.packed_checkpoints import MXFP4, WEIGHTS, changed, quantization_config
+from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 from tests.helpers.planning import measured_machine
 
 H100 = hardware.load("1xh100")
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64
-}  # fmt: skip
-MISTRAL_7B = LLAMA_8B | {"model_type": "mistral", "vocab_size": 32000, "max_position_embeddings": 32768}
-QWEN_7B = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-QWEN_14B = QWEN_7B | {
-    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-QWEN_72B = QWEN_14B | {
-    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64
-}  # fmt: skip
-QWEN3_32B = QWEN_14B | {
-    "model_type": "qwen3", "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
-    "head_dim": 128, "vocab_size": 151936,
-}  # fmt: skip
-PHI_4 = {
-    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17920,
-    "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
-    "max_position_embeddings": 16384, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-
-FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ, NF4, NF4_TWICE, EXPERTS = map(
-    quantization_config,
-    ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq", "nf4", "nf4, twice", MXFP4),
+FP8, W8A8, W4A16, FP8_BLOCKS, AWQ, GPTQ = map(
+    quantization_config, ("float, one scale", "int8", "compressed-tensors", "fp8", "awq", "gptq")
 )
 W8A8_ZEROS = changed("int8", *WEIGHTS, symmetric=False)
 """What runs do not read."""
-
-MOE = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768, "dtype": "bfloat16"}
-MIXTRAL = MOE | {
-    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
-QWEN3_30B = MOE | {
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-    "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
-    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-GPT_OSS = {name: value for name, value in MOE.items() if name != "dtype"} | {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-    "num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088, "num_local_experts": 32, "num_experts_per_tok": 4,
-}  # fmt: skip
-DEEPSEEK_V3 = MOE | {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-}  # fmt: skip
-GLM_45 = MOE | {
-    "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
-    "num_hidden_layers": 92, "num_attention_heads": 96, "head_dim": 128, "vocab_size": 151552, "n_routed_experts": 160,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-}  # fmt: skip
-SCOUT = MOE | {
-    "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48, "num_attention_heads": 40, "head_dim": 128, "vocab_size": 202048, "num_local_experts": 16,
-    "num_experts_per_tok": 1,
-}  # fmt: skip
-GEMMA3_27B = MOE | {
-    "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
-    "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
-}  # fmt: skip
-WIDER = {id(AWQ): 1.5 / 128, id(GPTQ): 1.5 / 128, id(FP8_BLOCKS): 4 / 128, id(NF4_TWICE): 3 / 64}
-"""Bytes that a run keeps of each weight in addition: its scales are wider than in the files, or of fewer weights."""
-
-PAGES = {  # GB
-    # The sums of the safetensors files that the pages of the hub list under "Files".
-    "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA_8B, FP8, 5.00 + 4.08),
-    "neuralmagic/Meta-Llama-3.1-8B-Instruct-quantized.w4a16": (LLAMA_8B, GPTQ, 5.74),
-    "TheBloke/Mistral-7B-v0.1-AWQ": (MISTRAL_7B, AWQ, 4.15),
-    "neuralmagic-ent/Qwen2.5-14B-quantized.w8a8": (QWEN_14B, W8A8, 5.00 + 4.96 + 4.82 + 1.56),
-    "OPEA/Qwen2.5-72B-Instruct-int4-sym-inc": (QWEN_72B, GPTQ, 41.5),
-    "RichardErkhov/Qwen_-_Qwen2.5-7B-Instruct-4bits": (QWEN_7B, NF4, 4.76 + 1.09),
-    "RedHatAI/phi-4-quantized.w8a8": (PHI_4, W8A8, 15.7),
-    # As users report them.
-    "RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8": (LLAMA_70B, FP8, 72.7),
-    "hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4": (LLAMA_70B, AWQ, 39.77),
-    "Qwen/Qwen2.5-72B-Instruct-GPTQ-Int4": (QWEN_72B, GPTQ, 41.6),
-    "unsloth/Meta-Llama-3.1-8B-bnb-4bit": (LLAMA_8B, NF4_TWICE, 5.7),
-    "Qwen/Qwen3-32B-FP8": (QWEN3_32B, FP8_BLOCKS, 34.3),
-    # `total_size` of model.safetensors.index.json.
-    "mistralai/Mixtral-8x7B-v0.1": (MIXTRAL, None, 93.405585408),
-    "mistralai/Mixtral-8x22B-v0.1": (
-        MIXTRAL | {
-            "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56, "num_attention_heads": 48
-        }, None, 281.241268224,
-    ),
-    "Qwen/Qwen3-30B-A3B": (QWEN3_30B, None, 61.064245248),
-    # The same, less a layer that runs do not read (MTP): 14 billion parameters, those of embedding and head in 16 bits.
-    "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3, FP8_BLOCKS, 688.586727753 - 14 - 1.9),
-    # "Checkpoint size" in arXiv:2508.10925, table 1.
-    "openai/gpt-oss-20b": (GPT_OSS, EXPERTS, 12.8 * 2**30 / 1e9),
-    "openai/gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, EXPERTS, 60.8 * 2**30 / 1e9),
-    # Two bytes of each parameter that the models' pages and reports have.
-    "zai-org/GLM-4.5, without MTP": (GLM_45, None, 2 * 355),
-    "meta-llama/Llama-4-Scout-17B-16E, without its vision": (SCOUT, None, 2 * 107.8),
-    "google/gemma-3-27b-it, without its vision": (GEMMA3_27B, None, 2 * 27.0),
+CHECKPOINTS = yaml.safe_load(Path(__file__).with_name("checkpoints.yaml").read_text())
+LLAMA_8B, LLAMA_70B = CHECKPOINTS[0]["sizes"], CHECKPOINTS[7]["sizes"]
+SMALL = LLAMA_8B | {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 1000,
 }  # fmt: skip
 
 
 def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:  # noqa: ANN401 - any field
     """The config of a plan of a folder with nothing but a config.json, as `llama-ssp plan` resolves it."""
     quantized = {} if described is None else {"quantization_config": described}
-    (folder / "config.json").write_text(json.dumps(sizes | quantized))
+    common = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(common | sizes | quantized))
     entry = ModelConfig(name="local", path=str(folder), quantization=changes.pop("quantization", "none"))
     config = PlanConfig(model=entry, draft=DrafterConfig(kind=NO_DRAFT), hardware={}, **changes)
     resolve_shapes(config)
@@ -165,14 +70,15 @@ def total(model: PlannedModel) -> int:
     return model_bytes(inventory(model.shape), model, device="cuda").total_bytes
 
 
-@pytest.mark.parametrize(("sizes", "described", "size_gb"), PAGES.values(), ids=PAGES)
+@pytest.mark.parametrize("one", CHECKPOINTS, ids=lambda one: str(one["name"]))
 def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their_pages_state(
-    sizes: dict[str, Any], described: object, size_gb: float, tmp_path: Path
+    one: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = planned(tmp_path, sizes, described)
+    stored = one.get("stored")
+    model = planned(tmp_path, one["sizes"], stored and quantization_config(stored))
     whole = inventory(model.shape)
     num_weights = whole.num_layers * sum(matrix.num_elements for matrix in whole.layer)
-    assert total(model) == pytest.approx(size_gb * 1e9 + WIDER.get(id(described), 0) * num_weights, rel=0.01)
+    assert total(model) == pytest.approx(one["gb"] * 1e9 + one.get("kept", 0) * num_weights, rel=0.01)
 
 
 def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
@@ -183,11 +89,6 @@ def test_a_70b_in_fp8_fits_on_one_h100(tmp_path: Path) -> None:
     assert not plain.fits
 
 
-SMALL = {
-    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 64,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
 ATTENTION, MLP, HEAD = 2 * 512 * 512 + 2 * 256 * 512, 3 * 1024 * 512, 1000 * 512
 VECTORS = 3 * 2 * 512 + 512
 OUTPUTS = 2 * 512 + 2 * 256 + 2 * 1024 + 512
@@ -328,7 +229,5 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
 
 def test_an_entry_with_sizes_of_its_own_is_still_stored_as_its_folder_says(tmp_path: Path) -> None:
     entry = replace(config_of(tmp_path, SMALL, AWQ).model, stored_format=None)
-    assert entry.shape
     stored = planned_model(entry, device="cuda").stored_format
-    assert stored
     assert stored.name == "awq int4"

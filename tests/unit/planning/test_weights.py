@@ -16,17 +16,7 @@ from llama_ssp.settings.schema import Dtype, WholeParts
 from llama_ssp.weights.checkpoint import shape_of
 from tests.helpers.planning import small_model
 
-FP16_BYTES = {"7B": 13_476_831_232, "13B": 26_031_728_640, "30B": 65_057_887_232, "65B": 130_571_321_344}
 INT8_GB = {"7B": 7.006, "13B": 13.352, "30B": 32.972, "65B": 65.838}
-
-
-@pytest.mark.parametrize(("name", "num_ranks"), list(product(FP16_BYTES, (1, 2, 3, 8))))
-def test_slices_of_all_ranks_and_one_copy_of_the_norms_are_the_published_size(name: str, num_ranks: int) -> None:
-    shape = catalogue.load(name).shape
-    assert shape
-    held = [weight_bytes(share, dtype=Dtype.fp16, quantization="none") for share in shares(shape, num_ranks=num_ranks)]
-    assert sum(each.sharded_bytes for each in held) + held[0].repeated_bytes == FP16_BYTES[name]
-    assert {each.repeated_bytes for each in held} == {2 * (2 * shape.num_hidden_layers + 1) * shape.hidden_size}
 
 
 @pytest.mark.parametrize("name", INT8_GB)
@@ -107,19 +97,6 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
         assert 2 * sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
-def test_matrices_with_the_same_input_are_one_product() -> None:
-    held = inventory(small_model().shape)
-    assert held.products == (64 * (64 + 32 + 32), 64 * 64, 2 * 64 * 192, 64 * 192)
-    assert sum(held.products) == sum(matrix.num_elements for matrix in held.layer)
-
-
-def test_a_family_whose_parameters_are_not_known_has_those_of_a_llama() -> None:
-    shape = small_model().shape
-    known = inventory(shape)
-    shape.model_type = "mamba"
-    assert inventory(shape) == known
-
-
 def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
     def matrices_bytes(hidden_size: int) -> int:
         model = small_model(hidden_size=hidden_size, intermediate_size=1024, vocab_size=4096)
@@ -136,13 +113,3 @@ def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
     assert matrices_bytes(256) == kept(256, columns=256, of_output=64)
     # No whole blocks of 16: FBGEMM's kernel keeps blocks of 512 inputs.
     assert matrices_bytes(264) == kept(264, columns=512, of_output=512)
-
-
-def test_a_quantized_matrix_is_planned_without_the_blocks_of_16_bits() -> None:
-    model = small_model(hidden_size=264, intermediate_size=1024, vocab_size=4096)
-    held = inventory(model.shape)
-    halved, plain = (
-        weight_bytes(held, dtype=Dtype.fp32, quantization="int8_weight_only", matrix_dtype=dtype).sharded_bytes
-        for dtype in (Dtype.fp16, Dtype.fp32)
-    )
-    assert halved - plain == 2 * 512 * 4096 - 4 * 264 * 4096

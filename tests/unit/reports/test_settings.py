@@ -1,7 +1,5 @@
 """Every setting that differs between runs is found once, under a short name; what follows from a name is left out."""
 
-from dataclasses import replace
-
 import pytest
 
 from llama_ssp.reports.folder import Run
@@ -68,9 +66,3 @@ def test_what_follows_from_the_name_of_an_entry_is_left_out(key: str, first: str
         model, draft = (word.partition("=")[2] for word in words.split()[:2])
         runs.append(run_of(read_settings(to_yaml(config)), model=model, draft=draft))
     assert [each.key for each in varying_settings(runs)] == [key]
-
-
-def test_facts_of_the_summary_vary_too() -> None:
-    first = run_of(BASE)
-    more_ranks = replace(first, summary=replace(first.summary, world_size=4))
-    assert [each.key for each in varying_settings([first, more_ranks])] == ["ranks"]

@@ -64,8 +64,3 @@ def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> Non
     turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
     (mode,) = measure(run(*turns)).modes.values()
     assert (mode.num_prompts, mode.num_completions) == (1, 6)
-
-
-def test_lines_of_earlier_versions_have_no_time_to_the_first_token() -> None:
-    (mode,) = measure(run(PLAIN, replace(PLAIN, index=1, first_token_ms=3.0))).modes.values()
-    assert mode.first_token_percentiles == (None, None, None)

@@ -67,15 +67,6 @@ def test_every_row_has_the_settings_to_copy_in_one_line() -> None:
     assert all([str(one["rank"]), *one["settings"]] in lines for one in printed(choices()))
 
 
-def test_a_table_of_80_columns_cuts_nothing() -> None:
-    assert "…" not in _console(80).export_text()
-
-
-def test_a_tight_choice_is_called_tight() -> None:
-    assert "tight" in _console(110, [choices()[0] | {"is_tight": True}]).export_text()
-    assert "tight" not in _console(110).export_text() or any(one["is_tight"] for one in choices())
-
-
 def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:
     (axes,) = draw_search(choices(), machine=A10G.name, unit="GPU").axes
     dots = {(x, y) for line in axes.lines for x, y in np.asarray(line.get_xydata()).tolist()}
