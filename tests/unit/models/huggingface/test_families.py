@@ -34,7 +34,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, library_logits, load_ranks, tiny_config
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 from tests.unit.models.conftest import Saved
@@ -76,8 +76,10 @@ ON_ONE = (
 LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 
 
-@pytest.mark.parametrize("num_ranks", [heavy(1), 2, heavy(3)])
-@pytest.mark.parametrize("kind", [kind if kind in LIGHT else heavy(kind) for kind in FAMILIES])
+@pytest.mark.parametrize(("kind", "num_ranks"), [
+    *((kind, 2) for kind in LIGHT), *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
+    *(slow(kind, 1) for kind in FAMILIES), *(heavy(kind, 3) for kind in FAMILIES),
+])  # fmt: skip
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:
