@@ -123,8 +123,8 @@ def wrong(change: Callable[[Sequences], Sequences]) -> Attend:
 
 def wrong_in_one_shape(*operands: Any, **options: Any) -> Tensor:  # noqa: ANN401 - as `VarlenAttention`
     is_grouped = operands[0].shape[1] != operands[1].shape[1]
-    factor = 1 + (operands[3].most_queries == 5 and is_grouped)
-    return factor * kernels.in_fp64(None)(*operands, **options)
+    factor: int = 1 + (operands[3].most_queries == 5 and is_grouped)
+    return kernels.in_fp64(None)(*operands, **options).mul(factor)
 
 
 READS_TOO_FAR = wrong(lambda rows: rows._replace(used_C=rows.used_C + 1))

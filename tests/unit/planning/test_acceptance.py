@@ -175,6 +175,7 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
     job = make_job("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
     plan = make_plan(job, A100)
     time, low_high = document(plan)["time"], nearest(module.pair_of_job(job)).ends
+    assert low_high
     assert time["tokens_per_round_range"] == pytest.approx([tokens_per_round(each, 4) for each in low_high])
     for name in ("acceptance", "tokens_per_round", "speculative_ms_per_token", "best_num_draft_tokens"):
         low, high = time[f"{name}_range"]

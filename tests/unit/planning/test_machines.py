@@ -64,7 +64,7 @@ def test_what_two_machines_of_a_vendor_have_in_common_is_tried_once() -> None:
 
 def _cost(choice: Any, objective: Objective) -> float:  # noqa: ANN401 - has all figures
     costs = (choice.ms_per_token, -choice.run_tokens_per_s, choice.usd_per_million_tokens, choice.usd_per_hour)
-    return dict(zip(Objective, costs, strict=True))[objective]
+    return float(dict(zip(Objective, costs, strict=True))[objective])
 
 
 @pytest.mark.parametrize("objective", Objective)

@@ -87,6 +87,7 @@ def test_every_rank_of_a_sharded_draft_holds_what_is_whole(whole: WholeParts) ->
     assert {rank.draft_repeated_bytes for rank in ranks} == {2 * (norms + kept)}
     cut = 2 * embedding + attention + mlp - kept  # the head is as large as the embedding
     assert sum(rank.draft_weights_bytes - rank.draft_repeated_bytes for rank in ranks) == 2 * cut
+    assert job.draft
     num_copies, slots = 4 if whole.keeps_attention else 1, 200  # 128 + 64 + 5, in steps of 8
     assert sum(rank.draft_cache_bytes for rank in ranks) == num_copies * slots * kv_bytes_per_token(job.draft)
 

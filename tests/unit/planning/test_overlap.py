@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_shares_of_a_round_add_up() -> None:
     assert time.document(0.0, 4)["dropped_share"] == 1
 
 
-def apart(**changes: object) -> PlanSpec:
+def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
     """A job on two ranks of a CPU."""
     kind, ranks = DraftLayout.own_gpu, (1,)
     return make_job(

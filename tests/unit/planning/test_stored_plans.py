@@ -230,4 +230,5 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
 def test_an_entry_with_sizes_of_its_own_is_still_stored_as_its_folder_says(tmp_path: Path) -> None:
     entry = replace(config_of(tmp_path, SMALL, AWQ).model, stored_format=None)
     stored = planned_model(entry, device="cuda").stored_format
+    assert stored
     assert stored.name == "awq int4"

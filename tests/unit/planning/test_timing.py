@@ -13,7 +13,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import PlannedModel, planned_model
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
@@ -80,7 +80,7 @@ def test_a_cache_of_fewer_bits_is_read_sooner_but_on_a_measured_cpu_at_most_twic
 
     def attention_s(cache_dtype: str, machine: HardwareConfig) -> float:
         job = make_job("7B", prompt_tokens=2048, of_target={"cache_dtype": cache_dtype})
-        return times_of(job, machine).target_forward.attention_s
+        return timing(job, machine).target_forward.attention_s
 
     exact, byte = (attention_s(name, A100) for name in ("auto", "int8"))
     assert byte / exact == pytest.approx(132 / 256)
@@ -105,6 +105,8 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     alone = make_job("13B", "7B", batch_size=2)
     assert times_of(shared, A100).draft_forward_s == pytest.approx(times_of(alone, A100).draft_forward_s)
     joint, share = (CostModel(job, A100) for job in (shared, alone))
+    assert joint.draft
+    assert share.draft
     assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
     assert joint.rule_s(5) == pytest.approx(share.rule_s(5))
 
@@ -118,6 +120,7 @@ def test_each_rank_that_drafts_tells_the_others_its_verdict() -> None:
 
 def test_a_draft_scores_its_last_token_alone() -> None:
     clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
+    assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
 
@@ -147,7 +150,7 @@ def test_a_tied_head_has_a_price_of_its_own() -> None:
     tied = replace(model, shape=replace(model.shape, tie_word_embeddings=True))
 
     def matrices_s(chosen: PlannedModel) -> float:
-        return times_of(make_job(chosen, cuda_graphs=False), machine).target_forward.matrices_s
+        return timing(make_job(chosen, cuda_graphs=False), machine).target_forward.matrices_s
 
     assert matrices_s(tied) - matrices_s(model) == pytest.approx(320 * 64 / 1e6)
 
@@ -200,8 +203,10 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     kind: DraftLayout, target: list[int], draft: list[int], arriving: list[int]
 ) -> None:
     """Ids, probabilities, verdict."""
-    ranks = {"target_ranks": tuple(target), "draft_ranks": tuple(draft)}
-    job = make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, **ranks)
+    job = make_job(
+        "13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, target_ranks=tuple(target),
+        draft_ranks=tuple(draft),
+    )  # fmt: skip
     found = round_messages(job, K)
     kinds = ("ids", "probabilities", "verdict")
     assert [found[kind].received_bytes if kind in found else 0 for kind in kinds] == arriving
