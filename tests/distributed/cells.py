@@ -1,6 +1,7 @@
 """The table of placements under test."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,12 +15,7 @@ BOTH, ALL_3, ALL_4 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
 HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 
 
-def heavy(*places: object, **more: object) -> Cell:
-    return Cell(*places, **more, lane="heavy")  # type: ignore[arg-type]
-
-
-def slow(*places: object, **more: object) -> Cell:
-    return Cell(*places, **more, lane="slow")  # type: ignore[arg-type]
+heavy, slow = partial(Cell, lane="heavy"), partial(Cell, lane="slow")
 
 
 def greedy(cell: Cell) -> Cell:
