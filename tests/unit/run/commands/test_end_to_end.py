@@ -35,18 +35,6 @@ def launch(tmp_path: Path) -> Launch:
     return lambda *words, run_dir="run": in_process.launch(*words, f"run_dir={tmp_path / run_dir}")
 
 
-@pytest.fixture(scope="session")
-def neox_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-NeoX pair in bfloat16, the target in many shards."""
-    folder = tmp_path_factory.mktemp("a pair")
-    build_checkpoint(folder / "target", "gpt_neox", dtype=torch.bfloat16, max_shard_size="50KB")
-    build_checkpoint(folder / "draft", "gpt_neox", dtype=torch.bfloat16, num_hidden_layers=1)
-    for part in ("target", "draft"):
-        save_tokenizer(folder / part, VOCAB_SIZE)
-    assert len(list((folder / "target").glob("*.safetensors"))) > 2
-    return folder
-
-
 def local(folder: Path) -> list[str]:
     return [f"model.path={folder / 'target'}", f"draft.model.path={folder / 'draft'}", "model=local", "draft=local"]
 
@@ -78,22 +66,21 @@ def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
 
 
 @pytest.mark.heavy
-def test_synthetic_weights_give_a_larger_shape_the_shipped_models_text(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "shipped", "other"),
+    [
+        (["task=generate", "sampling=greedy", "draft=none"], "model=tiny-draft", "model=smollm2_135M model.dtype=fp32"),
+        (["draft=tiny-eagle", "seed=5"], "model=tiny", "model=tiny"),
+    ],
+    ids=["a larger shape", "a head"],
+)
+def test_synthetic_weights_give_the_shipped_models_text(
+    words: list[str], shipped: str, other: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_args, **_kwargs: pytest.fail("a model was downloaded"))
-    greedy = ["task=generate", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24", "draft=none"]
-    wanted = launch(*greedy, "model=tiny-draft").lines[0]["token_ids"]
-    ended = launch(*greedy, "model=smollm2_135M", "model.dtype=fp32", "weights=synthetic", run_dir="other")
-    assert ended.code == 0, ended.err
-    assert ended.lines[0]["token_ids"] == wanted
-    assert ended.summary["weights"] == "synthetic"
-
-
-@pytest.mark.heavy
-def test_a_synthetic_head_drafts_what_the_shipped_head_does(launch: Launch) -> None:
-    drafted = ["draft=tiny-eagle", "prompt=def factorial(n):", "max_new_tokens=48", "seed=5"]
-    wanted, ended = launch(*drafted), launch(*drafted, "weights=synthetic", run_dir="other")
+    words += ["prompt=def factorial(n):", "max_new_tokens=24"]
+    wanted = launch(*words, shipped)
+    ended = launch(*words, *other.split(), "weights=synthetic", run_dir="other")
     assert ended.code == 0, ended.err
     assert [line["token_ids"] for line in ended.lines] == [line["token_ids"] for line in wanted.lines]
     assert ended.summary["weights"] == "synthetic"
@@ -102,9 +89,7 @@ def test_a_synthetic_head_drafts_what_the_shipped_head_does(launch: Launch) -> N
 @pytest.mark.heavy
 def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
     greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
-    alone = launch(*greedy)
-    assert alone.code == 0, alone.err
-    wanted = alone.lines[0]["token_ids"]
+    wanted = launch(*greedy).lines[0]["token_ids"]
     limit = ["placement.target.offload=disk", "placement.target.max_memory_gb=0.04"]
     ended = launch(*greedy, "placement=accelerate", *limit, run_dir="other")
     assert ended.code == 0, ended.err
@@ -112,8 +97,7 @@ def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Laun
     assert "[8]; 2 offloaded (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
     assert not list(ended.run_dir.glob("offload*"))
     assert "meta device" not in ended.out + ended.err
-    planned = ended.summary["placement"]["target"]
-    assert planned == {"kind": "accelerate", "ranks": [0], "tp_size": 1}
+    assert ended.summary["placement"]["target"] == {"kind": "accelerate", "ranks": [0], "tp_size": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,14 +117,16 @@ def test_layers_that_cannot_wait_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.heavy
-def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, neox_pair: Path) -> None:
+def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, tmp_path: Path) -> None:
+    """Of a GPT-NeoX pair in bfloat16, the target in many shards."""
+    for part, options in (("target", {"max_shard_size": "50KB"}), ("draft", {"num_hidden_layers": 1})):
+        build_checkpoint(tmp_path / part, "gpt_neox", dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+        save_tokenizer(tmp_path / part, VOCAB_SIZE)
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
     prompt = " ".join(["t9"] * 100)
-    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=28", "ignore_eos=true")
+    ended = launch("task=generate", *local(tmp_path), f"prompt={prompt}", "max_new_tokens=28", "ignore_eos=true")
     assert ended.code == 0, ended.err
     assert ended.lines[0]["num_new_tokens"] == 28
-    ended = launch("task=generate", *local(neox_pair), f"prompt={prompt}", "max_new_tokens=29", run_dir="other")
-    assert ended.code == 2
-    assert "max_new_tokens=28 would fit" in ended.err
 
 
 @pytest.mark.heavy
@@ -185,10 +171,8 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     ended = launch("task=benchmark", *lists, "max_new_tokens=4")
     assert ended.code == 0, ended.err
     rows = [json.loads(line) for line in (ended.run_dir / "benchmark.jsonl").read_text().splitlines()]
-    assert [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows] == [
-        (2, 5, 1),
-        (2, 5, 2),
-    ]
+    cells = [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows]
+    assert cells == [(2, 5, 1), (2, 5, 2)]
     assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
     assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
     assert "assisted" in ended.out
@@ -249,7 +233,7 @@ def test_a_run_counts_the_experts_that_its_verifications_read(launch: Launch, tm
     assert f"a verification read {num_read:.1f} in each layer, forecast 3.8" in ended.out
 
 
-@pytest.mark.parametrize("who", ["target", "draft"])
+@pytest.mark.parametrize("who", ["target", heavy("draft")])
 def test_a_token_that_only_one_of_a_pair_has_added_does_not_matter(who: str, launch: Launch, tmp_path: Path) -> None:
     """Such as the [PAD] of a fine-tune; the other one drafts for it, or it for the other."""
     for part in ("target", "draft"):
