@@ -23,22 +23,11 @@ def test_the_overview_fits_a_terminal_and_names_every_topic() -> None:
         assert helped(topic.lower()).out.startswith(f"{topic}: ")
 
 
-@pytest.mark.parametrize(
-    ("word", "topic"),
-    [
-        ("temperature", "SAMPLING"),
-        ("sampling.top_k", "SAMPLING"),
-        ("stop_strings=", "LENGTH"),
-        ("tp_size", "PLACEMENT"),
-    ],
-)
-def test_a_setting_finds_its_topic(word: str, topic: str) -> None:
-    shown = helped(word).out
-    assert shown.startswith(f"{topic}: ")
-    assert word.rstrip("=") in shown
-
-
-def test_several_topics_are_shown_in_the_order_of_the_help() -> None:
+def test_a_setting_finds_its_topic_and_several_are_shown_in_the_order_of_the_help() -> None:
+    for word, topic in (("temperature", "SAMPLING"), ("stop_strings=", "LENGTH"), ("tp_size", "PLACEMENT")):
+        shown = helped(word).out
+        assert shown.startswith(f"{topic}: ")
+        assert word.rstrip("=") in shown
     shown = helped("sampling", "models").out
     assert shown.startswith("MODELS: ")
     assert "\n\nSAMPLING: " in shown
