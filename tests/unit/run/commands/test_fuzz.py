@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from llama_ssp.run.commands import manifest, plan, report
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from tests.helpers.in_process import Ended, call, launch
 
@@ -148,6 +149,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, without a terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(catalogue.cache_dir().parent))  # of kernels and of this machine's speeds
     monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
 
 
