@@ -48,13 +48,9 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_o
 
 @pytest.mark.parametrize(
     ("package", "setting"),
-    [
-        ("rich", "format=table"),
-        heavy("rich", "search=true"),
-        ("rich", "figure=plan.png"),
-        ("matplotlib", "figure=plan.png"),
-    ],
-)
+    [("rich", "format=table"), heavy("rich", "search=true"), heavy("rich", "figure=plan.png"),
+     ("matplotlib", "figure=plan.png")],
+)  # fmt: skip
 def test_a_missing_package_is_named_with_what_installs_it(package: str, setting: str, tmp_path: Path) -> None:
     other = ["format=json"] if setting.startswith("figure") else []
     finished = start("model=7B", setting, *other, before=f"sys.modules[{package!r}] = None", cwd=tmp_path)
@@ -75,19 +71,18 @@ def test_a_figure_without_a_folder_is_refused_before_anything_is_searched_or_pri
 
 def test_it_runs_in_any_folder_within_a_second_of_processor_time(tmp_path: Path) -> None:
     """The fastest of three counts: tests that run at the same time slow this one down, and never speed it up."""
-    assert min(_seconds_of_a_plan(tmp_path) for _ in range(3)) < 1.0
-
-
-def _seconds_of_a_plan(folder: Path) -> float:
-    before = os.times()
-    started = time.perf_counter()
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT), "model=30B", "draft=7B", "hardware=p4d_24xlarge", "format=json"],
-        capture_output=True, text=True, check=False, cwd=folder, env={"PATH": os.environ["PATH"]},
-    )  # fmt: skip
-    spent = os.times().children_user + os.times().children_system - before.children_user - before.children_system
-    assert finished.returncode == 0, finished.stderr
-    return min(spent, time.perf_counter() - started)
+    words = ["model=30B", "draft=7B", "hardware=p4d_24xlarge", "format=json"]
+    for _ in range(3):
+        before, started = os.times(), time.perf_counter()
+        subprocess.run(
+            [sys.executable, str(SCRIPT), *words], capture_output=True, check=True, cwd=tmp_path,
+            env={"PATH": os.environ["PATH"]},
+        )  # fmt: skip
+        after, took_s = os.times(), time.perf_counter() - started
+        spent_s = after.children_user + after.children_system - before.children_user - before.children_system
+        if min(spent_s, took_s) < 1.0:
+            return
+    pytest.fail(f"a plan took {spent_s:.2f} s")
 
 
 def test_a_plan_that_does_not_fit_exits_with_3_and_its_change_fits() -> None:
@@ -119,15 +114,10 @@ def test_the_default_draft_is_that_of_the_model_entry_and_none_is_none() -> None
 
 def test_the_planners_choice_is_planned_and_told() -> None:
     content = planned("model=13B", "draft=7B", "placement=auto", "hardware=8xa100_80gb", "hardware.num_gpus=2")
+    assert len(content["memory"]) == 2
     assert content["draft"]["kind"] == "sharded", "a draft on one rank takes longer"
     note, *_ = content["notes"]
     assert note.startswith("placement=auto: the target on ranks 0 1 and the draft on ranks 0 1 (sharded), forecast at ")
-
-
-def test_figures_of_the_machine_can_be_changed() -> None:
-    content = planned("model=13B", "hardware.num_gpus=2", "hardware.num_nodes=2")
-    assert len(content["memory"]) == 4
-    assert content["hardware"]["num_nodes"] == 2
 
 
 def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) -> None:
@@ -142,17 +132,13 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) ->
     assert (content["target"]["dtype"], content["target"]["matrix_dtype"]) == ("fp32", "fp16")
     asked = planned("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu", "model.dtype=bf16")
     assert (asked["target"]["dtype"], asked["target"]["matrix_dtype"]) == ("bf16", "bf16")
-    on_gpu = planned("model=local", f"model.path={tmp_path}", "draft=none", "hardware=1xh200")
-    assert (on_gpu["target"]["dtype"], on_gpu["target"]["matrix_dtype"]) == ("fp16", "fp16")
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         (["model=8B"], "unknown model '8B'"),
-        (["batch=3"], "unknown setting 'batch': did you mean batch_size"),
         (["model.quantisation=int8"], "did you mean model.quantization"),
-        (["model.quantization=nf5"], "unknown model.quantization 'nf5'"),
         (["batch_size=many"], "could not be converted to Integer"),
         (["placement.target.tp_size=16"], "tp_size=16 must be between 1 and the number of ranks, here 8"),
         (["model=local", "draft=none"], "model.path=DIR"),
@@ -161,16 +147,8 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) ->
 )
 def test_a_wrong_setting_exits_with_2_and_one_sentence(settings: list[str], complaint: str) -> None:
     ended = call(*settings)
-    assert ended.code == 2
+    assert (ended.code, ended.err.count("\n"), ended.out) == (2, 1, "")
     assert complaint in ended.err
-    assert len(ended.err.splitlines()) == 1
-    assert ended.out == ""
-
-
-def test_help_shows_how_it_is_called() -> None:
-    ended = call("--help")
-    assert ended.code == 0
-    assert "llama-ssp plan model=30B draft=7B placement=sharded hardware=p4d_24xlarge" in ended.out
 
 
 def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:

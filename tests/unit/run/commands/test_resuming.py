@@ -38,30 +38,26 @@ def texts(run_dir: Path) -> dict[int, str]:
         (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
         heavy(("import",), "was 'from' when .*, and is now missing, with 1 left"),
         heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+        heavy(("import", "from", 60 * "x " + "two"), "x x one' when .*x x two'"),
     ],
 )
 def test_other_prompts_are_refused_by_the_first_that_differs(
     changed: tuple[str, ...], difference: str, tmp_path: Path
 ) -> None:
-    assert complete(tmp_path, "import", "from", "class").code == 0
+    assert complete(tmp_path, "import", "from", 60 * "x " + "one").code == 0
     ended = complete(tmp_path, *changed)
     assert (ended.code, ended.err.count("\n")) == (2, 1)
-    with pytest.raises(ValueError, match=difference.format(folder=tmp_path)):
-        raise ValueError(ended.err)
+    assert re.search(difference.format(folder=tmp_path), ended.err)
     assert "name another run_dir" in ended.err
-    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+    assert len(recorded(tmp_path)) == 3
 
 
-@pytest.mark.heavy
-def test_what_differs_far_behind_is_shown(tmp_path: Path) -> None:
-    assert complete(tmp_path, 60 * "x " + "one").code == 0
-    assert "x one' when" in complete(tmp_path, 60 * "x " + "two").err
-
-
-def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
+def test_prompts_that_follow_the_old_ones_are_completed_and_half_a_character_is_refused(tmp_path: Path) -> None:
     assert complete(tmp_path, "import", "一\x1b").code == 0
     ended = complete(tmp_path, "import", "一\x1b", "class")
     assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
+    ended = complete(tmp_path, "import", "\ud800")
+    assert (ended.code, "'\\ud800'" in ended.err) == (2, True)
 
 
 ADAPTIVE = (
@@ -90,7 +86,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
 
 
 @pytest.mark.parametrize(
-    "content", ["{", '{"rounds": [], "catch_up_seconds": []}', heavy('{"rounds": 1}'), heavy("[NaN]")]
+    "content", ['{"rounds": [], "catch_up_seconds": []}', heavy("{"), heavy('{"rounds": 1}'), heavy("[NaN]")]
 )
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
@@ -117,16 +113,8 @@ def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("llama_ssp.run.pipeline.load_models", load_models)
     ended = complete(tmp_path, "import")
-    assert ended.code is None
-    assert "no such thing\nand more" in ended.err
+    assert (ended.code, "no such thing\nand more" in ended.err) == (None, True)
     assert (tmp_path / "run" / "status").read_text() == "1: ValueError: no such thing\n"
-
-
-def test_half_a_character_is_refused(tmp_path: Path) -> None:
-    ended = complete(tmp_path, "import", "\ud800")
-    assert (ended.code, ended.err) == (
-        2, "prompt '\\ud800' holds '\\ud800', a lone surrogate: write it in UTF-8\n",
-    )  # fmt: skip
 
 
 class Typed(io.StringIO):
@@ -136,15 +124,9 @@ class Typed(io.StringIO):
         return True
 
 
-def test_typed_prompts_are_counted_on_from_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for typed in ("import\nfrom\n", "class\n"):
-        monkeypatch.setattr(sys, "stdin", Typed(typed))
-        ended = launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/run")
-        assert ended.code == 0, ended.err
-    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
-
-
-def test_a_prompt_that_is_typed_twice_is_the_second_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_prompts_are_counted_on_and_one_typed_twice_is_the_second_equal_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for typed in ("import\nfrom\n", "import\nimport\n"):
         monkeypatch.setattr(sys, "stdin", Typed(typed))
         assert launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/typed", "max_new_tokens=12").code == 0

@@ -41,13 +41,6 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     assert ended.out.count("ms/token plain") == 4
 
 
-def test_a_job_asks_for_the_gpus_of_the_hardware_that_it_was_planned_for(sweep: Sweep) -> None:
-    [job] = sweep("hardware=p4d_24xlarge", "model=30B", "hydra.launcher.nodes=2").jobs
-    asked = options(job)
-    assert (asked["nodes"], asked["ntasks-per-node"], asked["gres"]) == ("2", "8", "gpu:8")
-    assert "partition" not in asked
-
-
 @pytest.mark.heavy
 def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     wanted = {
@@ -65,10 +58,15 @@ def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     assert own[2:] == ["--python", "python", "--prefix", "apptainer", "--prefix", "exec"]
 
 
-def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
+def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_it_was_planned_for(
+    sweep: Sweep,
+) -> None:
     prompt = 'it\'s $(rm -rf), "f" [1, {2}] ${x}\\'
-    [job] = sweep(CPU, f"prompt={prompt}").jobs
+    [job] = sweep("hardware=p4d_24xlarge", "model=30B", "hydra.launcher.nodes=2", f"prompt={prompt}").jobs
     assert composed(job).prompt == prompt
+    asked = options(job)
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["gres"]) == ("2", "8", "gpu:8")
+    assert "partition" not in asked
 
 
 def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
@@ -86,19 +84,15 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     [
         (["model=7B"], 2, "name it with hardware=NAME, one of "),
         ([CPU, "seed=0,-1"], 2, "seed=-1 must be between 0"),
-        slow([CPU, "seed=0,x"], 2, "seed=x: Value 'x'"),
         slow([CPU, "prompts=-"], 2, "prompts=- asks at a terminal"),
         (["hardware=p4d_24xlarge", "hydra.launcher.ranks_per_node=9"], 2, "more than the 8 GPUs of a node"),
         slow([CPU, "hydra.launcher.nodes=2"], 2, "does not say how nodes are connected"),
-        slow([CPU, "hydra.launcher.nodes=0"], 2, "hydra.launcher.nodes=0 must be at least 1"),
         slow([CPU, "hydra.launcher.sbatch=[evil.sh]"], 2, "would take it for a script"),
         slow([CPU, "hydra.launcher.stage_to=here"], 2, "must be an absolute path"),
         slow([CPU, "hydra.launcher.queue=x"], 2, "hydra.launcher.queue"),
         ([CPU, "hydra.launcher._target_=os.system"], 2, "_target_ is refused"),
         slow([CPU, "hydra.sweeper.max_batch_size=1"], 2, "use hydra.launcher.max_running"),
-        heavy(
-            ["hardware=g5_12xlarge", "model=7B,65B", "draft=7B"], 3, "job 1 (hardware=g5_12xlarge model=65B draft=7B): "
-        ),
+        heavy(["hardware=g5_12xlarge", "model=7B,65B", "draft=7B"], 3, "job 1 (hardware=g5_12xlarge model=65B"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_queued(
@@ -166,22 +160,19 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
 
 
 @pytest.mark.heavy
-def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
+def test_points_that_ask_for_the_same_are_one_array_of_which_so_many_run_at_a_time(sweep: Sweep) -> None:
     words = ["model=7B,13B", "hardware=p4d_24xlarge,8xa100_80gb,g5_12xlarge", "draft=tinyllama_1B"]
     calls = sweep(*words, "hydra.launcher.max_running=2").calls
     asked = [(options(call).get("array"), options(call)["gres"], options(call).get("dependency")) for call in calls]
     assert sorted((array, gpus) for array, gpus, _ in asked) == [("0,1,3,4%2", "gpu:8"), ("2,5%2", "gpu:4")]
     assert [after for _, _, after in asked] == [None, "afterany:101"], "one array after the other"
-
-
-@pytest.mark.heavy
-def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
-    [call] = sweep(CPU, "seed=0,1", "run_dir='50%, x'").calls
-    assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")
-    assert options(call)["output"] == "50%%, x/%a/slurm.log"
-    [alone] = sweep(CPU, "seed=0").calls[1:]
-    assert "array" not in options(alone)
-    assert options(alone)["job-name"] == "llama-ssp-0"
+    ended = sweep(CPU, "seed=0,1", "run_dir='50%, x'")
+    assert options(ended.calls[-1])["output"] == "50%%, x/%a/slurm.log"
+    assert ended.out.endswith("when they have ended: llama-ssp report '50%, x'\n")
+    several = sweep(CPU, "seed=0", "run_dir='a b',c")
+    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
+    alone = options(several.calls[-1])
+    assert ("array" in alone, alone["job-name"]) == (False, "llama-ssp-1")
 
 
 @pytest.mark.heavy
@@ -197,13 +188,6 @@ def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> Non
     long = sweep(CPU, "prompts=null", f"prompt={'x' * 2**17}")
     assert "sbatch cannot be started: Argument list too long" in long.err
     assert [(ended.code, len(ended.err.splitlines())) for ended in (refused, full, long)] == [(2, 1)] * 3
-
-
-@pytest.mark.heavy
-def test_the_report_of_a_sweep_is_of_all_its_folders(sweep: Sweep) -> None:
-    assert sweep(CPU, "seed=1,2", "run_dir=a").out.endswith("when they have ended: llama-ssp report a\n")
-    several = sweep(CPU, "seed=1,2", "run_dir='a b',c")
-    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
 
 
 @pytest.fixture
@@ -227,6 +211,8 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
     assert composed(job).model.path == copy
     assert Path(copy).parent == Path("/scratch/of me")
     assert job.count("--stage") == 1, "shipped weights stay where they are"
+    synthetic = sweep("model=7B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1]).jobs[-1]
+    assert ("--stage" in synthetic, composed(synthetic).model.path) == (False, None)
     (weights / "more.json").write_text("{}")
     assert copy not in sweep(*asked).jobs[-1]
 
@@ -252,12 +238,3 @@ def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub(sweep: Sweep) -> No
     run = composed(job)
     assert run.draft.model
     assert Path(str(run.model.path)).parent == Path(str(run.draft.model.path)).parent == Path("/scratch/of me")
-
-
-@pytest.mark.heavy
-def test_synthetic_weights_are_not_staged(sweep: Sweep) -> None:
-    ended = sweep("model=7B", "draft=tinyllama_1B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1])
-    assert ended.code == 0, ended.err
-    [job] = ended.jobs
-    assert "--stage" not in job
-    assert composed(job).model.path is None
