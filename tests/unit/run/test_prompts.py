@@ -18,15 +18,16 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.jobs import check_ids, encode, encode_messages, ids_of
+from llama_ssp.run.jobs import check_ids, encode, ids_of
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig
-from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
+from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
+from llama_ssp.settings.tasks import GenerateConfig
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
     "<s> {% for m in messages %}<user> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+ROLES = CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}")
 
 
 def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast:
@@ -38,11 +39,9 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=words, **options)
 
 
-def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
+def prompts_of(file: Path, text: str, *, column: str | None = None) -> list[Prompt]:
     file.write_text(text, encoding="utf-8")
-    run = RunConfig(
-        task=task or GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file)
-    )
+    run = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file))
     run.prompts_column = column
     return read_prompts(run)
 
@@ -81,13 +80,6 @@ def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path
     ]
 
 
-def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> None:
-    task = BenchmarkConfig()
-    assert prompts_of(tmp_path / "p.jsonl", '{"turns": ["a"]}', task) == [Prompt(text="a")]
-    with pytest.raises(ConfigError, match="task=benchmark takes prompts of one turn"):
-        prompts_of(tmp_path / "p.jsonl", '{"turns": ["a", "b"]}', task)
-
-
 SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
 SAID = {"role": "assistant", "content": "b b"}
 TURNS = "must be an entry with a list of one or more texts as `turns`"
@@ -113,10 +105,8 @@ def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin:
     assert texts_of(file, begin + TABLES[ending], column="question") == ["one, two", "three"]
     if ending == ".json":
         assert texts_of(file, '["a", "b\\nc"]') == ["a", "b\nc"]
-
-
-def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None:
-    assert texts_of(tmp_path / "p.csv", f"prompt\n{'a ' * 10**6}\n") == ["a " * 10**6]
+    if ending == ".csv":
+        assert texts_of(file, f"prompt\n{'a ' * 10**5}\n") == ["a " * 10**5], "as long as a context"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +115,6 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
         ("p.csv", "id,question\n1,a b\n", None, r"has id, question: prompts_column=question takes"),
         ("p.csv", "id,question\n1,a\n", "quest", r"has no prompts_column=quest: it has id, question"),
         ("p.csv", "id,prompt\n1,a,b\n", None, r"line 2 of .* number of cells .* columns id, prompt: quote cells"),
-        ("p.csv", "id,prompt\n1\n", None, r"line 2 of .* number of cells"),
         ("p.csv", 'id,prompt\n1,"a\n', None, r"line 2 of .* is not CSV"),
         ("p.csv", "", None, "holds no prompt$"),
         ("p.json", '["a", "b"]', "question", r"entry 1 of .* is a text, which has no prompts_column=question: leave"),
@@ -141,15 +130,11 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
             for line, reason in (
                 ("no JSON", "must be a JSON object: it cannot"),
                 ('"text"', "must be a JSON object, and not a text"),
-                ('{"prompt": "a", "x": NaN}', "must be a JSON object"),
                 ('{"text": "a"}', "must be an entry with `prompt`"),
                 ('{"prompt": 1}', "must be an entry with a text as `prompt`"),
-                ('{"turns": "a"}', TURNS),
                 ('{"turns": []}', TURNS),
                 ('{"turns": ["a", 1]}', TURNS),
                 ('{"turns": ["a"], "prompt": "a"}', "has both `prompt` and `turns`: give one of them"),
-                ('{"messages": []}', MESSAGES),
-                ('{"messages": "a"}', MESSAGES),
                 ('{"messages": ["a"]}', MESSAGES),
                 ('{"messages": [{"role": "user"}]}', MESSAGES),
                 ('{"messages": [{"role": "user", "content": ["a"]}]}', MESSAGES),
@@ -157,7 +142,6 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
             )
         ),
         ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
-        ("p.jsonl.gz", "x", None, r"\.gz is none of"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place_and_never_taken_for_lines(
@@ -207,20 +191,16 @@ def test_messages_are_put_in_the_template_with_the_answers_between_them() -> Non
 
 def test_a_message_of_the_assistant_is_continued() -> None:
     prompt = Prompt(text="b b", role="assistant", messages=[ASK])
-    words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
+    words = tokenizer(chat_template=ROLES)
     assert words.decode([*ids_of(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
-
-
-def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
 
 
 def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     """In the template as messages in turn, whose roles alternate; else as the text was written, line by line."""
-    roles = CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}")
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
     earlier = [("a", "b b"), ("b", "a")]
-    assert encode("a a", tokenizer(chat_template=roles), chat=True, earlier=earlier) == (
+    assert encode("a a", tokenizer(chat_template=ROLES), chat=True, earlier=earlier) == (
         0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
     )  # fmt: skip
     lines = tokenizer().decode([*encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")])])
@@ -235,8 +215,6 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
     assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
     with pytest.raises(ConfigError, match="leave chat out"):
         encode("a", tokenizer(), chat=True)
-    with pytest.raises(ConfigError, match="which this tokenizer lacks"):
-        encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +223,7 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
         (range(6), 4, 0, None), ([1, 19], 4, 0, None), (range(4), 2, 2, None),
         # As where a tokenizer was given a token for padding, and the model was not.
         ([1, 20, 3], 4, 0, "has token id 20, and the model knows 20 ids"),
-        (range(7), 4, 0, "has 7 tokens.*max_new_tokens=3 would fit"), (range(9), 4, 0, "has 9 tokens.*=1 would fit"),
+        (range(9), 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
         (range(10), 4, 0, "has 10 tokens.*has room for 9 at most"),
         (range(4), 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
         (range(8), 3, 2, "has room for 7 at most"),

@@ -29,10 +29,7 @@ def said(
     summary: Any = SimpleNamespace(
         plain=plain, speculative=fast, forecast=forecast, num_new_tokens=num_new_tokens, overlap=overlap
     )
-    timing = SimpleNamespace(
-        num_draft_tokens=4,
-        overlap={"draft_ms": 1.0} if activities else None,
-    )  # fmt: skip
+    timing = SimpleNamespace(num_draft_tokens=4, overlap={"draft_ms": 1.0} if activities else None)
     plan: Any = SimpleNamespace(timing=timing, hardware=SimpleNamespace(profiles=["one"] if calibrated else []))
     return unusual_times(summary, plan, around) or ""
 
@@ -48,7 +45,6 @@ def said(
             (40.0, 50.0), {"load": 14.0},
             "took 10.0 times its forecast (50.00 ms/token, forecast 5.00): other programs run about 6 threads on",
         ),
-        ((40.0,), {"num_threads": 16, "load": 16.0}, "share 8 cores (set OMP_NUM_THREADS to 8)"),
         ((40.0,), {"num_ranks": 16, "num_threads": 16, "load": 16.0}, "16 threads share 8 cores (start fewer ranks)"),
         (
             (40.0,), {"num_threads": 1, "load": 4.0},
@@ -71,11 +67,9 @@ def test_the_reason_is_that_of_the_machine(
 @pytest.mark.parametrize(
     "run",
     [
-        {"plain_ms": 29.0}, {"plain_ms": 29.0, "speculative_ms": 14.0}, {"plain_ms": 40.0, "num_new_tokens": 8}, {},
-        {"plain_ms": 40.0, "forecast": Forecast()},
+        {"plain_ms": 29.0, "speculative_ms": 14.0}, {"plain_ms": 40.0, "num_new_tokens": 8}, {}, {"plain_ms": 7.0},
+        {"plain_ms": 40.0, "forecast": Forecast()}, {"speculative_ms": 2.0, "calibrated": True},
         {"plain_ms": 8.2, "speculative_ms": 1.0, "calibrated": True}, {"plain_ms": 12.3, "calibrated": True},
-        {"plain_ms": 7.0, "num_new_tokens": 8, "calibrated": True}, {"speculative_ms": 2.0, "calibrated": True},
-        {"plain_ms": 7.0},
     ],
 )  # fmt: skip
 def test_a_run_in_time_or_a_short_one_says_nothing(run: dict[str, Any]) -> None:
@@ -85,10 +79,9 @@ def test_a_run_in_time_or_a_short_one_says_nothing(run: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plain_ms", "num_threads", "reason"),
     [
-        (7.0, 8, "plain decoding took 0.70 times its forecast (7.00 ms/token, forecast 10.00): this machine"),
+        (7.0, 1, "plain decoding took 0.70 times its forecast (7.00 ms/token, forecast 10.00): this machine may"),
         (14.0, 8, "took 1.40 times its forecast (14.00 ms/token, forecast 10.00): this machine may be slower than"),
         (14.0, 1, "1 of 8 cores compute"),
-        (7.0, 1, "faster than when it was calibrated; task=calibrate task.refresh=true"),
     ],
 )
 def test_a_calibrated_machine_that_has_changed_is_worth_a_refresh(

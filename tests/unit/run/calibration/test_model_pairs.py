@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,6 @@ from llama_ssp.run.calibration.interleave import trimmed_mean
 from llama_ssp.run.calibration.model_pairs import Pairs, PairTime, RandomLlama, pair_time
 from llama_ssp.run.calibration.profiles import Measured, composed
 from llama_ssp.settings.schema import Dtype
-from llama_ssp.speculate.engine.completion import RowCompletion
-from llama_ssp.speculate.engine.state import Request
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 
 pytestmark = pytest.mark.seconds
@@ -28,10 +28,7 @@ pytestmark = pytest.mark.seconds
 SMALL, LARGE = RandomLlama(128, 2, 64, from_16_bits=True), RandomLlama(128, 4, 64)
 
 
-@pytest.mark.parametrize(
-    ("turns", "mean"),
-    [([3.0], 3.0), ([3.0, 1.0], 1.0), ([9.0, 2.0, 1.0], 1.5), ([*range(10)], 4.0), ([*range(20)], 8.5)],
-)
+@pytest.mark.parametrize(("turns", "mean"), [([3.0], 3.0), ([9.0, 2.0, 1.0], 1.5), ([*range(20)], 8.5)])
 def test_the_slowest_tenth_of_several_turns_does_not_count(turns: list[float], mean: float) -> None:
     assert trimmed_mean(turns) == mean
 
@@ -52,7 +49,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("num_ranks", "apart"), [(1, False), (2, True)])
 def test_ranks_decode_all_pairs_together(num_ranks: int, apart: bool) -> None:
     def timed(comm: ThreadComm) -> tuple[list[PairTime], list[list[int]]]:
         pairs = Pairs(comm, apart=apart)
@@ -82,26 +79,19 @@ def test_pairs_beyond_half_of_the_free_memory_are_left_out_on_all_ranks(
         assert on_ranks(thread_comms(2), held) == [number, number]
 
 
-def _completion(*, parts: tuple[float, float, float], num_tokens: int = 9, num_rounds: int = 0) -> RowCompletion:
-    request = Request(index=0, prompt_ids=(1,), max_new_tokens=num_tokens)
-    return RowCompletion(
-        request=request, token_ids=[0] * num_tokens, accepted_lengths=[0] * num_rounds, busy_s=99,
-        part_s=dict(zip(("draft", "verify", "other"), parts, strict=True)),
-    )  # fmt: skip
+def _completion(draft_s: float, verify_s: float, other_s: float, *, num_tokens: int = 9, num_rounds: int = 0) -> Any:  # noqa: ANN401
+    parts = {"draft": draft_s, "verify": verify_s, "other": other_s}
+    return SimpleNamespace(token_ids=[0] * num_tokens, accepted_lengths=[0] * num_rounds, part_s=parts)
 
 
 def test_means_of_turns_are_taken_of_plain_tokens_and_of_both_sides_of_a_round() -> None:
-    def plain(tokens_s: float, *, num_tokens: int) -> RowCompletion:
-        return _completion(parts=(0.0, tokens_s / 2, tokens_s / 2), num_tokens=num_tokens)
+    def plain(tokens_s: float, num_tokens: int) -> Any:  # noqa: ANN401 - stands for a RowCompletion
+        return _completion(0.0, tokens_s / 2, tokens_s / 2, num_tokens=num_tokens)
 
-    def fast(draft_s: float, num_rounds: int) -> RowCompletion:
-        return _completion(parts=(draft_s, 2.0 * num_rounds, 1.0 * num_rounds), num_rounds=num_rounds)
+    def fast(draft_s: float, num_rounds: int) -> Any:  # noqa: ANN401 - as above
+        return _completion(draft_s, 2.0 * num_rounds, 1.0 * num_rounds, num_rounds=num_rounds)
 
-    plains = [
-        [plain(4.0, num_tokens=5), plain(8.0, num_tokens=2)],
-        [plain(99.0, num_tokens=2)],
-        [plain(3.6, num_tokens=2)],
-    ]
+    plains = [[plain(4.0, 5), plain(8.0, 2)], [plain(99.0, 2)], [plain(3.6, 2)]]
     fasts = [[fast(2.0, 4), fast(4.0, 2)], [fast(90.0, 1)], [fast(9.0, 3)]]
     time = pair_time(SMALL, {0: plains, 4: fasts})
     assert time.plain_s == pytest.approx((12.0 / 5 + 3.6) / 2), "a turn's tokens count alike, in whichever completion"
@@ -135,12 +125,7 @@ def _forecast(target: RandomLlama, machine: HardwareConfig, num_ranks: int, *, a
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_constants_of_a_machine_are_found_from_what_it_takes_for_pairs(num_ranks: int) -> None:
-    constants = {
-        "round_s": 4e-5,
-        "forward_ratio": 1.5,
-        "forward_ratio_apart": 1.5 if num_ranks == 1 else 2.5,
-        "first_draft_s": 3e-4,
-    }
+    constants = {"round_s": 4e-5, "forward_ratio": 1.5, "forward_ratio_apart": num_ranks + 0.5, "first_draft_s": 3e-4}
     true, bare = _machine(num_ranks, **constants), _machine(num_ranks)
     together = [_forecast(target, true, num_ranks) for target in (SMALL, LARGE)]
     apart = [_forecast(target, true, num_ranks, apart=True) for target in (SMALL, LARGE)] if num_ranks > 1 else []

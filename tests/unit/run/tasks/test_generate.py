@@ -57,21 +57,17 @@ def written(
 
 
 def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
-    ends = [3, 1, 0, 2, 5, 4]
+    ends, in_order = [3, 1, 0, 2, 5, 4], GenerateConfig(in_order=True)
     assert written(GenerateConfig(), ends).split() == ["11", "01", "00", "10", "21", "20"]
-    assert written(GenerateConfig(in_order=True), ends).split() == ["00", "01", "10", "11", "20", "21"]
-    assert written(GenerateConfig(in_order=True), [3, 2], finished=2).split() == ["10", "11"]
-
-
-def test_a_run_that_is_stopped_shows_what_it_held_back() -> None:
-    assert written(GenerateConfig(in_order=True), [0, 5, 3], stops=True).split() == ["00", "11", "21"]
+    assert written(in_order, ends).split() == ["00", "01", "10", "11", "20", "21"]
+    assert written(in_order, [3, 2], finished=2).split() == ["10", "11"]
+    assert written(in_order, [0, 5, 3], stops=True).split() == ["00", "11", "21"], "a stopped run held them back"
 
 
 def test_completions_have_names_on_a_screen_alone() -> None:
     shown = written(GenerateConfig(), [0, 3], is_screen=True)
     assert "prompt 1 of 3, sample 1: first of all" in shown
     assert "prompt 2 of 3, sample 2: second" in shown
-    assert "prompt" not in written(GenerateConfig(), [0, 3])
 
 
 @pytest.mark.seconds
@@ -83,8 +79,8 @@ def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) 
     ended = launch(*words, *files, "format=jsonl", "in_order=true")
     assert ended.code == 0, ended.err
     assert [json.loads(line)["id"] for line in ended.out.splitlines()] == ["q0", "q1", "q2"]
-    recorded = [CompletionLine.from_json(line) for line in (tmp_path / "run" / "run.jsonl").read_bytes().splitlines()]
-    assert {line.index: line.fields for line in recorded} == {number: {"id": f"q{number}"} for number in range(3)}
+    fields = {line["index"]: line["fields"] for line in ended.lines}
+    assert fields == {number: {"id": f"q{number}"} for number in range(3)}
 
 
 @pytest.mark.heavy
@@ -99,16 +95,11 @@ def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return launch(*words, f"prompts={tmp_path / f'{name}.jsonl'}", f"run_dir={tmp_path / name}")
 
-    def recorded(name: str) -> list[CompletionLine]:
-        return [CompletionLine.from_json(line) for line in (tmp_path / name / "run.jsonl").read_bytes().splitlines()]
-
     system, *turns = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
-    assert ask("chat", {"messages": [system, *turns]}).code == 0
-    first, second = recorded("chat")
-    assert (first.messages, second.messages, second.turn) == ([system], [system, turns[0]], 1)
-    whole = f"system: s\nuser: a\nassistant: {first.text}\nuser: b\nassistant: "
-    assert ask("alone", {"prompt": "x"}, {"prompt": whole}).code == 0
-    assert recorded("alone")[1].token_ids == second.token_ids
+    first, second = ask("chat", {"messages": [system, *turns]}).lines
+    assert (first["messages"], second["messages"], second["turn"]) == ([system], [system, turns[0]], 1)
+    whole = f"system: s\nuser: a\nassistant: {first['text']}\nuser: b\nassistant: "
+    assert ask("alone", {"prompt": "x"}, {"prompt": whole}).lines[1]["token_ids"] == second["token_ids"]
     refused = ask("chat", {"messages": [{**system, "content": "t"}, *turns]})
     assert refused.code == 2
     assert "was 'system: s\\na'" in refused.err

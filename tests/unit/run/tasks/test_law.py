@@ -17,6 +17,7 @@ from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.lanes import grid, heavy
 from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -75,9 +76,7 @@ def sampling_for(fault: str) -> SamplingConfig:
     return PENALIZED if fault == "forgetful penalty" else PLAIN
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, PENALIZED], ids=["plain", "penalized"])
-@pytest.mark.parametrize("ngram", [False, True], ids=["model", "ngram"])
-@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
+@grid(rule_name=("speculative", "block", "coupled"), ngram=(False, True), sampling=(PLAIN, PENALIZED))
 def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
     rule_name: str, ngram: bool, sampling: SamplingConfig
 ) -> None:
@@ -101,9 +100,9 @@ APPLIES = [
       for fault in ("u x 0.95", "u x 1.05")),
 ]  # fmt: skip
 FAST = [
-    ("speculative", False, "wrong residual"), ("speculative", True, "wrong residual"),
+    ("speculative", True, "wrong residual"), ("block", False, "forgetful penalty"),
     ("block", False, "acceptance by the draft's key"), ("speculative", True, "u x 0.95"),
-    ("block", False, "forgetful penalty"), ("coupled", False, "key of the round"),
+    ("coupled", False, "key of the round"),
 ]  # fmt: skip
 
 
@@ -111,7 +110,7 @@ def name_of(case: tuple[str, bool, str]) -> str:
     return f"{case[0]}-{'ngram' if case[1] else 'model'}-{case[2]}"
 
 
-@pytest.mark.parametrize("case", FAST, ids=name_of)
+@pytest.mark.parametrize("case", [*FAST[:2], *map(heavy, FAST[2:])], ids=name_of)
 def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rule_name, ngram, fault = case
     plant(fault, monkeypatch)

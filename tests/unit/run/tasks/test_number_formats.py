@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import Pair, load
+from llama_ssp import load
 from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document
@@ -18,15 +18,7 @@ from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    DeviceKind,
-    DrafterConfig,
-    DraftLayout,
-    Dtype,
-    ModelConfig,
-    RunConfig,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, Dtype, ModelConfig, RunConfig
 from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -76,10 +68,6 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
     return 2 * int(num_outputs) * BLOCK * -(-int(num_inputs) // BLOCK)
 
 
-def held_bytes(pair: Pair) -> int:
-    return runner_bytes(pair.models.target)
-
-
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
     names = "_layers", "_norm", "_head", "_embed", "_fc"
@@ -94,7 +82,7 @@ def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_
     kinds = {type(layer.qkv.linear) for layer in vars(pair.models.target)["_layers"]}
     assert kinds <= {HalfLinear, NativeLinear}
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+    assert runner_bytes(pair.models.target) == plan.ranks[0].target_weights_bytes
     assert "fp32 with 16-bit weights" in headline(document(plan))
 
 
@@ -104,7 +92,7 @@ def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -
     assert vars(pair.models.target)["dtype"] is getattr(torch, dtype.value)
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     assert plan.job.target.dtype is dtype
-    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+    assert runner_bytes(pair.models.target) == plan.ranks[0].target_weights_bytes
 
 
 def with_head(draft: ModelConfig) -> RunConfig:

@@ -5,6 +5,7 @@ import torch
 
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer, log_probs_of
 from llama_ssp.settings.schema import SamplingConfig
+from tests.helpers.lanes import grid
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPT = (3, 1, 4)
@@ -33,14 +34,10 @@ def expected(runner: PrefixRunner, token_ids: tuple[int, ...], sampling: Samplin
     return found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("batch_size", [1, 2, 7])
-@pytest.mark.parametrize("num_positions", [1, 3, 9])
+@grid(batch_size=(1, 2, 7), num_positions=(1, 3, 9), sampling=tuple(SAMPLINGS.values()))
 def test_every_token_has_its_log_probability(batch_size: int, num_positions: int, sampling: SamplingConfig) -> None:
     runner = PrefixRunner()
-    scorer = Scorer(
-        runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions
-    )  # fmt: skip
+    scorer = Scorer(runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions)
     texts = [SampledText(prompt_ids=PROMPT, token_ids=ids) for ids in TEXTS]
     with torch.inference_mode():
         found = [each.log_probs for batch in scorer.score(texts) for each in batch]

@@ -48,14 +48,8 @@ def test_a_task_from_outside_is_planned_and_checked(folder: Path) -> None:
     assert not (folder / "run").exists()
     refused = launch(folder, "task=words", "max_new_tokens=6", plugins="words")
     assert (refused.returncode, refused.stderr) == (2, "max_new_tokens=6 must be at least 7\n")
-
-
-def test_without_its_plugin_there_is_no_such_task(folder: Path) -> None:
-    ended = launch(folder, "task=words", plugins="")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(
-        "unknown task 'words': there are benchmark, calibrate, compare, evaluate, generate, latency"
-    )
+    unknown = launch(folder, "task=words", plugins="")
+    assert (unknown.returncode, unknown.stderr.partition(":")[0]) == (2, "unknown task 'words'")
 
 
 @pytest.mark.parametrize(
