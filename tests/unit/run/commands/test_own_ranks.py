@@ -1,18 +1,23 @@
-"""How many ranks a command line means, on which machine, and what is refused."""
+"""Ranks that the program starts itself: how many a command line means, what is refused, and how they ended."""
 
 import json
 import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.commands import own_ranks
+from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+KILLED, STOPPED = -signal.SIGKILL, -signal.SIGTERM
 STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
 
 
@@ -113,3 +118,25 @@ def test_a_checkpoint_that_runs_do_not_read_is_refused_before_a_rank_starts(
     said = capsys.readouterr().err
     assert sentence in said
     assert "starting" not in said
+
+
+@pytest.mark.parametrize(
+    ("codes", "was_stopped", "exit_code", "said"),
+    [
+        ({}, False, 0, ""),
+        ({1: 4, 0: 3}, False, 3, ""),
+        ({0: KILLED, 1: 1}, False, 1, ""),
+        ({1: KILLED, 0: 4}, False, 1, "rank 1 was ended by SIGKILL (the kernel does that when memory is exhausted); "),
+        ({0: STOPPED}, False, 1, "rank 0 was ended by SIGTERM; run the same command with the same run_dir to resume"),
+        ({1: KILLED, 0: 4}, True, 4, ""),
+        ({0: KILLED, 1: KILLED}, True, 1, ""),
+    ],
+)
+def test_the_code_is_that_of_the_lowest_rank_and_a_loss_that_no_rank_has_reported_is_named(
+    codes: dict[int, int], was_stopped: bool, exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures: Any = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    assert exit_code_of(failures, was_stopped=was_stopped) == exit_code
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert bool(err) == bool(said)
