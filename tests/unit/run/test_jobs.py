@@ -39,14 +39,8 @@ def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
     assert texts(jobs, keeps_order=False) == ["abe", "cf", "d"]
     assert texts(jobs, keeps_order=True) == ["ab", "c", "de", "f"]
     assert texts(jobs[3:], keeps_order=True) == ["de", "f"], "what is finished needs no group"
+    assert texts([], keeps_order=True) == texts([], keeps_order=False) == []
     assert texts(jobs_of(*PROMPTS, num_samples=2), keeps_order=True) == ["aabb", "cc", "ddee", "ff"]
-
-
-@pytest.mark.parametrize("keeps_order", [False, True])
-def test_prompts_without_conversations_are_one_group(keeps_order: bool) -> None:
-    jobs = jobs_of(Prompt(text="a"), Prompt(text="b"), num_samples=2)
-    assert [*in_turns(jobs, keeps_order=keeps_order)] == [jobs]
-    assert [*in_turns([], keeps_order=keeps_order)] == []
 
 
 def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:

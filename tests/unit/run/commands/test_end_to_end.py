@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,16 +52,6 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert list(startup) == ["began_unix_s", *steps]
     assert [startup[step] for step in steps] == sorted(startup[step] for step in steps)
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
-
-
-@pytest.mark.heavy
-def test_both_modes_end_at_a_stop_and_say_so(launch: Launch) -> None:
-    ended = launch("sampling=greedy", "prompt=class Stack:", "max_new_tokens=40", r'stop_strings=["\n\n"]')
-    assert ended.code == 0, ended.err
-    plain, fast = ended.lines
-    assert plain["text"] == fast["text"]
-    assert [line["finish_reason"] for line in ended.lines] == ["stop", "stop"]
-    assert plain["text"].count("\n\n") == 1
 
 
 @pytest.mark.heavy
@@ -130,17 +119,11 @@ def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, tmp_pat
 
 
 @pytest.mark.heavy
-def test_prompts_come_from_a_file_or_standard_input_in_order(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import"}\n{"prompt": "class A:\\n"}\n')
-    small = ["task=generate", "task.format=jsonl", "max_new_tokens=3", "batch_size=8"]
-    ended = launch(*small, f"prompts={tmp_path}/prompts.jsonl")
-    assert [json.loads(line)["prompt"] for line in ended.out.splitlines()] == ["import", "class A:\n"]
-    assert "speculative: 1 of 2 prompts at " in ended.err
+def test_prompts_come_from_standard_input_in_order(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("import\nfrom\n"))
-    ended = launch(*small, "prompts=-", run_dir="other")
-    assert sorted(line["prompt"] for line in ended.lines) == ["from", "import"]
+    ended = launch("task=generate", "task.format=jsonl", "max_new_tokens=3", "batch_size=8", "prompts=-")
+    assert [json.loads(line)["prompt"] for line in ended.out.splitlines()] == ["import", "from"]
+    assert "speculative: 1 of 2 prompts at " in ended.err
 
 
 def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) -> None:
@@ -173,11 +156,9 @@ def test_a_benchmark_writes_a_row_per_cell_beside_transformers(launch: Launch) -
     rows = [json.loads(line) for line in (ended.run_dir / "benchmark.jsonl").read_text().splitlines()]
     cells = [(row["num_draft_tokens"], row["prompt_tokens"], row["batch_size"]) for row in rows]
     assert cells == [(2, 5, 1), (2, 5, 2)]
-    assert list(rows[0]["ms_per_token"]) == ["plain", "speculative", "generate", "assisted"]
-    assert list(rows[1]["ms_per_token"]) == ["plain", "speculative", "generate"]
-    assert "assisted" in ended.out
-    summary = ended.summary
-    assert (summary["task"], summary["cells"], summary["plain"]) == ("benchmark", rows, None)
+    candidates = [list(row["ms_per_token"]) for row in rows]
+    assert candidates == [["plain", "speculative", "generate", "assisted"], ["plain", "speculative", "generate"]]
+    assert (ended.summary["cells"], ended.summary["plain"]) == (rows, None)
     assert "2 cells measured; records in" in ended.err
     assert "plain: 1 of 4 runs at " in ended.err
     assert "; assisted: 1 of 2 runs at " in ended.err
@@ -196,7 +177,6 @@ FAULTS: list[tuple[Callable[[Path], object], str]] = [
         "names model-00002-of-00002.safetensors",
     ),
     (lambda pair: (pair / TARGET).rename(pair / "target" / "pytorch_model.bin"), "holds pickle weights"),
-    (lambda pair: shutil.rmtree(pair / "target"), "does not exist"),
     (lambda pair: (pair / "draft" / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
 ]
 

@@ -1,18 +1,20 @@
-"""The entry of every rank: exit codes, who speaks, and what reaches the task."""
+"""The entry of every rank: exit codes, who speaks, what reaches the task, and what signals do."""
 
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf.errors import OmegaConfBaseException
 
 import llama_ssp.run
-from llama_ssp.errors import CapacityError, CheckpointError, InterruptedRun
+from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.run.commands import run, torchrun
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
@@ -91,7 +93,9 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torchrun, "SILENCE_S", 0.3)
-    for words, code, least_s in ((["sampling.top_p=2"], 2, 0.3), (["--help"], 0, 0.0)):
+    for words, code, least_s in (
+        (["sampling.top_p=2"], 2, 0.3), (["--help"], 0, 0.0), (["dry_run=true", "hardware=laptop_cpu"], 0, 0.0),
+    ):  # fmt: skip
         start = time.monotonic()
         ended = launch(*words, RANK="1", WORLD_SIZE="2")
         assert (ended.code, ended.out, ended.err) == (code, "", "")
@@ -114,17 +118,39 @@ def test_a_sweep_ends_with_its_first_failure_and_the_exit_code_of_that(
 def test_a_stop_signal_while_nothing_is_decoded_ends_with_code_4_however_often_it_comes(
     number: signal.Signals, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def twice(_config: RunConfig) -> None:
+    ends: list[str] = []
+
+    def twice(*_: object, **__: object) -> None:
         try:
             signal.raise_signal(number)
         finally:
             signal.raise_signal(number)
             ends.append("written")
 
-    ends: list[str] = []
-    monkeypatch.setattr(run, "_check", lambda composed, *_, **__: twice(composed))
+    monkeypatch.setattr(run, "_check", twice)
     ended = launch()
     assert (ended.code, ended.err, ends) == (4, "interrupted\n", ["written"])
+
+
+@pytest.mark.parametrize(
+    "error", [UnboundLocalError("f"), OmegaConfBaseException("flags"), ConfigError("no file"), None]
+)
+def test_an_interrupt_that_a_library_replaces_or_loses_ends_the_run_alike(
+    error: Exception | None, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the settings of a run are read; libraries clean up what they have not made yet, and fail."""
+
+    def deaf(root: str) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if error:
+            raise error
+        register(root)
+
+    register = compose.register
+    monkeypatch.setattr(compose, "register", deaf)
+    ended = launch()
+    assert (ended.code, ended.err, ended.runs) == (4, "interrupted\n", [])
 
 
 def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> None:
@@ -142,12 +168,6 @@ def test_rank_zero_leaves_its_exit_code_and_its_run_folder_where_a_launcher_can_
     ended = launch("run_dir=some/run", fails=CapacityError("full"), RANK=rank, WORLD_SIZE="2", **paths)
     assert ended.code == 3
     assert [file.read_text() for file in files if file.exists()] == ["3\n", "some/run\n"] * (rank == "0")
-
-
-def test_the_plan_of_a_dry_run_is_printed_by_rank_zero_alone(launch: Launch) -> None:
-    for rank in ("0", "1"):
-        ended = launch("dry_run=true", "hardware=laptop_cpu", RANK=rank, WORLD_SIZE="2")
-        assert (ended.code, bool(ended.out), ended.runs) == (0, rank == "0", [])
 
 
 def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:
@@ -169,8 +189,7 @@ def test_help_tells_every_setting_and_every_option(launch: Launch) -> None:
     shown = launch("--help", "all").out
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    leaves |= {"task.format", "task.num_warmup"}
-    leaves |= {f"{LAUNCHER}.{field.name}" for field in fields(SlurmConfig)}
+    leaves |= {"task.format", "task.num_warmup"} | {f"{LAUNCHER}.{field.name}" for field in fields(SlurmConfig)}
     assert {key for key in leaves if not re.search(rf"(?<![\w.]){re.escape(key)}\b", shown)} == set()
     for group, options in compose.groups_of().items():
         assert {option for option in options if option not in shown} == set(), group

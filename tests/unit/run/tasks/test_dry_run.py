@@ -65,17 +65,6 @@ def test_the_longest_prompt_is_estimated_from_its_text(
     assert f"{tokens} + 64 tokens" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "num_completions", "num_replicas", "rows"), [(8, 3, 1, 3), (8, 9, 1, 8), (8, 9, 2, 5), (1, 9, 1, 1)]
-)
-def test_a_batch_has_no_more_rows_than_there_are_completions(
-    batch_size: int, num_completions: int, num_replicas: int, rows: int
-) -> None:
-    config = _run()
-    config.batch_size, config.placement = batch_size, replace(config.placement, num_replicas=num_replicas)
-    assert task.with_filled_rows(config, num_completions=num_completions).batch_size == rows
-
-
 @pytest.mark.parametrize("auto", [True, False])
 def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.CaptureFixture[str]) -> None:
     config = _run("30B", "7B")
