@@ -1,14 +1,11 @@
 """Questions of several turns: each turn follows the answers to those before it, of its own mode and sample."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_ssp.settings import catalogue
-from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy, slow
 
@@ -63,21 +60,6 @@ def test_a_later_turn_has_the_text_of_the_whole_conversation_as_one_prompt_and_i
         assert ids(found, sample) == ids(wanted, sample)
 
 
-@pytest.mark.heavy
-def test_in_a_chat_the_turns_and_answers_are_messages(tmp_path: Path) -> None:
-    folder = shutil.copytree(hub.resolve(catalogue.load("tiny-draft")), tmp_path / "model")
-    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-    (folder / "chat_template.jinja").write_text(template)
-    words = (*GENERATE, "model=local", f"model.path={folder}", "draft=none", "batch_size=4")
-    found = sorted(ask(tmp_path, *words, "chat=true").lines, key=lambda line: line["index"])
-    said = [f"user: {line['prompt']}\nassistant: " for line in found]
-    texts = [f"{prompt}{line['text']}\n" for prompt, line in zip(said, found, strict=True)]
-    alone = [
-        {"prompt": "".join(texts[line["index"] - line["turn"] : line["index"]]) + said[line["index"]]} for line in found
-    ]
-    assert ids(found) == ids(ask(tmp_path, *words, name="alone", questions=alone).lines)
-
-
 @pytest.mark.parametrize(
     ("num_kept", "settings"),
     [
@@ -102,22 +84,17 @@ def test_a_resumed_conversation_goes_on_after_its_recorded_answers_and_refuses_o
 
 
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
+    ("setting", "code", "said"),
     [
-        ("max_new_tokens=1000", "max_new_tokens=1000 for each of 3 answers that is more than the context of 2048"),
-        heavy("task=benchmark", "task=benchmark takes prompts of one turn"),
+        ("max_new_tokens=1000", 2, "max_new_tokens=1000 for each of 3 answers that is more than the context of 2048"),
+        heavy("task=benchmark", 2, "task=benchmark takes prompts of one turn"),
+        heavy("max_new_tokens=500 dry_run=true", 0, "batch 1, 1009 + 500 tokens"),
     ],
 )
-def test_a_conversation_that_cannot_work_is_refused_before_anything_is_loaded(
-    setting: str, sentence: str, tmp_path: Path
+def test_the_answers_before_a_turn_count_before_anything_is_loaded(
+    setting: str, code: int, said: str, tmp_path: Path
 ) -> None:
-    ended = ask(tmp_path, "task=generate", setting, "device=cpu")
-    assert ended.code == 2
-    assert sentence in ended.err
+    ended = ask(tmp_path, "task=generate", *setting.split(), "device=cpu")
+    assert ended.code == code
+    assert said in ended.out + ended.err
     assert "loading" not in ended.err
-
-
-@pytest.mark.heavy
-def test_a_dry_run_counts_the_answers_before_a_turn(tmp_path: Path) -> None:
-    long = ask(tmp_path, "task=generate", "max_new_tokens=500", "dry_run=true", "device=cpu", questions=QUESTIONS[:1])
-    assert (long.code, "batch 1, 1009 + 500 tokens" in long.out) == (0, True)

@@ -9,7 +9,6 @@ from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
 from tests.helpers.hub import put
 from tests.helpers.in_process import Ended, launch, planned
-from tests.helpers.own_conf import OwnConf
 
 pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("cache")]
 
@@ -59,15 +58,6 @@ def test_a_plan_a_dry_run_and_synthetic_weights_need_the_config_file_alone(cache
     assert refused.code == 2
     assert f"of {TARGET} only other files than weights are in" in refused.err
     assert f"run hf download {TARGET} on a network" in refused.err
-
-
-@pytest.mark.heavy
-def test_an_experiment_and_a_default_draft_may_be_ids(tmp_path: Path, own_conf: OwnConf) -> None:
-    own_conf("experiment/hub.yaml", f"# @package _global_\ndefaults:\n  - override /model: {TARGET}\n")
-    assert run(tmp_path / "a", "experiment=hub", "draft=none").code == 0
-    own_conf("model/mine.yaml", f"name: mine\nhub_id: {TARGET}\ndefault_draft: {DRAFT}\n")
-    summary = run(tmp_path / "b", "model=mine").summary
-    assert (summary["model"], summary["draft"]) == ("mine", DRAFT)
 
 
 @pytest.mark.parametrize(

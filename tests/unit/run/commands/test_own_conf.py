@@ -65,11 +65,9 @@ def test_a_users_option_replaces_the_packages_for_hydra_too(own_conf: OwnConf) -
     ("file", "text", "setting"),
     [
         ("model/bad.yaml", "name: [", "model=bad"),
-        ("model/bad.yaml", "name: other", "draft=bad"),
         ("hardware/bad.yaml", "wheels: 4", "hardware=bad"),
         ("experiment/bad.yaml", "# @package _global_\ndefaults: {override /model: 7B}", "experiment=bad"),
         ("sampling/bad.yaml", "- 3", "sampling=bad"),
-        ("config.yaml", "seed: 3", "seed=4"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_before_anything_starts(

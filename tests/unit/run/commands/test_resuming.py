@@ -136,14 +136,6 @@ def test_typed_prompts_are_counted_on_and_one_typed_twice_is_the_second_equal_on
     assert len({first, second, third}) == 3
 
 
-def test_a_prompt_before_others_changes_no_other_text(tmp_path: Path) -> None:
-    assert complete(tmp_path, "import", "from", max_new_tokens=12).code == 0
-    before = texts(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "first")
-    assert complete(tmp_path, "class", "import", "from", max_new_tokens=12).code == 0
-    assert [*texts(tmp_path / "run").values()][1:] == [*before.values()]
-
-
 def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
     (folder / "p.txt").write_text(f"{text}\n")
     lists = ["num_draft_tokens=[2]", "prompt_tokens=[5]", "batch_sizes=[1,2]", "repetitions=1", "peers=false"]
@@ -181,14 +173,3 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
     file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
     assert "line 1 is damaged" in measure(tmp_path, here).err
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
-    words = ("task=latency", f"run_dir={tmp_path}/run")
-    first = launch(*words, "max_new_tokens=2").lines
-    assert len(first) == 15
-    assert launch(*words, "max_new_tokens=2").lines == first
-    other = launch(*words, "max_new_tokens=3")
-    assert other.code == 2
-    assert "max_new_tokens was 2 and is now 3" in other.err

@@ -1,9 +1,6 @@
 """Under torchrun, rank 0 reports for all ranks of its node, where torchrun quotes it."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +11,6 @@ from llama_ssp.ranks.process import Ranks
 from llama_ssp.run.commands import torchrun
 from llama_ssp.run.commands.run import fail
 from tests.helpers.commands import run
-from tests.helpers.repository import ROOT
 
 RANKS = [Ranks(rank=rank, size=4, local_rank=rank % 2, local_size=2) for rank in range(4)]
 
@@ -74,17 +70,3 @@ def test_torchrun_reports_one_rank_in_its_own_words_and_fails() -> None:
     assert "traceback : unknown model 'nosuch'" in lines[-2]
     assert not any("closing signal" in line for line in lines), "no rank had to be ended"
     assert len(lines) <= 36, ended.stderr
-
-
-@pytest.mark.heavy
-def test_srun_has_the_code_of_every_rank() -> None:
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    ended = [
-        subprocess.run(
-            [sys.executable, "launch/run.py", "model=nosuch"], cwd=ROOT, capture_output=True, text=True, check=False,
-            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-        )
-        for rank in ("0", "1")
-    ]  # fmt: skip
-    assert [each.returncode for each in ended] == [2, 2]
-    assert ended[1].stderr == ""
