@@ -109,7 +109,7 @@ def test_layers_that_cannot_wait_are_refused_before_anything_is_loaded(
 def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, tmp_path: Path) -> None:
     """Of a GPT-NeoX pair in bfloat16, the target in many shards."""
     for part, options in (("target", {"max_shard_size": "50KB"}), ("draft", {"num_hidden_layers": 1})):
-        build_checkpoint(tmp_path / part, "gpt_neox", dtype=torch.bfloat16, **options)  # type: ignore[arg-type]
+        build_checkpoint(tmp_path / part, "gpt_neox", dtype=torch.bfloat16, **options)
         save_tokenizer(tmp_path / part, VOCAB_SIZE)
     assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
     prompt = " ".join(["t9"] * 100)
