@@ -108,7 +108,7 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
         layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
-        one_s, few_s = (seconds_per_call(_each_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
+        one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
         speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
     return speeds
 
@@ -216,21 +216,10 @@ def linear_points(
     return points
 
 
-def _each_in_turn(layers: list[Linear], x: Tensor) -> Call:
-    """Return a product with the next of the layers."""
+def _in_turn(layers: list[Linear], *inputs: Tensor) -> Call:
+    """Return products of the inputs, each with the next of the layers."""
     remaining = cycle(layers)
-    return lambda: next(remaining)(x)
-
-
-def _in_turn(layers: list[Linear], wide: Tensor, tall: Tensor) -> Call:
-    """Return two layers of many, a wide one and a tall one."""
-    remaining = cycle(layers)
-
-    def two() -> None:
-        next(remaining)(wide)
-        next(remaining)(tall)
-
-    return two
+    return lambda: [next(remaining)(x) for x in inputs]
 
 
 def operator_points(linear: list[LinearPoint], between: Call) -> tuple[list[RowsPoint], list[RowsPoint]]:
