@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llama_ssp import load
 from llama_ssp.errors import CheckpointError
-from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
+from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document
 from llama_ssp.ranks.world import start
@@ -75,19 +75,18 @@ def test_a_checkpoint_ends_texts_as_in_transformers(
         {"decoder": {"eos_token_id": [5, 6]}, "text_config": {"eos_token_id": 9}},
         {"decoder": {}, "generator": None, "text_config": {"eos_token_id": 9}},
         {"eos_token_id": 7, "text_config": {"eos_token_id": 9}},
+        {"text_config": "a"},
+        {"decoder": {"eos_token_id": "</s>"}},
     ],
 )
 def test_the_inner_config_speaks_where_the_outer_is_silent(tmp_path: Path, inner: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(inner))
+    if "a" in inner.values() or "</s>" in str(inner):
+        with pytest.raises(CheckpointError, match="an object, with token ids as special tokens, is required"):
+            read_eos_ids(tmp_path)
+        return
     given = GenerationConfig.from_model_config(json.loads(json.dumps(inner))).eos_token_id
     assert read_eos_ids(tmp_path) == as_tuple(given)
-
-
-@pytest.mark.parametrize("inner", [{"text_config": "a"}, {"decoder": {"eos_token_id": "</s>"}}])
-def test_an_inner_config_of_another_kind_is_refused(tmp_path: Path, inner: dict[str, Any]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(inner))
-    with pytest.raises(CheckpointError, match="an object, with token ids as special tokens, is required"):
-        read_eos_ids(tmp_path)
 
 
 BLOCK = 512
@@ -140,23 +139,17 @@ def runner_bytes(*runners: object) -> int:
 
 
 @pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
-def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_what_was_planned(folder: Path) -> None:
-    pair = load(folder, device="cpu")
-    assert vars(pair.models.target)["dtype"] is torch.float32
-    kinds = {type(layer.qkv.linear) for layer in vars(pair.models.target)["_layers"]}
-    assert kinds <= {HalfLinear, NativeLinear}
+@pytest.mark.parametrize("asked", [None, Dtype.bf16, Dtype.fp16])
+def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_what_was_planned(
+    folder: Path, asked: Dtype | None
+) -> None:
+    pair = load(folder, dtype=asked or Dtype.auto, device="cpu")
+    target, computed = pair.models.target, asked or Dtype.fp32
+    assert vars(target)["dtype"] is getattr(torch, computed.value)
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert runner_bytes(pair.models.target) == plan.ranks[0].target_weights_bytes
-    assert "fp32 with 16-bit weights" in headline(document(plan))
-
-
-@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp16])
-def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -> None:
-    pair = load(folder, dtype=dtype, device="cpu")
-    assert vars(pair.models.target)["dtype"] is getattr(torch, dtype.value)
-    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert plan.job.target.dtype is dtype
-    assert runner_bytes(pair.models.target) == plan.ranks[0].target_weights_bytes
+    assert plan.job.target.dtype is computed
+    assert runner_bytes(target) == plan.ranks[0].target_weights_bytes
+    assert ("fp32 with 16-bit weights" in headline(document(plan))) is (asked is None)
 
 
 def with_head(draft: ModelConfig) -> RunConfig:

@@ -106,44 +106,31 @@ def test_what_cannot_be_run_is_refused_before_anything_is_queued(
 
 @pytest.mark.heavy
 def test_what_the_place_refuses_is_told_with_what_would_work(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = sweep(CPU, installed=False)
-    assert "needs sbatch" in absent.err
-    assert "dry_run=true" in absent.err
-    alone = sweep(CPU, multirun=False)
-    assert "add -m" in alone.err
-    assert "sbatch launch/slurm.sbatch" in alone.err
+    refused = [sweep(CPU, installed=False), sweep(CPU, multirun=False)]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    of_two = sweep(CPU)
-    assert "with plain python, on one rank" in of_two.err
-    assert [(ended.code, ended.jobs) for ended in (alone, absent, of_two)] == [(2, [])] * 3
+    refused.append(sweep(CPU))
+    assert [(ended.code, ended.jobs) for ended in refused] == [(2, [])] * 3
+    for ended, said in zip(refused, ("needs sbatch", "add -m", "with plain python, on one rank"), strict=True):
+        assert said in ended.err
 
 
-@pytest.mark.heavy
-def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep) -> None:
-    ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
-    assert (ended.code, ended.jobs) == (0, []), ended.err
-    assert ended.out.count("Memory per rank") == 2
-    [command] = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
-    assert (options(command)["array"], options(command)["gres"]) == ("0,1", "gpu:8")
-    assert list(Path().iterdir()) == []
-    shown = sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out
-    [alone] = [line for line in shown.splitlines() if "sbatch" in line]
-    assert composed(shlex.split(alone)).model.name == "30B"
-    assert "dry_run" not in alone
-
-
-def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:
-    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true")
-    assert (ended.code, ended.calls) == (3, [])
+def test_a_dry_run_shows_every_plan_and_one_table_and_queues_nothing(sweep: Sweep) -> None:
+    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true", installed=False)
+    assert (ended.code, ended.calls, ended.out.count("Memory per rank")) == (3, [], 2)
     assert ended.err.startswith("job 1 (")
+    assert "would be queued" not in ended.out, "nothing would"
     table = ended.out.partition("All jobs;")[2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     assert [(row[0], row[1]) for row in rows] == [("0 model=7B", "yes"), ("1 model=65B", "no"), ("2 jobs", "1 of 2")]
     milliseconds, hours, gpu_hours = (float(text.strip("<")) for text in rows[1][2:])
     assert milliseconds > 0
     assert gpu_hours == pytest.approx(4 * hours, abs=0.02)
-    assert "would be queued" not in ended.out, "nothing would"
+    shown = sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out
+    [alone] = [line for line in shown.splitlines() if "sbatch" in line]
+    assert composed(shlex.split(alone)).model.name == "30B"
+    assert "dry_run" not in alone
+    assert list(Path().iterdir()) == []
 
 
 @pytest.mark.heavy
@@ -190,13 +177,6 @@ def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> Non
     assert [(ended.code, len(ended.err.splitlines())) for ended in (refused, full, long)] == [(2, 1)] * 3
 
 
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The shipped model as acme/tiny in the hub's cache."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
-
-
 @pytest.mark.heavy
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
@@ -217,24 +197,19 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
     assert copy not in sweep(*asked).jobs[-1]
 
 
-@pytest.mark.heavy
-def test_a_hub_model_whose_weights_are_not_here_cannot_be_staged(sweep: Sweep, snapshot: Path) -> None:
-    for weights in snapshot.glob("*.safetensors"):
-        weights.unlink()
-    no_draft = ("draft=none", "task=generate")
-    ended = sweep("model=acme/tiny", f"model.revision={COMMIT}", *no_draft, *STAGED)
-    assert f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}" in ended.err
-    absent = sweep("hardware=p4d_24xlarge", "model=7B", *no_draft, STAGED[1])
-    assert f"hf download {catalogue.load('7B').hub_id}" in absent.err
-    assert [(ended.code, ended.jobs), (absent.code, absent.jobs)] == [(2, [])] * 2
-
-
-@pytest.mark.usefixtures("snapshot")
-def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub(sweep: Sweep) -> None:
-    both = (f"model.revision={COMMIT}", "draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
-    ended = sweep("model=acme/tiny", *both, *STAGED)
+def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
+    asked = ("model=acme/tiny", f"model.revision={COMMIT}", *STAGED)
+    ended = sweep(*asked, "draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
     assert ended.code == 0, ended.err
-    [job] = ended.jobs
-    run = composed(job)
+    run = composed(ended.jobs[0])
     assert run.draft.model
     assert Path(str(run.model.path)).parent == Path(str(run.draft.model.path)).parent == Path("/scratch/of me")
+    for weights in snapshot.glob("*.safetensors"):
+        weights.unlink()
+    absent = sweep(*asked, "draft=none", "task=generate")
+    assert (absent.code, len(absent.jobs)) == (2, 1)
+    assert f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}" in absent.err
