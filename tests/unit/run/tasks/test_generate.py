@@ -24,7 +24,7 @@ from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.runs import PLAIN
-from tests.unit.run.test_jobs import jobs_of
+from tests.unit.run.test_prompts import jobs_of
 
 JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 
