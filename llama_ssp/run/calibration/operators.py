@@ -222,13 +222,13 @@ def _in_turn(layers: list[Linear], *inputs: Tensor) -> Call:
     return lambda: [next(remaining)(x) for x in inputs]
 
 
-def operator_points(linear: list[LinearPoint], between: Call) -> tuple[list[RowsPoint], list[RowsPoint]]:
+def operator_points(linear: list[LinearPoint]) -> tuple[list[RowsPoint], list[RowsPoint]]:
     """Time everything in a layer except its matrices, and everything in a forward except its layers and head.
 
     Measures stacks of one and of several layers, so narrow that operators cost as much as matrices, and subtracts the
-    cost of the matrices as a plan would read it from `linear`. `between` is what a round does between two forwards.
+    cost of the matrices as a plan would read it from `linear`. Between two forwards a token is drawn, as in a round.
     """
-    layers, frames = [], []
+    layers, frames, between = [], [], _drawing(_rule(), torch.randn(1, VOCABULARIES[1]))
     for width in WIDTHS:
         few, many = _stack(width, 1), _stack(width, MANY_LAYERS)
         sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
@@ -299,11 +299,6 @@ def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
         return attention(qkv, *place, next(caches), positions[None], ALL, num_heads, 1.0, 0)
 
     return seconds_per_call(attend)
-
-
-def some_draw() -> Call:
-    """Return a draw of one token, as between two forwards."""
-    return _drawing(_rule(), torch.randn(1, VOCABULARIES[1]))
 
 
 def _rule() -> Rule:

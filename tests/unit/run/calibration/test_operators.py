@@ -87,7 +87,7 @@ def test_matrices_are_taken_off_a_layers_own_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(operators, "_stack", lambda _width, num_layers: num_layers)
     monkeypatch.setattr(operators, "_forward_s", lambda stack, _rows, _between: seconds[stack])
     linear = [LinearPoint(dtype="fp32", rows=1, elements=4096, working_set_bytes=2**22, s=1e-5)]
-    layers, frames = operators.operator_points(linear, lambda: None)
+    layers, frames = operators.operator_points(linear)
     assert {point.width for point in layers} == set(operators.WIDTHS)
     assert [point.s for point in layers] == pytest.approx([0.001 - 4e-5] * len(layers))
     assert [point.s for point in frames] == pytest.approx([0.002 - 1e-5] * len(frames))
