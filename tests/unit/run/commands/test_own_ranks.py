@@ -1,20 +1,24 @@
-"""Ranks that the program starts itself: how many a command line means, what is refused, and how they ended."""
+"""Ranks of the program itself and of torchrun: how many there are, what is refused, and how they end."""
 
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_ssp.errors import ConfigError
-from llama_ssp.run.commands import own_ranks
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.process import Ranks
+from llama_ssp.run.commands import own_ranks, torchrun
 from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
+from llama_ssp.run.commands.run import fail
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
+from tests.helpers.commands import run
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 KILLED, STOPPED = -signal.SIGKILL, -signal.SIGTERM
@@ -140,3 +144,63 @@ def test_the_code_is_that_of_the_lowest_rank_and_a_loss_that_no_rank_has_reporte
     err = capsys.readouterr().err
     assert err.startswith(said)
     assert bool(err) == bool(said)
+
+
+RANKS = [Ranks(rank=rank, size=4, local_rank=rank % 2, local_size=2) for rank in range(4)]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The error files of two ranks of a node; nobody waits long."""
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.05)
+    monkeypatch.setattr(torchrun, "_READERS_S", 0.05)
+    monkeypatch.setattr(torchrun, "_LEAD_S", 0.0)
+    for local_rank in (0, 1):
+        (tmp_path / str(local_rank)).mkdir()
+    return [tmp_path / str(local_rank) / "error.json" for local_rank in (0, 1)]
+
+
+def test_another_rank_ends_with_0_once_rank_0_of_its_node_has_reported(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
+    assert not torchrun.await_report(RANKS[1])
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
+    torchrun.report("no such model", RANKS[0])
+    assert json.loads(files[0].read_text())["message"]["message"] == "no such model"
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
+    assert fail(InterruptedRun("interrupted"), RANKS[1]) == 0, "also one that was interrupted"
+    assert files[1].with_name("seen.json").exists()
+    assert not torchrun.await_report(RANKS[3]), "rank 0 of the run is on another node"
+
+
+def test_rank_0_stays_until_a_rank_that_starts_late_has_seen_its_report(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "_READERS_S", 30.0)
+    seen = files[1].with_name("seen.json")
+    late = threading.Timer(0.2, seen.touch)
+    late.start()
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
+    torchrun.report("no such model", RANKS[0])
+    assert seen.exists()
+    late.join()
+
+
+def test_without_torchrun_every_rank_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
+    monkeypatch.delenv(torchrun.ERROR_FILE, raising=False)
+    torchrun.report("no such model", RANKS[0])
+    assert not torchrun.await_report(RANKS[1])
+
+
+@pytest.mark.heavy
+def test_torchrun_reports_one_rank_in_its_own_words_and_fails() -> None:
+    ended = run(["model=nosuch"], num_ranks=4)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
+    assert sum("exitcode  :" in line for line in lines) == 1, "only rank 0 has failed"
+    assert "traceback : unknown model 'nosuch'" in lines[-2]
+    assert not any("closing signal" in line for line in lines), "no rank had to be ended"
+    assert len(lines) <= 36, ended.stderr

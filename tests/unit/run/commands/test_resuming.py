@@ -1,8 +1,9 @@
-"""A run folder is resumed with the prompts that it was begun with, and never answers one with another's text."""
+"""A run folder is resumed with the prompts that it was begun with, and where the disk was full."""
 
 import io
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from llama_ssp.run.commands import report
 from tests.helpers.disturbed import lines
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -85,9 +86,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "content", ['{"rounds": [], "catch_up_seconds": []}', heavy("{"), heavy('{"rounds": 1}'), heavy("[NaN]")]
-)
+@pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', heavy("[NaN]")])
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
     (tmp_path / "run").mkdir()
@@ -173,3 +172,35 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert "max_new_tokens was 4 and is now 3" in measure(tmp_path, here, "max_new_tokens=3").err
     file.write_bytes(first.replace(b'"batch_size": 1', b'"batch_size": "1"') + again)
     assert "line 1 is damaged" in measure(tmp_path, here).err
+
+
+NUM_SAMPLES = 12
+
+
+def sampled(run_dir: Path) -> Ended:
+    return launch(
+        "task=generate", "prompt=import os", "max_new_tokens=24", f"num_samples={NUM_SAMPLES}", "ignore_eos=true",
+        "device=cpu", f"run_dir={run_dir}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_bytes", [slow(1), heavy(3000)], ids=["not even for a lock", "for some completions"])
+def test_a_full_disk_ends_a_run_in_a_sentence_and_with_more_room_it_is_completed(
+    num_bytes: int, tmp_path: Path
+) -> None:
+    """No file may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        ended = sampled(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ended.code == 2, ended.err
+    *progress, sentence = ended.err.splitlines()
+    assert all(f"of {NUM_SAMPLES} completions" in line for line in progress), ended.err
+    assert "free some space and give the same command" in sentence, ended.err
+    ended = sampled(tmp_path / "run")
+    assert ended.code == 0, ended.err
+    assert [line["sample"] for line in ended.lines] == [*range(NUM_SAMPLES)]
+    assert ended.status == "done\n"
+    assert not list((tmp_path / "run").glob("*.tmp"))
