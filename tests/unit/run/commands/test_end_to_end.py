@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,19 +132,6 @@ def test_compare_shows_both_modes_and_a_picture(launch: Launch, tmp_path: Path) 
     assert "prompt 1 of 1, speculative" in ended.out
     assert "speed-up" in ended.out
     assert "<svg" in (tmp_path / "compare.svg").read_text()
-
-
-@pytest.mark.heavy
-def test_a_comparison_without_a_terminal_tells_how_far_it_is_and_a_resumed_one_counts_on(
-    launch: Launch, tmp_path: Path
-) -> None:
-    (tmp_path / "prompts.txt").write_text("import\nfrom\nclass\n")
-    small = [f"prompts={tmp_path}/prompts.txt", "max_new_tokens=3"]
-    ended = launch(*small)
-    assert re.search(r"plain: 1 of 3 prompts at .*; speculative: 1 of 3 prompts at .*; 6 tokens, \d+ s left", ended.err)
-    lines = (ended.run_dir / "run.jsonl").read_bytes().splitlines(keepends=True)
-    (ended.run_dir / "run.jsonl").write_bytes(b"".join(lines[:3]))
-    assert re.search(r"plain: 3 of 3 prompts at .*; speculative: 2 of 3 prompts at .*; 6 tokens, ", launch(*small).err)
 
 
 @pytest.mark.heavy

@@ -55,8 +55,9 @@ def test_other_prompts_are_refused_by_the_first_that_differs(
 
 def test_prompts_that_follow_the_old_ones_are_completed_and_half_a_character_is_refused(tmp_path: Path) -> None:
     assert complete(tmp_path, "import", "一\x1b").code == 0
-    ended = complete(tmp_path, "import", "一\x1b", "class")
-    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
+    ended = complete(tmp_path, "import", "一\x1b", "class", "from")
+    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class", 3: "from"})
+    assert "plain: 3 of 4 prompts at " in ended.err
     ended = complete(tmp_path, "import", "\ud800")
     assert (ended.code, "'\\ud800'" in ended.err) == (2, True)
 

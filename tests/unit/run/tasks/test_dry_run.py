@@ -12,7 +12,7 @@ from llama_ssp.planning.plan import require_room
 from llama_ssp.planning.spec import make_job
 from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, Dtype, RunConfig, WeightsKind
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import CompareConfig
 
 
@@ -35,8 +35,7 @@ def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_t
     for device, asked, planned in (("cpu", True, False), ("cuda", True, True), ("cuda", False, False)):
         config.cuda_graphs = asked
         job = make_job(config, world_size=2, prompt_tokens=50, device=device)
-        assert (job.target_ranks, job.draft_ranks, job.draft_kind) == ((0, 1), (1,), DraftLayout.one_rank)
-        assert job.cuda_graphs is planned
+        assert (job.target_ranks, job.draft_ranks, job.cuda_graphs) == ((0, 1), (1,), planned)
 
 
 @pytest.mark.parametrize(("name", "on_gpu"), [("tinyllama_1B", Dtype.bf16), ("7B", Dtype.fp16)])
