@@ -149,8 +149,7 @@ def agree_on_bits(runners: Sequence[Runner], comm: Comm) -> None:
 
     All ranks of `comm` must call this together, also those without a part of a model.
     """
-    are_invariant = all(runner.is_invariant for runner in runners)
-    are_invariant = all(comm.gather_text("invariant" if are_invariant else ""))
+    are_invariant = all(comm.gather_text("invariant" if all(runner.is_invariant for runner in runners) else ""))
     for runner in runners:
         runner.is_invariant = are_invariant
 

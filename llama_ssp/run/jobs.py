@@ -7,6 +7,7 @@ from itertools import chain, cycle, groupby
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.reports.records import LineKey
 from llama_ssp.run.prompts import Message, Prompt, reason_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.state import Request, count_equal_before
@@ -30,6 +31,10 @@ class PromptTask:
     def prompt(self) -> str:
         """The prompt's text, as the user wrote it."""
         return self.source.text
+
+    def key(self, mode: str) -> LineKey:
+        """What names its completion in a mode."""
+        return self.request.index, mode, self.request.sample
 
     @property
     def earlier_indices(self) -> range:

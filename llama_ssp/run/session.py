@@ -137,7 +137,7 @@ class Session:
         self, jobs: Sequence[PromptTask], modes: Sequence[str], *, shows_texts: bool
     ) -> Iterator[None]:
         """Show the progress of jobs during the block, which completes them in each mode; `shows_texts` if it prints."""
-        num_done = {mode: sum(_key(job, mode) in self.finished for job in jobs) for mode in modes}
+        num_done = {mode: sum(job.key(mode) in self.finished for job in jobs) for mode in modes}
         paces = {mode: Pace(num_total=len(jobs), num_done=num_done[mode]) for mode in modes}
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
@@ -163,7 +163,7 @@ class Session:
         if the records cannot be written.
         """
         mesh, num_replicas = self.models.mesh, self.config.placement.num_replicas
-        todo = [job for job in jobs if _key(job, mode) not in self.finished]
+        todo = [job for job in jobs if job.key(mode) not in self.finished]
         for group in in_turns(todo, keeps_order=self.streams):
             whole = self._with_answers(group, mode)
             if mode not in self._warm:
@@ -197,10 +197,6 @@ class Session:
         all_answers = from_rank_0(self.world.comm, answers)
         maker, chat = self.models.job_maker, self.config.chat
         return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, all_answers, strict=True)]
-
-
-def _key(job: PromptTask, mode: str) -> LineKey:
-    return job.request.index, mode, job.request.sample
 
 
 class _Recorder:

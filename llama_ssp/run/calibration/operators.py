@@ -108,7 +108,7 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
         layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
-        one_s, few_s = (seconds_per_call(_each_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
+        one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
         speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
     return speeds
 
@@ -216,30 +216,19 @@ def linear_points(
     return points
 
 
-def _each_in_turn(layers: list[Linear], x: Tensor) -> Call:
-    """Return a product with the next of the layers."""
+def _in_turn(layers: list[Linear], *inputs: Tensor) -> Call:
+    """Return products of the inputs, each with the next of the layers."""
     remaining = cycle(layers)
-    return lambda: next(remaining)(x)
+    return lambda: [next(remaining)(x) for x in inputs]
 
 
-def _in_turn(layers: list[Linear], wide: Tensor, tall: Tensor) -> Call:
-    """Return two layers of many, a wide one and a tall one."""
-    remaining = cycle(layers)
-
-    def two() -> None:
-        next(remaining)(wide)
-        next(remaining)(tall)
-
-    return two
-
-
-def operator_points(linear: list[LinearPoint], between: Call) -> tuple[list[RowsPoint], list[RowsPoint]]:
+def operator_points(linear: list[LinearPoint]) -> tuple[list[RowsPoint], list[RowsPoint]]:
     """Time everything in a layer except its matrices, and everything in a forward except its layers and head.
 
     Measures stacks of one and of several layers, so narrow that operators cost as much as matrices, and subtracts the
-    cost of the matrices as a plan would read it from `linear`. `between` is what a round does between two forwards.
+    cost of the matrices as a plan would read it from `linear`. Between two forwards a token is drawn, as in a round.
     """
-    layers, frames = [], []
+    layers, frames, between = [], [], _drawing(_rule(), torch.randn(1, VOCABULARIES[1]))
     for width in WIDTHS:
         few, many = _stack(width, 1), _stack(width, MANY_LAYERS)
         sizes = [2 * width * width, width * width, 2 * MLP_SHARE * width * width, MLP_SHARE * width * width]
@@ -310,11 +299,6 @@ def _attend_s(rows: int, num_slots: int, num_heads: int) -> float:
         return attention(qkv, *place, next(caches), positions[None], ALL, num_heads, 1.0, 0)
 
     return seconds_per_call(attend)
-
-
-def some_draw() -> Call:
-    """Return a draw of one token, as between two forwards."""
-    return _drawing(_rule(), torch.randn(1, VOCABULARIES[1]))
 
 
 def _rule() -> Rule:

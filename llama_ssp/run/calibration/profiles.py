@@ -161,7 +161,7 @@ def all_parts(num_ranks: int, name: str, *, reduces: Sequence[SizePoint], show: 
         linear += operators.linear_points(**{"working_sets": sets, **kind})
     step(num_steps - 3)
     fp32 = [point for point in linear if point.dtype == Dtype.fp32.name]
-    layer, frame = operators.operator_points(fp32, operators.some_draw())
+    layer, frame = operators.operator_points(fp32)
     step(num_steps - 2)
     attention = operators.attention_points()
     step(num_steps - 1)

@@ -19,6 +19,7 @@ from llama_ssp.ranks.process import Ranks
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SILENCE_S = 5.0
 """How long ranks above 0 wait after an error: torchrun ends all when one has ended, and rank 0 must report first."""
+_SEEN = "seen.json"
 _READERS_S = 3.0
 _LEAD_S = 0.4
 _LOOK_EVERY_S = 0.02
@@ -33,7 +34,7 @@ def report(sentence: str, ranks: Ranks) -> None:
     if file is None:
         return
     said = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
-    readers = [_seen_file(file.parent.parent / str(local_rank)) for local_rank in range(1, ranks.local_size)]
+    readers = [file.parent.parent / str(local_rank) / _SEEN for local_rank in range(1, ranks.local_size)]
     with suppress(OSError, KeyboardInterrupt):
         part = file.with_suffix(".part")
         part.write_text(json.dumps({"message": said}), encoding="utf-8")
@@ -52,7 +53,7 @@ def await_report(ranks: Ranks) -> bool:
             time.sleep(SILENCE_S)
         elif _appear([reported], within_s=SILENCE_S):
             with suppress(OSError):
-                _seen_file(file.parent).touch()
+                (file.parent / _SEEN).touch()
             return True
     return False
 
@@ -63,10 +64,6 @@ def _appear(files: Sequence[Path], *, within_s: float) -> bool:
     while not (come := all(file.exists() for file in files)) and time.monotonic() < end_s:
         time.sleep(_LOOK_EVERY_S)
     return come
-
-
-def _seen_file(folder: Path) -> Path:
-    return folder / "seen.json"
 
 
 def _error_file() -> Path | None:

@@ -53,9 +53,8 @@ class _InOrder(Viewer):
     """Holds completions back until all before them have ended."""
 
     def __init__(self, viewer: Viewer, jobs: Sequence[PromptTask], finished: Container[LineKey], mode: str) -> None:
-        keys = [(job.request.index, mode, job.request.sample) for job in jobs]
         self._viewer = viewer
-        self._missing = deque(key for key in keys if key not in finished)
+        self._missing = deque(key for job in jobs if (key := job.key(mode)) not in finished)
         self._waiting: dict[LineKey, CompletionLine] = {}
 
     def end(self, line: CompletionLine) -> None:

@@ -42,15 +42,9 @@ class PlanSpec:
             (folder / "bin" / name).chmod(0o755)
 
     def start(
-        self,
-        *options: str,
-        code: int = 4,
-        made: int = 0,
-        state: str = "RUNNING",
-        run_dir: str | None = "a run",
-        restarts: int = 0,
-        task: str | None = None,
-    ) -> subprocess.CompletedProcess[str]:
+        self, *options: str, code: int = 4, made: int = 0, state: str = "RUNNING", run_dir: str | None = "a run",
+        restarts: int = 0, task: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run the script once, as a task of array 9 if one is given; it ends with `code` after `made` completions."""
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7",
@@ -92,7 +86,7 @@ def test_a_job_that_gets_nowhere_gives_up_after_some_tries(run_dir: str | None, 
 
 
 def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: PlanSpec) -> None:
-    for number in range(1, 7):
+    for number in range(1, 5):
         assert job.start("--idle", "1", made=number % 2).returncode == 4
         assert job.num_requeued == number
     assert job.start(code=0).returncode == 0
@@ -100,10 +94,11 @@ def test_a_job_that_gets_on_is_queued_again_as_often_as_it_takes(job: PlanSpec) 
 
 
 def test_the_number_of_tries_is_an_option(job: PlanSpec) -> None:
-    assert job.start("--idle", "0").returncode == 4
-    assert job.num_requeued == 0
+    assert (job.start("--idle", "0").returncode, job.num_requeued) == (4, 0)
     wrong = job.start("--idle", "many")
     assert (wrong.returncode, wrong.stderr) == (2, "--idle many: give a number of times, such as 3\n")
+    task = job.start("--arguments-in", "nowhere", task="3")
+    assert (task.returncode != 0, "nowhere/3/job.args" in task.stderr) == (True, True)
 
 
 def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
@@ -113,7 +108,7 @@ def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
         assert job.num_requeued == num_requeued
 
 
-@pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (2, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
+@pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])
 def test_a_failed_and_a_cancelled_job_are_not_queued_again(code: int, state: str, job: PlanSpec) -> None:
     assert job.start(code=code, state=state).returncode == code
     assert (job.num_requeued, job.left_files) == (0, [])
@@ -132,9 +127,3 @@ def test_a_task_of_an_array_reads_its_own_arguments_and_requeues_itself_alone(jo
     assert job.left_files == [".slurm-9_3.idle"]
     job.start("--arguments-in", "sweep, 1", task="3")
     assert job.num_requeued == 1, "--idle was read from the file"
-
-
-def test_a_task_without_arguments_ends(job: PlanSpec) -> None:
-    ended = job.start("--arguments-in", "nowhere", task="3")
-    assert ended.returncode != 0
-    assert "nowhere/3/job.args" in ended.stderr

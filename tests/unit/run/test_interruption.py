@@ -25,22 +25,25 @@ def alone(wishes: bool) -> bool:
     return wishes
 
 
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in NUMBERS]
+
+
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_second_signal_does_not_disturb_what_is_written_after_the_last_round(number: signal.Signals) -> None:
+def test_a_second_signal_does_not_disturb_what_is_written_and_the_first_ends_a_wait_for_input(
+    number: signal.Signals,
+) -> None:
     stop_request = StopRequest()
     with contextlib.suppress(InterruptedRun), stopping_on_signals(stop_request, tell=lambda: None, agree=alone):
+        heeding = handlers()
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            signal.raise_signal(number)
+        assert (handlers(), stop_request.requested) == (heeding, False)
         signal.raise_signal(number)
         signal.raise_signal(number)
         raise InterruptedRun("after the round")
     assert stop_request.requested
     signal.raise_signal(number)
-
-
-def test_without_a_signal_the_old_handlers_come_back() -> None:
-    before = [signal.getsignal(number) for number in NUMBERS]
-    with stopping_on_signals(StopRequest(), tell=lambda: None, agree=alone):
-        pass
-    assert [signal.getsignal(number) for number in NUMBERS] == before
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
@@ -53,27 +56,17 @@ def test_a_wish_that_came_in_the_last_round_is_known_to_all_afterwards(here: boo
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_wish_that_comes_behind_the_agreement_ends_what_follows() -> None:
+def test_a_wish_that_comes_behind_the_agreement_ends_what_follows_by_the_old_handlers() -> None:
     for number in NUMBERS:
         signal.signal(number, signal.default_int_handler)
-    stop_request = StopRequest()
 
     def agree(wishes: bool) -> bool:
         signal.raise_signal(signal.SIGUSR1)
         return wishes
 
-    with pytest.raises(KeyboardInterrupt), stopping_on_signals(stop_request, tell=lambda: None, agree=agree):
+    with pytest.raises(KeyboardInterrupt), stopping_on_signals(StopRequest(), tell=lambda: None, agree=agree):
         pass
-    assert [signal.getsignal(number) for number in NUMBERS] == [signal.default_int_handler] * 4
-
-
-@pytest.mark.parametrize("number", NUMBERS)
-def test_every_signal_ends_the_wait_for_input(number: signal.Signals) -> None:
-    with stopping_on_signals(StopRequest(), tell=lambda: None, agree=alone):
-        heeding = [signal.getsignal(number) for number in NUMBERS]
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            signal.raise_signal(number)
-        assert [signal.getsignal(number) for number in NUMBERS] == heeding
+    assert handlers() == [signal.default_int_handler] * 4
 
 
 def test_a_hangup_that_is_ignored_on_purpose_stays_ignored() -> None:

@@ -1,10 +1,10 @@
-"""Prompts are read line by line, become the ids that the model expects, and are refused where they leave no room."""
+"""Prompts are read, and become the ids that the model expects and the jobs of a run, or are refused."""
 
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +18,17 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.jobs import check_ids, encode, encode_messages, ids_of
+from llama_ssp.run.jobs import JobMaker, PromptTask, check_ids, encode, ids_of, in_turns
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig
-from llama_ssp.settings.tasks import BenchmarkConfig, GenerateConfig
+from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
+from llama_ssp.settings.tasks import GenerateConfig
+from tests.helpers.tokenizers import byte_level
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]
 CHAT = (
     "<s> {% for m in messages %}<user> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+ROLES = CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}")
 
 
 def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast:
@@ -38,11 +40,9 @@ def tokenizer(*, begins: bool = True, **options: str) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=words, **options)
 
 
-def prompts_of(file: Path, text: str, task: TaskConfig | None = None, *, column: str | None = None) -> list[Prompt]:
+def prompts_of(file: Path, text: str, *, column: str | None = None) -> list[Prompt]:
     file.write_text(text, encoding="utf-8")
-    run = RunConfig(
-        task=task or GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file)
-    )
+    run = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file))
     run.prompts_column = column
     return read_prompts(run)
 
@@ -51,17 +51,12 @@ def texts_of(file: Path, text: str, *, column: str | None = None) -> list[str]:
     return [prompt.text for prompt in prompts_of(file, text, column=column)]
 
 
-def test_empty_lines_are_no_prompts_and_blanks_of_others_stay(tmp_path: Path) -> None:
-    assert texts_of(tmp_path / "p.txt", "def f(x):\n\n   \n    return\n") == ["def f(x):", "    return"]
-    assert texts_of(tmp_path / "p.jsonl", '{"prompt": "a\\nb"}\n\n{"prompt": "", "id": 1}\n') == ["a\nb", ""]
-
-
-@pytest.mark.parametrize("begin", ["", "\ufeff"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_line_ends_where_files_end_them_and_nowhere_else(end: str, begin: str, tmp_path: Path) -> None:
-    assert texts_of(tmp_path / "p.txt", f"{begin}a\x0cb{end}c\u2028d{end}") == ["a\x0cb", "c\u2028d"]
-    lines = [f'{{"prompt": "{text}"}}' for text in ("a\u2028b", "c\u0085d")]
-    assert texts_of(tmp_path / "p.jsonl", begin + end.join(lines)) == ["a\u2028b", "c\u0085d"]
+@pytest.mark.parametrize(("begin", "end"), [("", "\n"), ("\ufeff", "\r\n")])
+def test_a_line_ends_where_files_end_them_and_empty_ones_are_no_prompts(end: str, begin: str, tmp_path: Path) -> None:
+    text = f"{begin}a\x0cb{end}{end}   {end}  c\u2028d{end}"
+    assert texts_of(tmp_path / "p.txt", text) == ["a\x0cb", "  c\u2028d"]
+    lines = [f'{{"prompt": "{text}"}}' for text in ("a\u2028b", "c\u0085d", "")]
+    assert texts_of(tmp_path / "p.jsonl", begin + f"{end}{end}".join(lines)) == ["a\u2028b", "c\u0085d", ""]
 
 
 QUESTION = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite.", "Stop."]}
@@ -81,13 +76,6 @@ def test_each_turn_of_a_question_is_a_prompt_with_those_before_it(tmp_path: Path
     ]
 
 
-def test_a_task_that_cuts_its_prompts_takes_no_conversations(tmp_path: Path) -> None:
-    task = BenchmarkConfig()
-    assert prompts_of(tmp_path / "p.jsonl", '{"turns": ["a"]}', task) == [Prompt(text="a")]
-    with pytest.raises(ConfigError, match="task=benchmark takes prompts of one turn"):
-        prompts_of(tmp_path / "p.jsonl", '{"turns": ["a", "b"]}', task)
-
-
 SYSTEM, ASK, MORE = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
 SAID = {"role": "assistant", "content": "b b"}
 TURNS = "must be an entry with a list of one or more texts as `turns`"
@@ -102,10 +90,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("begin", ["", "\ufeff"])
 @pytest.mark.parametrize("ending", TABLES)
-def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin: str, tmp_path: Path) -> None:
-    file = tmp_path / f"p{ending.upper() if ending == '.csv' else ending}"
+def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, tmp_path: Path) -> None:
+    file, begin = tmp_path / f"p{ending.upper() if ending == '.csv' else ending}", "\ufeff" * (ending == ".tsv")
     assert prompts_of(file, begin + TABLES[ending]) == [
         Prompt(text="def f(x):\n    return", fields={"id": "7", "question": "one, two"}),
         Prompt(text="import", fields={"id": "8", "question": "three"}),
@@ -113,10 +100,8 @@ def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, begin:
     assert texts_of(file, begin + TABLES[ending], column="question") == ["one, two", "three"]
     if ending == ".json":
         assert texts_of(file, '["a", "b\\nc"]') == ["a", "b\nc"]
-
-
-def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None:
-    assert texts_of(tmp_path / "p.csv", f"prompt\n{'a ' * 10**6}\n") == ["a " * 10**6]
+    if ending == ".csv":
+        assert texts_of(file, f"prompt\n{'a ' * 10**5}\n") == ["a " * 10**5], "as long as a context"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +110,6 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
         ("p.csv", "id,question\n1,a b\n", None, r"has id, question: prompts_column=question takes"),
         ("p.csv", "id,question\n1,a\n", "quest", r"has no prompts_column=quest: it has id, question"),
         ("p.csv", "id,prompt\n1,a,b\n", None, r"line 2 of .* number of cells .* columns id, prompt: quote cells"),
-        ("p.csv", "id,prompt\n1\n", None, r"line 2 of .* number of cells"),
         ("p.csv", 'id,prompt\n1,"a\n', None, r"line 2 of .* is not CSV"),
         ("p.csv", "", None, "holds no prompt$"),
         ("p.json", '["a", "b"]', "question", r"entry 1 of .* is a text, which has no prompts_column=question: leave"),
@@ -141,15 +125,11 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
             for line, reason in (
                 ("no JSON", "must be a JSON object: it cannot"),
                 ('"text"', "must be a JSON object, and not a text"),
-                ('{"prompt": "a", "x": NaN}', "must be a JSON object"),
                 ('{"text": "a"}', "must be an entry with `prompt`"),
                 ('{"prompt": 1}', "must be an entry with a text as `prompt`"),
-                ('{"turns": "a"}', TURNS),
                 ('{"turns": []}', TURNS),
                 ('{"turns": ["a", 1]}', TURNS),
                 ('{"turns": ["a"], "prompt": "a"}', "has both `prompt` and `turns`: give one of them"),
-                ('{"messages": []}', MESSAGES),
-                ('{"messages": "a"}', MESSAGES),
                 ('{"messages": ["a"]}', MESSAGES),
                 ('{"messages": [{"role": "user"}]}', MESSAGES),
                 ('{"messages": [{"role": "user", "content": ["a"]}]}', MESSAGES),
@@ -157,7 +137,6 @@ def test_a_prompt_of_a_table_may_be_as_long_as_a_context(tmp_path: Path) -> None
             )
         ),
         ("p.xlsx", "PK", None, r"\.xlsx is none of \.txt \(a prompt per line\), \.jsonl, .*convert it"),
-        ("p.jsonl.gz", "x", None, r"\.gz is none of"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place_and_never_taken_for_lines(
@@ -194,33 +173,26 @@ def test_a_list_of_messages_is_a_prompt_for_every_message_without_an_answer(tmp_
     ]
 
 
-def test_messages_are_put_in_the_template_with_the_answers_between_them() -> None:
+def test_messages_are_put_in_the_template_with_the_answers_between_them_and_the_assistants_is_continued() -> None:
     roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
     prompt = Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"])
     words = tokenizer(chat_template=roles)
     answered = ids_of(prompt, words, chat=False, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
     assert Prompt(**json.loads(json.dumps(asdict(prompt)))) == prompt
-    with pytest.raises(ConfigError, match="messages, such as 'b', need a tokenizer with a chat template: use a chat"):
-        ids_of(prompt, tokenizer(), chat=True, answers=["b b"])
-
-
-def test_a_message_of_the_assistant_is_continued() -> None:
     prompt = Prompt(text="b b", role="assistant", messages=[ASK])
-    words = tokenizer(chat_template=CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}"))
+    words = tokenizer(chat_template=ROLES)
     assert words.decode([*ids_of(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
-
-
-def test_what_a_user_says_begins_once_and_ends_where_the_assistant_speaks() -> None:
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
-    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
+    with pytest.raises(ConfigError, match="messages, such as 'b b', need a tokenizer with a chat template: use a chat"):
+        ids_of(prompt, tokenizer(), chat=True)
 
 
 def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     """In the template as messages in turn, whose roles alternate; else as the text was written, line by line."""
-    roles = CHAT.replace("<user>", "{{ '<user>' if m.role == 'user' else '<assistant>' }}")
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=True) == (0, 2, 4, 5, 3)
+    assert encode("a b", tokenizer(chat_template=CHAT), chat=False) == (0, 4, 5)
     earlier = [("a", "b b"), ("b", "a")]
-    assert encode("a a", tokenizer(chat_template=roles), chat=True, earlier=earlier) == (
+    assert encode("a a", tokenizer(chat_template=ROLES), chat=True, earlier=earlier) == (
         0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
     )  # fmt: skip
     lines = tokenizer().decode([*encode("a a", tokenizer(), chat=False, earlier=[("a ", "b b"), ("b ", "a")])])
@@ -235,8 +207,6 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
     assert encode("", tokenizer(bos_token="<s>", chat_template=silent), chat=True) == (0,)
     with pytest.raises(ConfigError, match="leave chat out"):
         encode("a", tokenizer(), chat=True)
-    with pytest.raises(ConfigError, match="which this tokenizer lacks"):
-        encode_messages([{"role": "user", "content": ""}], tokenizer(chat_template=silent))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +215,7 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
         (range(6), 4, 0, None), ([1, 19], 4, 0, None), (range(4), 2, 2, None),
         # As where a tokenizer was given a token for padding, and the model was not.
         ([1, 20, 3], 4, 0, "has token id 20, and the model knows 20 ids"),
-        (range(7), 4, 0, "has 7 tokens.*max_new_tokens=3 would fit"), (range(9), 4, 0, "has 9 tokens.*=1 would fit"),
+        (range(9), 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
         (range(10), 4, 0, "has 10 tokens.*has room for 9 at most"),
         (range(4), 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
         (range(8), 3, 2, "has room for 7 at most"),
@@ -256,3 +226,65 @@ def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
         check_ids(ids, max_new_tokens=max_new_tokens, context=10, vocab_size=20, prompt="a", num_answers=num_answers)
+
+
+MAKER = JobMaker(tokenizer=byte_level(), context=60, vocab_size=300)
+PROMPTS = (
+    Prompt(text="a"),
+    Prompt(text="b"),
+    Prompt(text="c", earlier=["b"]),
+    Prompt(text="d", earlier=["b", "c"]),
+    Prompt(text="e"),
+    Prompt(text="f", earlier=["e"]),
+)
+
+
+def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptTask]:
+    config = RunConfig(
+        task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+    )  # fmt: skip
+    return MAKER.jobs(prompts, config)
+
+
+def texts(jobs: list[PromptTask], *, keeps_order: bool) -> list[str]:
+    return ["".join(job.prompt for job in group) for group in in_turns(jobs, keeps_order=keeps_order)]
+
+
+def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
+    jobs = jobs_of(*PROMPTS)
+    assert texts(jobs, keeps_order=False) == ["abe", "cf", "d"]
+    assert texts(jobs, keeps_order=True) == ["ab", "c", "de", "f"]
+    assert texts(jobs[3:], keeps_order=True) == ["de", "f"], "what is finished needs no group"
+    assert texts([], keeps_order=True) == texts([], keeps_order=False) == []
+    assert texts(jobs_of(*PROMPTS, num_samples=2), keeps_order=True) == ["aabb", "cc", "ddee", "ff"]
+
+
+def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
+    job = jobs_of(*PROMPTS)[3]
+    assert [*job.earlier_indices] == [1, 2]
+    whole = MAKER.with_answers(job, ["one", "two"], chat=False)
+    assert whole.request.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
+    assert replace(whole, request=job.request) == job
+
+
+def test_equal_prompts_are_counted_turn_by_turn() -> None:
+    talk = Prompt(text="b"), Prompt(text="c", earlier=["b"])
+    jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
+    assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
+    answered = [MAKER.with_answers(job, ["x"], chat=False).request for job in (jobs[4], jobs[10])]
+    assert answered[0].prompt_ids == answered[1].prompt_ids
+    assert len({request.key(7) for request in answered}) == 2
+    alone = MAKER.with_answers(jobs_of(*talk)[1], ["x"], chat=False)
+    assert answered[0].key(7) == alone.request.key(7)
+    assert answered[0].key(7) != MAKER.with_answers(jobs[4], ["y"], chat=False).request.key(7)
+
+
+def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
+    first, last = jobs_of(PROMPTS[1], PROMPTS[2])
+    assert len(first.request.prompt_ids) == 1
+    assert len(last.request.prompt_ids) == len("b\nc") + 4
+    with pytest.raises(ConfigError, match="max_new_tokens=29 for each of 2 answers"):
+        jobs_of(PROMPTS[2], max_new_tokens=29)
+    with pytest.raises(ConfigError, match="more than the context of 60"):
+        MAKER.with_answers(last, ["x" * 60], chat=False)

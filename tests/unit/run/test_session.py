@@ -1,21 +1,38 @@
-"""What a session asks of its decoder, and what it writes down of a completion."""
+"""What a session asks of its decoder, what it measures for it, and what is written down at the end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp import load
+from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports.records import Span
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
+from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
+from llama_ssp.run.tuning import tune
+from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder, Update
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder
+from tests.helpers.in_process import launch
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.runs import FAST, PLAIN
+
+pytestmark = pytest.mark.seconds
 
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))
 
@@ -25,18 +42,14 @@ def job(max_new_tokens: int = 20) -> PromptTask:
     return PromptTask(request=request, source=Prompt(text="ab"))
 
 
-@pytest.mark.parametrize(("num_copies", "share_s"), [(1, 6.0), (2, 3.0)])
-def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies(
-    num_copies: int, share_s: float
-) -> None:
+def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies() -> None:
     completion = RowCompletion(
         request=job().request, token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
         finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
     )  # fmt: skip
-    line = to_line(job().source, completion, mode="speculative", tokenizer=LETTERS, num_copies=num_copies)
+    line = to_line(job().source, completion, mode="speculative", tokenizer=LETTERS, num_copies=2)
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
-    assert (line.ms, line.share_s) == (8000.0, share_s)
-    assert (line.draft_s, line.verify_s, line.other_s) == (1.0, 2.0, 3.0)
+    assert (line.ms, line.share_s, line.draft_s, line.verify_s, line.other_s) == (8000.0, 3.0, 1.0, 2.0, 3.0)
     assert (line.num_rounds, line.num_target_forwards, line.accepted_lengths) == (1, 2, [1])
 
 
@@ -65,11 +78,10 @@ def test_a_warm_up_is_short_and_never_longer_than_the_run(
 def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
     """Speculative rounds need more slots: had plain ones been captured before, they would be again, and timed."""
     models = load("tiny", "tiny-draft").models
-    target, draft = models.target, models.draft
     recorders = {"plain": FakeRecorder(), "speculative": FakeRecorder()}
     decoders = {
-        "plain": make_decoder(target, None, num_draft_tokens=0, replay=recorders["plain"]),
-        "speculative": make_decoder(target, draft, num_draft_tokens=9, replay=recorders["speculative"]),
+        mode: make_decoder(models.target, draft, num_draft_tokens=number, replay=recorders[mode])
+        for mode, draft, number in (("plain", None, 0), ("speculative", models.draft, 9))
     }
 
     def ready_decoder(mode: str, jobs: Sequence[PromptTask]) -> Decoder:
@@ -77,12 +89,94 @@ def test_the_warm_up_of_one_mode_drops_no_graph_of_another() -> None:
         return decoders[mode]
 
     session: Any = SimpleNamespace(ready_decoder=ready_decoder, _warm=set())
-    jobs = [job(150)]
     with torch.inference_mode():
-        Session.warm_up(session, jobs, [*decoders], num_jobs=1)
+        Session.warm_up(session, [job(150)], [*decoders], num_jobs=1)
         captured = {mode: recorder.num_recorded for mode, recorder in recorders.items()}
         for decoder in decoders.values():
-            for _ in decoder.run([each.request for each in jobs]):
-                pass
+            assert [*decoder.run([job(150).request])]
     assert {mode: recorder.num_recorded for mode, recorder in recorders.items()} == captured
     assert all(captured.values())
+
+
+CHUNK_S = 1.0
+
+
+class TimedRounds:
+    """Stands for a decoder whose rounds take planted times: a plain one 1 s, others by K and by the measurement."""
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        self.round, self.length = SimpleNamespace(drafters=[object()]), None
+        self.seconds, self.timed = seconds, list[list[int]]()
+
+    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:  # noqa: ARG002
+        """The planted times, and those to read a chunk that was skipped."""
+        self.timed.append([choice.num_tokens for choice in choices])
+        return [
+            self.seconds(each.num_tokens, len(self.timed)) + CHUNK_S * (each.num_unread > 2) if each.num_tokens else 1.0
+            for each in choices
+        ]
+
+
+def tuned(seconds: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
+    """What chooses K after the measurement, and the lengths that each measurement has timed."""
+    config = load("tiny", "tiny-draft").config
+    speculation = SpeculationConfig(num_draft_tokens=ADAPTIVE, acceptance=0.8)
+    decoder: Any = TimedRounds(seconds)
+    tune(decoder, replace(config, speculation=speculation), comm=Comm.single(), num_slots=64)
+    return decoder.length, decoder.timed
+
+
+@pytest.mark.parametrize(("of_a_token", "left"), [(0.3, [0, *ADAPTIVE_LENGTHS, 1, 0]), (1.1, [0, 0])])
+def test_drafts_that_lose_whatever_is_accepted_are_timed_twice_only(of_a_token: float, left: list[int]) -> None:
+    """As in a large batch, where each drafted token costs a plain one and a draft step."""
+    length, timed = tuned(lambda number, _: 1 + of_a_token * number)
+    assert timed[3] == [0, *ADAPTIVE_LENGTHS, 1, 0]
+    assert timed[4] == timed[-1] == left
+    assert bool(length.choose([0]).num_tokens) is (of_a_token < 1)
+
+
+def test_long_drafts_that_others_slowed_down_do_not_make_short_ones_cheap() -> None:
+    """A round with one drafted token takes 1.9 s and adds 1.8 tokens; a line through all has it at less."""
+    length, _ = tuned(lambda number, _: (1 + 0.9 * number) * (2.0 if number == max(ADAPTIVE_LENGTHS) else 1.0))
+    assert length.choose([0]) == DraftChoice(0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(hub.resolve(catalogue.load("tiny")))
+    return found
+
+
+def test_tokens_are_told_apart_by_round(tokenizer: PreTrainedTokenizerBase) -> None:
+    token_ids = tokenizer.encode("import os\nimport sys\nprint(sys.argv)", add_special_tokens=False)[:8]
+    line = replace(FAST, token_ids=token_ids, accepted_lengths=[2, 0, 2], examined_lengths=[2, 1, 2])
+    (found,) = excerpts([line], tokenizer)
+    spans = ((0, 1, False), (1, 3, True), (3, 5, False), (5, 7, True), (7, 8, False))
+    assert found.spans == [Span(text=str(tokenizer.decode(token_ids[a:b])), drafted=drafted) for a, b, drafted in spans]
+    assert "".join(span.text for span in found.spans) == tokenizer.decode(token_ids)
+
+
+def test_the_first_prompts_are_shown_once_each_in_the_best_mode(tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = [
+        replace(kind, index=index, sample=sample, prompt="p" * 9999)
+        for index in (7, 3, 1, 5) for sample in (1, 0) for kind in (PLAIN, FAST)
+    ]  # fmt: skip
+    found = excerpts(lines, tokenizer)
+    assert [(each.index, each.sample, each.mode) for each in found] == [(n, 0, "speculative") for n in (1, 3, 5)]
+    assert len(found[0].prompt) < 1000
+    plain = replace(PLAIN, token_ids=tokenizer.encode("import os", add_special_tokens=False))
+    assert [each.spans for each in excerpts([plain], tokenizer)] == [[Span(text="import os", drafted=False)]]
+
+
+def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("drawing needs matplotlib: pip install matplotlib")
+
+    monkeypatch.setattr(RunFolder, "write_report", fail)
+    ended = launch("task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run")
+    assert (ended.code, ended.status) == (0, "done\n")
+    last = ended.err.splitlines()[-1]
+    assert last == "drawing needs matplotlib: pip install matplotlib; llama-ssp report writes report.html later"
+    assert (tmp_path / "run" / "summary.json").exists()

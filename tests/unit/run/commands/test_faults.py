@@ -57,8 +57,8 @@ def complete(folder: Path, *settings: str) -> Ended:
         )  # fmt: skip
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    return sorted(file for part in ("target", "draft") for file in (folder / part).iterdir())
+def files_of(folder: Path, *parts: str) -> list[Path]:
+    return sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file())
 
 
 def is_a_sentence(ended: Ended) -> bool:
@@ -68,22 +68,21 @@ def is_a_sentence(ended: Ended) -> bool:
 @pytest.mark.parametrize("seed", seeds(NUM_CHECKPOINT_FAULTS))
 def test_a_fault_of_a_checkpoint_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
     shutil.rmtree(folder / "run")
-    files = [file for file in checkpoint_files(folder) if file.name != "sha256.json"]
-    fault = damage(files, seed=seed)
+    fault = damage([file for file in files_of(folder, "target", "draft") if file.name != "sha256.json"], seed=seed)
     ended = complete(folder)
     assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
 
 
 @pytest.mark.parametrize("seed", seeds(NUM_RUN_FAULTS))
 def test_a_fault_of_a_run_folder_is_a_sentence_or_does_no_harm(seed: int, folder: Path) -> None:
-    fault = damage(sorted(file for file in (folder / "run").rglob("*") if file.is_file()), seed=seed)
+    fault = damage(files_of(folder, "run"), seed=seed)
     ended = complete(folder)
     assert ended.code == 0 or is_a_sentence(ended), f"{fault}\n{ended.err}"
 
 
 @pytest.mark.parametrize("seed", seeds(NUM_CHECKPOINT_FAULTS))
 def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Path) -> None:
-    fault = damage(checkpoint_files(folder), seed=seed)
+    fault = damage(files_of(folder, "target", "draft"), seed=seed)
     ended = complete(folder, "model.verify=true", "draft.model.verify=true")
     assert is_a_sentence(ended), f"{fault}\n{ended.err}"
     assert fault.file.name in ended.err
@@ -94,7 +93,6 @@ def test_with_verify_every_fault_of_a_checkpoint_is_caught(seed: int, folder: Pa
     [
         ("config.json", '"silu"', '"sIlu"', "target/config.json describes no model that can be built (KeyError"),
         ("generation_config.json", '"eos_token_id": 1', '"eos_token_id": "1"', 'has eos_token_id "1"'),
-        ("generation_config.json", "{", "", "target/generation_config.json is not JSON"),
     ],
 )
 def test_values_that_only_the_library_reads_are_told_too(

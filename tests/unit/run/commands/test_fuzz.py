@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from llama_ssp.run.commands import manifest, plan, report
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from tests.helpers.in_process import Ended, call, launch
 
@@ -148,6 +149,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, without a terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(catalogue.cache_dir().parent))  # of kernels and of this machine's speeds
     monkeypatch.setenv("HOME", str(tmp_path))  # ${oc.env:HOME} names a folder that may be written to
 
 
@@ -176,34 +178,23 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
 @pytest.mark.parametrize(
     ("main", "arguments", "sentence"),
     [
-        (run_dry, ["prompts="], "prompts= must be a file"),
-        (run_dry, [f"prompts={'x' * 5000}"], "must be a file"),
         (run_dry, ["speculation=${oc.env:PATH}"], "must be settings: set them one by one as speculation.KEY=VALUE"),
         (run_dry, [f"speculation.num_draft_tokens={1 << 31}"], "must be at least 1 and at most 1024"),
         (run_dry, ["--resolve"], "--resolve needs --cfg"),
-        (run_dry, ["--cfg", "job", "-m"], "not allowed with argument"),
         (run_short, [f"model.path={'x' * 5000}"], "cannot be read (File name too long): name another path"),
         (
             run_short,
             ["draft.model.path='~no-such-user/x'"],
-            "cannot be read (Could not determine home directory): name another",
+            "cannot be read (Could not determine home directory): name",
         ),
-        (
-            run_short,
-            ["model.verify=true", f"model.manifest={'x' * 5000}"],
-            "cannot be read (File name too long): name another path",
-        ),
+        (run_short, ["model.verify=true", f"model.manifest={'x' * 5000}"], "cannot be read (File name too long): name"),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
         (run_dry, ["speculation=${run_id:}"], "speculation=20"),
-        (run_dry, ["seed=${run_id:}"], "could not be converted to Integer"),
         (run_dry, ["model=\x1b[2J"], r"cannot read 'model=\x1b[2J': settings are written name=value"),
         (run_short, ["model.path=\x1b[2J\x9b\u202e\x7f\r"], r"\x1b[2J\x9b\u202e\x7f\r does not exist"),
         (plan.main, ["format=\x1b"], r"cannot read 'format=\x1b': settings are written name=value"),
-        (plan.main, ["hardware.name=\x1b"], r"cannot read 'hardware.name=\x1b': settings are written name=value"),
-        (plan.main, ["placement=[0]"], "unknown placement '[0]': there are accelerate, auto, "),
         (plan.main, ["=0"], "unknown setting ''"),
         (plan.main, ["hydra/launcher=[[],1]"], "hydra/launcher is for sweeps"),
-        (report.main, ["\x1b[2J\x9b"], r"\x1b[2J\x9b holds no run"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
         (manifest.main, ["x" * 5000], "cannot be read (File name too long): name another folder"),
     ],
@@ -212,7 +203,6 @@ def test_what_was_found_once_is_a_sentence(
     main: Callable[[list[str]], int], arguments: list[str], sentence: str
 ) -> None:
     ended = call(main, arguments)
-    assert ended.code == 2
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
     assert sentence in ended.err
-    assert len(ended.err.splitlines()) == 1
     assert ended.err.removesuffix("\n").isprintable()

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,14 +195,10 @@ def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _file: None)
 
 
-def check_many(how_many: settings, part: int, check: Callable[[int], None]) -> None:
-    seed(part)(how_many(given(st.integers(0, 1 << 64))(check)))()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_any_run_folder_is_reported_and_resumed(part: int, tmp_path: Path) -> None:
-    check_many(MANY if part else FEW, part, lambda number: check_folder(tmp_path, number))
+    seed(part)((MANY if part else FEW)(given(st.integers(0, 1 << 64))(lambda number: check_folder(tmp_path, number))))()
 
 
 @pytest.mark.parametrize("text", YAML)

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,23 +17,8 @@ pytestmark = [pytest.mark.seconds, pytest.mark.heavy]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages that holds this one as pip installs it; its libraries are those of the tests.
-
-    Without the build backend, which pip would have to download, what the wheel holds is copied.
-    """
+    """A folder with the files that pyproject.toml puts into the wheel, and the script; its libraries are the tests'."""
     folder = tmp_path_factory.mktemp("installed")
-    if find_spec("hatchling") is None:
-        copy_wheel(folder)
-        return folder
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(ROOT)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return folder
-
-
-def copy_wheel(folder: Path) -> None:
-    """Copy the files that pyproject.toml puts into the wheel, and write the script."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     unwanted = shutil.ignore_patterns("__pycache__")
@@ -49,6 +33,7 @@ def copy_wheel(folder: Path) -> None:
     module, _, function = project["project"]["scripts"]["llama-ssp"].partition(":")
     (folder / "bin").mkdir()
     (folder / "bin" / "llama-ssp").write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    return folder
 
 
 def llama_ssp(folder: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

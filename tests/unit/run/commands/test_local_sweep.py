@@ -3,21 +3,27 @@
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.run.commands import own_ranks
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-TINY = catalogue.conf_dir().parent / "llama_ssp" / "shipped" / "tiny"
 TOO_LARGE = ("-m", "hardware=g5_12xlarge", "model=tiny,65B", "draft=default")
+Act = Callable[[Callable[[RunConfig, object], object]], None]
+
+
+@pytest.fixture
+def act(monkeypatch: pytest.MonkeyPatch) -> Act:
+    """A function that says what is done with each point."""
+    return lambda do: monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: do)
 
 
 def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
@@ -29,23 +35,26 @@ def as_step_of_srun(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
 
 def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -> None:
     ended = launch("-m", "speculation.num_draft_tokens=4,0,2,-1", f"run_dir={tmp_path}/sweep")
-    assert ended.code == 2
+    assert (ended.code, (tmp_path / "sweep").exists()) == (2, False)
     begun, *problems = ended.err.splitlines()
     assert begun.startswith("2 problems")
     assert [problem.split(" run_dir=")[0] for problem in problems] == [
-        "  1. job 1 (speculation.num_draft_tokens=0",
-        "  2. job 3 (speculation.num_draft_tokens=-1",
-    ]
-    assert not (tmp_path / "sweep").exists()
+        "  1. job 1 (speculation.num_draft_tokens=0", "  2. job 3 (speculation.num_draft_tokens=-1",
+    ]  # fmt: skip
 
 
-@pytest.mark.heavy
-def test_a_point_that_does_not_fit_keeps_all_points_from_starting(tmp_path: Path) -> None:
-    ended = launch(*TOO_LARGE, f"run_dir={tmp_path}/sweep")
-    assert ended.code == 3
-    assert ended.err.startswith("job 1 (")
-    assert "the smallest change that fits" in ended.err
-    assert not (tmp_path / "sweep").exists()
+@pytest.mark.parametrize("rank", [None, heavy(0), heavy(1)])
+def test_a_point_that_does_not_fit_keeps_all_points_from_starting(
+    rank: int | None, act: Act, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as every rank of srun finds it, of which rank 0 speaks."""
+    if rank is not None:
+        as_step_of_srun(monkeypatch, rank=rank)
+    act(lambda *_: pytest.fail("a point has started"))
+    monkeypatch.setattr("llama_ssp.run.commands.torchrun.SILENCE_S", 0.1)
+    ended = launch(*TOO_LARGE)
+    assert (ended.code, ended.err.startswith("job 1 (")) == (3, rank != 1)
+    assert ("the smallest change that fits" in ended.err) == (rank != 1)
 
 
 def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
@@ -57,15 +66,13 @@ def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
     assert capsys.readouterr().out.count("Memory per rank") == 2
 
 
-def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tmp_path: Path) -> None:
     """With the folder of the point, the same command would begin another sweep inside it."""
 
     def interrupted(config: RunConfig, _clock: object) -> bool:
         raise InterruptedRun.in_folder(config.run_dir)
 
-    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: interrupted)
+    act(interrupted)
     ended = launch("-m", "seed=1,2", f"run_dir={tmp_path}/my sweep")
     assert ended.code == 4
     assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
@@ -78,18 +85,16 @@ class Model:
         self.me = self
 
 
-def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(act: Act, tmp_path: Path) -> None:
     made: list[weakref.ref[Model]] = []
     alive = []
 
-    def act(_config: object, _clock: object) -> bool:
+    def make(_config: object, _clock: object) -> bool:
         alive.append([model() is not None for model in made])
         made.append(weakref.ref(Model()))
         return False
 
-    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: act)
+    act(make)
     gc.disable()
     try:
         assert launch("-m", "seed=1,2,3", f"run_dir={tmp_path}/sweep").code == 0
@@ -98,23 +103,15 @@ def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(
     assert alive == [[], [False], [False, False]]
 
 
-@pytest.mark.parametrize("rank", [heavy(0), 1])
-def test_every_rank_of_srun_finds_that_a_point_does_not_fit(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_step_of_srun(monkeypatch, rank=rank)
-    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda _config, _clock: False)
-    monkeypatch.setattr("llama_ssp.run.commands.torchrun.SILENCE_S", 0.1)
-    ended = launch(*TOO_LARGE)
-    assert ended.code == 3
-    assert ended.err.startswith("job 1 (") == (rank == 0)
-
-
 @pytest.mark.heavy
-def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_srun_does_not_end_alone_for_the_memory_of_its_own_node(
+    act: Act, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other ranks would wait for it; every run checks its capacity again, together with them."""
     as_step_of_srun(monkeypatch, rank=0)
     started = []
     monkeypatch.setattr("llama_ssp.machines.machine.host_memory_bytes", lambda: 2**20)
-    monkeypatch.setattr("llama_ssp.run.commands.run.task_code", lambda: lambda config, _: started.append(config.seed))
+    act(lambda config, _: started.append(config.seed))
     assert launch("-m", "device=cpu", "seed=1,2").code == 0
     assert started == [1, 2]
 

@@ -1,9 +1,10 @@
-"""Whatever the JSON files of a model's folder hold: a run and a plan end with a sentence, or are not harmed.
+"""Whatever the files of a model's folder hold: a run and a plan end with a sentence, or are not harmed.
 
 Known faults come first, then drawn ones: up to three changes of one folder's files, always the same ones.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,15 +14,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from llama_ssp.run import pipeline as task
 from llama_ssp.run.commands import plan, run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
+from llama_ssp.settings import catalogue
 from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import INDEX_FILE
 from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
 from tests.helpers.in_process import Ended, call, launch
@@ -53,6 +58,10 @@ KEYS = (
     "metadata", "x",
 )  # fmt: skip
 
+FILES = (
+    "config.json", "generation_config.json", INDEX_FILE, "tokenizer_config.json", "tokenizer.json",
+    "special_tokens_map.json", MANIFEST_FILE,
+)  # fmt: skip
 CHAT_TEMPLATE = "{% for message in messages %}{{ bos_token }} {{ message.content }}{% endfor %}"
 
 
@@ -88,46 +97,33 @@ def plan_for(folder: Path) -> Ended:
     return call(plan.main, ["model=local", f"model.path={folder}", "hardware=laptop_cpu", "draft=none"])
 
 
-def edited(name: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def with_fields(name: str, **fields: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         content = json.loads((folder / name).read_text())
-        edit(content)
-        (folder / name).write_text(json.dumps(content))
+        (folder / name).write_text(json.dumps(content | fields))
 
     return change
 
 
-def with_fields(name: str, **fields: object) -> Callable[[Path], None]:
-    return edited(name, lambda content: content.update(fields))
+def in_index(file: str) -> Callable[[Path], None]:
+    """A tensor of the index lies in such a file."""
+    return with_fields(INDEX_FILE, weight_map={"x": file})
 
 
-def deep(name: str, depth: int = 5000) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).write_text('{"model_type": ' + "[" * depth + "]" * depth + "}")
-
-    return change
+def deep(name: str, depth: int = 5000) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text('{"model_type": ' + "[" * depth + "]" * depth + "}")
 
 
 def huge(name: str) -> Callable[[Path], None]:
     """Make a file of a size that is not read, without writing it."""
-
-    def change(folder: Path) -> None:
-        with (folder / name).open("r+b") as file:
-            file.truncate(2**30)
-
-    return change
+    return lambda folder: os.truncate(folder / name, 2**30)
 
 
-KNOWN: list[tuple[Callable[[Path], None], str]] = [
-    (edited(INDEX_FILE, lambda index: index["weight_map"].update(x="y" * 5000)), "has no weight_map from tensors to"),
-    (edited(INDEX_FILE, lambda index: index["weight_map"].update(x="\0")), "has no weight_map from tensors to"),
-    (deep(INDEX_FILE), f"{INDEX_FILE} is nested more than 64 deep"),
-    (deep("config.json"), "config.json is nested more than 64 deep"),
+KNOWN: list[tuple[Callable[[Path], object], str]] = [
+    (in_index("y" * 5000), "has no weight_map from tensors to"),
+    (in_index("\0"), "has no weight_map from tensors to"),
+    *((deep(name), f"{name} is nested more than 64 deep") for name in FILES if name != MANIFEST_FILE),
     (deep("config.json", depth=80), "config.json is nested more than 64 deep"),
-    (deep("generation_config.json"), "generation_config.json is nested more than 64 deep"),
-    (deep("tokenizer_config.json"), "tokenizer_config.json is nested more than 64 deep"),
-    (deep("tokenizer.json"), "tokenizer.json is nested more than 64 deep"),
-    (deep("special_tokens_map.json"), "special_tokens_map.json is nested more than 64 deep"),
     (huge("config.json"), "config.json has 1073741824 bytes"),
     (huge("tokenizer.json"), "tokenizer.json has 1073741824 bytes"),
     (with_fields("config.json", num_attention_heads="0"), 'has num_attention_heads "0", and a whole number'),
@@ -137,30 +133,25 @@ KNOWN: list[tuple[Callable[[Path], None], str]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def damaged(sound: Path, tmp_path: Path) -> Path:
+    """A copy of the Llama, free to be changed."""
+    return Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
+
+
 @pytest.mark.parametrize(("fault", "sentence"), [case if n % 3 == 0 else heavy(*case) for n, case in enumerate(KNOWN)])
-def test_a_known_fault_is_a_sentence(fault: Callable[[Path], None], sentence: str, sound: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    fault(folder)
-    ended = complete(folder)
-    assert ended.code == 2, ended.err
+def test_a_known_fault_is_a_sentence(fault: Callable[[Path], object], sentence: str, damaged: Path) -> None:
+    fault(damaged)
+    ended = complete(damaged)
+    assert (ended.code, ended.err.count("\n"), len(ended.err) < 1000) == (2, 1, True), ended.err
     assert sentence in ended.err
-    assert str(folder) in ended.err
-    assert len(ended.err.splitlines()) == 1
-    assert len(ended.err) < 1000
+    assert str(damaged) in ended.err
+    if sentence.startswith(("config.json", "has num_")):
+        planned = plan_for(damaged)
+        assert (planned.code, sentence in planned.err) == (2, True), planned.err
 
 
-@pytest.mark.parametrize(
-    ("fault", "sentence"), [case for case in KNOWN if case[1].startswith(("config.json", "has num_"))]
-)
-def test_a_plan_says_the_same(fault: Callable[[Path], None], sentence: str, sound: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    fault(folder)
-    ended = plan_for(folder)
-    assert ended.code == 2, ended.err
-    assert sentence in ended.err
-
-
-@pytest.mark.parametrize("family", [name if name in {"llama", "gpt_neox"} else heavy(name) for name in FAMILIES])
+@pytest.mark.parametrize("family", ["llama", heavy("gpt_neox"), heavy("gemma2"), heavy("gpt_neo")])
 def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str, sound: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sound / family, tmp_path / "changed"))
     with_fields("config.json", return_dict=False, output_attentions=True, output_hidden_states=True)(folder)
@@ -180,13 +171,12 @@ def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str,
     ],
 )  # fmt: skip
 def test_a_fault_of_what_a_setting_reads_is_a_sentence(
-    fault: Callable[[Path], None], setting: str, sentence: str, sound: Path, tmp_path: Path
+    fault: Callable[[Path], object], setting: str, sentence: str, damaged: Path
 ) -> None:
-    folder = Path(shutil.copytree(sound / "llama", tmp_path / "damaged"))
-    fault(folder)
-    ended = complete(folder, setting)
+    fault(damaged)
+    ended = complete(damaged, setting)
     assert ended.code == 2, ended.err
-    assert sentence.format(folder) in ended.err
+    assert sentence.format(damaged) in ended.err
 
 
 Case = tuple[str, list[tuple[int, Mutation]]]
@@ -195,18 +185,10 @@ CASES: st.SearchStrategy[Case] = st.tuples(
     st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 5, 6]), mutations(KEYS)), min_size=1, max_size=3),
 )
 """A family, and changes of files by their number, the configuration most often."""
-FILES = (
-    "config.json", "generation_config.json", INDEX_FILE, "tokenizer_config.json", "tokenizer.json",
-    "special_tokens_map.json", MANIFEST_FILE,
-)  # fmt: skip
 
 
 @pytest.fixture
 def config(sound: Path) -> RunConfig:
-    return composed(sound)
-
-
-def composed(sound: Path) -> RunConfig:
     """The config of `complete` for any folder: Hydra takes longer for it than all that reads the files."""
     configs: list[RunConfig] = []
     with mock.patch.object(task, "run", lambda config, _clock: configs.append(config)):
@@ -219,14 +201,6 @@ def answer(act: Callable[[RunConfig], object], config: RunConfig) -> Ended:
     """End as the entry of a rank does when it comes to this with a config that is composed."""
     with mock.patch.object(run, "_launch", side_effect=lambda *_, **__: act(deepcopy(config))):
         return launch()
-
-
-def run_it(config: RunConfig) -> None:
-    task.run(config, StartClock(age_s=0.0))
-
-
-def plan_it(config: RunConfig) -> None:
-    dry_run(config, world_size=1)
 
 
 def check(sound: Path, config: RunConfig, case: Case) -> None:
@@ -243,7 +217,10 @@ def check(sound: Path, config: RunConfig, case: Case) -> None:
         config.model.path, config.run_dir = str(folder), f"{place}/run"
         config.model.verify = all(FILES[number] == MANIFEST_FILE for number, _ in changes)
         config.chat = any(FILES[number] == TOKENIZER_CONFIG_FILE for number, _ in changes) and len(changes) > 1
-        said = [answer(act, config) for act in (plan_it, run_it)]
+        said = [
+            answer(lambda changed: dry_run(changed, world_size=1), config),
+            answer(lambda changed: task.run(changed, StartClock(age_s=0.0)), config),
+        ]
     for ended in said:
         assert ended.code in {0, 1, 2, 3, 4}, f"{case}\n{ended.err}"
         assert "Traceback" not in ended.err, f"{case}\n{ended.err}"
@@ -263,3 +240,51 @@ def test_any_change_of_a_model_s_files_is_a_sentence_or_does_no_harm(
 @pytest.mark.parametrize("part", range(20))
 def test_many_changes_of_a_model_s_files_are_sentences_or_do_no_harm(part: int, sound: Path, config: RunConfig) -> None:
     seed(part)(MANY(given(CASES)(lambda case: check(sound, config, case))))()
+
+
+SIZES = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def run_in(folder: Path, *words: str) -> Ended:
+    return launch("max_new_tokens=4", "prompt=import", f"run_dir={folder}/run", *words)
+
+
+def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path: Path) -> None:
+    """The shipped model, whose config.json says that there is such a layer."""
+    target = shutil.copytree(hub.resolve(catalogue.load("tiny")), tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    local = ("model=local", f"model.path={target}")
+    ended = run_in(tmp_path, *local, "draft=tiny-eagle")
+    assert ended.code == 0, ended.err
+    log = (tmp_path / "run" / "ranks" / "000.log").read_text()
+    assert f"continuing without the MTP layers of {target}, which are not read" in log
+    refused = run_in(tmp_path / "own", *local, "draft=local", f"draft.model.path={target}")
+    assert refused.code == 2
+    assert f"{target} is the target and the draft: its MTP layers are not read as drafts: give an EAGLE" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("words", "config", "sentence"),
+    [
+        ("model=local model.path=", {"model_type": "qwen3_next"}, "this qwen3_next model has layers of kind linear_"),
+        ("draft=local draft.model.path=", {"model_type": "mimo", "auto_map": {"AutoConfig": "a.b"}},
+         "config.json asks for Python code from its folder"),
+        ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
+         "describes a speculator of type mtp: of those, eagle3 is read"),
+    ],
+    ids=["linear attention", "code", "speculator"],
+)  # fmt: skip
+def test_a_family_that_is_not_read_is_one_sentence(
+    words: str, config: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | config))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    for file in hub.resolve(catalogue.load("tiny")).glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    ended = run_in(tmp_path, "task=generate", *f"{words}{tmp_path}".split())
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert sentence in ended.err

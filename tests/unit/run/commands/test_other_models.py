@@ -1,5 +1,6 @@
 """A run folder is resumed with the models that it was begun with, and with completions that its run makes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,125 +20,146 @@ from tests.helpers.lanes import heavy
 
 pytestmark = pytest.mark.seconds
 
-WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+MODELS = ("tiny", "tiny-draft")
+WEIGHTS, GENERATION, RECORD = "model.safetensors", "generation_config.json", "run/models.json"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both models of the shipped pair, and a run of them that lacks the second of two completions."""
+    folder = tmp_path_factory.mktemp("begun")
+    for name in MODELS:
+        shutil.copytree(hub.resolve(catalogue.load(name)), folder / name)
+    (folder / "p.txt").write_text("import\nfrom\n")
+    assert complete(folder).code == 0
+    tear(folder)
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with both models of the shipped pair, and two prompts."""
-    for name in ("tiny", "tiny-draft"):
-        shutil.copytree(hub.resolve(catalogue.load(name)), tmp_path / name)
-    (tmp_path / "p.txt").write_text("import\nfrom\n")
-    return tmp_path
+def folder(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "folder"))
 
 
 def complete(folder: Path, *words: str, target: str = "tiny") -> Ended:
-    return launch(
-        "task=generate", "model=local", f"model.path={folder}/{target}", "draft=local",
-        f"draft.model.path={folder}/tiny-draft", "max_new_tokens=4", f"prompts={folder}/p.txt", f"run_dir={folder}/run",
-        *words,
-    )  # fmt: skip
+    with contextlib.chdir(folder):
+        return launch(
+            "task=generate", "model=local", f"model.path={target}", "draft=local", "draft.model.path=tiny-draft",
+            "max_new_tokens=4", "prompts=p.txt", "run_dir=run", *words,
+        )  # fmt: skip
 
 
-def tear(folder: Path) -> list[str]:
-    """Take the last completion out of the run; returns those that are left."""
+def texts(folder: Path, run: str = "run") -> list[tuple[str, list[int]]]:
+    found = [json.loads(line) for line in (folder / run / "run.jsonl").read_text().splitlines()]
+    return [(line["text"], line["accepted_lengths"]) for line in found]
+
+
+def tear(folder: Path) -> None:
+    """Take the last completion out of the run."""
     file = folder / "run" / "run.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:-1]))
-    return lines[:-1]
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
 
 
-def train(folder: Path) -> None:
+def train(name: str) -> Change:
     """Other values of the same shapes."""
-    weights = load_file(folder / WEIGHTS)
-    for name in weights:
-        if "q_proj" in name:
-            weights[name] *= 1.01
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def change(folder: Path) -> None:
+        file = folder / name / WEIGHTS
+        weights, size = load_file(file), file.stat().st_size
+        others = {key: each * (1.01 if "q_proj" in key else 1) for key, each in weights.items()}
+        save_file(others, file, {"format": "pt"})
+        assert file.stat().st_size == size
+
+    return change
 
 
 def end_elsewhere(folder: Path) -> None:
-    content = json.loads((folder / GENERATION).read_text())
-    (folder / GENERATION).write_text(json.dumps(content | {"eos_token_id": 5}))
+    content = json.loads((folder / "tiny" / GENERATION).read_text())
+    (folder / "tiny" / GENERATION).write_text(json.dumps(content | {"eos_token_id": 5}))
 
 
-def add_token(folder: Path) -> None:
-    (folder / "added_tokens.json").write_text("{}")
+def stray(**changes: object) -> Change:
+    """A completion that the run does not make."""
+
+    def change(folder: Path) -> None:
+        first = (folder / "run" / "run.jsonl").read_text()
+        (folder / "run" / "run.jsonl").write_text(f"{first}{json.dumps(json.loads(first) | {'index': 1} | changes)}\n")
+
+    return change
 
 
 @pytest.mark.parametrize(
-    ("change", "model", "said"),
+    ("change", "said"),
     [
-        (train, "tiny", f"({WEIGHTS} of model=local differs)"),
-        heavy(train, "tiny-draft", f"({WEIGHTS} of draft=local differs)"),
-        (end_elsewhere, "tiny", f"({GENERATION} of model=local differs)"),
-        heavy(add_token, "tiny", "(added_tokens.json of model=local is new)"),
-        heavy(lambda folder: (folder / GENERATION).unlink(), "tiny", f"({GENERATION} of model=local is missing)"),
+        (train("tiny"), f"({WEIGHTS} of model=local differs): give the old files to resume it, name another"),
+        heavy(train("tiny-draft"), f"({WEIGHTS} of draft=local differs)"),
+        (end_elsewhere, f"({GENERATION} of model=local differs)"),
+        (lambda here: (here / "tiny/added_tokens.json").write_text("{}"), "(added_tokens.json of model=local is new)"),
+        (lambda here: (here / "tiny" / GENERATION).unlink(), f"({GENERATION} of model=local is missing)"),
+        (lambda here: (here / RECORD).unlink(), "was begun by an earlier version, which drew other random numbers"),
+        (lambda here: (here / RECORD).write_text('{"target": 1}'), "models.json is damaged"),
+        (stray(sample=4), "holds prompt 2 sample 5 (speculative), and this run makes speculative completions"),
+        (stray(mode="plain"), "holds prompt 2 sample 1 (plain)"),
     ],
 )
-def test_other_files_are_refused_by_their_names_and_taken_where_one_means_it(
-    change: Callable[[Path], None], model: str, said: str, folder: Path
-) -> None:
-    assert complete(folder).code == 0
-    kept, size = tear(folder), (folder / model / WEIGHTS).stat().st_size
-    change(folder / model)
-    assert (folder / model / WEIGHTS).stat().st_size == size
+def test_a_folder_of_another_run_is_refused_by_what_differs(change: Change, said: str, folder: Path) -> None:
+    change(folder)
+    before = texts(folder)
     ended = complete(folder)
     assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
     assert said in ended.err
-    assert "give the old files to resume it, name another run_dir, or give resume=anyway" in ended.err
-    assert (folder / "run" / "run.jsonl").read_text() == "".join(kept)
+    assert texts(folder) == before
+
+
+@pytest.mark.parametrize("change", [train("tiny"), heavy(lambda folder: (folder / RECORD).unlink())])
+def test_other_files_are_taken_where_one_means_it_and_are_those_of_the_folder_then(
+    change: Change, folder: Path
+) -> None:
+    change(folder)
     assert complete(folder, "resume=anyway").code == 0
-    assert len(tear(folder)) == 1
-    assert complete(folder).code == 0, "these are the files of the folder now"
+    assert len(texts(folder)) == 2
+    tear(folder)
+    assert complete(folder).code == 0
+
+
+@pytest.mark.heavy
+def test_a_run_without_completions_takes_other_files(folder: Path) -> None:
+    tear(folder)
+    train("tiny")(folder)
+    assert complete(folder).code == 0
 
 
 def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
-    lines = complete(folder).lines
-    tear(folder)
     shutil.copytree(folder / "tiny", folder / "copy")
     for file in folder.glob("*/*.*"):
         os.utime(file, (1, 1))
-    assert [line["text"] for line in complete(folder, target="copy").lines] == [line["text"] for line in lines]
+    assert complete(folder, target="copy").code == 0
 
 
 def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_run_is_resumed(folder: Path) -> None:
-    for name in ("tiny", "tiny-draft"):
+    for name in MODELS:
         round_weights(folder / name)
         save_adapter(folder / f"adapter-{name}", folder / name)
         save_merged(folder / f"merged-{name}", folder / name, folder / f"adapter-{name}")
-    draft, other = f"draft.model.path={folder}/merged-tiny-draft", f"run_dir={folder}/other"
-    merged = complete(folder, draft, other, target="merged-tiny")
-    words = [f"model.adapter={folder}/adapter-tiny", f"draft.model.adapter={folder}/adapter-tiny-draft"]
+    assert complete(folder, "draft.model.path=merged-tiny-draft", "run_dir=merged", target="merged-tiny").code == 0
+    words = ("model.adapter=adapter-tiny", "draft.model.adapter=adapter-tiny-draft", "run_dir=adapted")
     ended = complete(folder, *words)
     assert ended.code == 0, ended.err
-    assert [line["text"] for line in ended.lines] == [line["text"] for line in merged.lines]
-    assert [line["accepted_lengths"] for line in ended.lines] == [line["accepted_lengths"] for line in merged.lines]
-    base = complete(folder, f"run_dir={folder}/base")
-    assert [line["text"] for line in ended.lines] != [line["text"] for line in base.lines]
-    tear(folder)
-    assert "(adapter_config.json of model=local is missing" in complete(folder, words[1]).err
+    assert texts(folder, "adapted") == texts(folder, "merged") != texts(folder)
     file = folder / "adapter-tiny" / ADAPTER_FILE
     save_file({name: -each for name, each in load_file(file).items()}, file)
     assert f"({ADAPTER_FILE} of model=local differs)" in complete(folder, *words).err
 
 
 @pytest.mark.heavy
-def test_a_run_without_completions_takes_other_files(folder: Path) -> None:
-    assert complete(folder).code == 0
-    (folder / "run" / "run.jsonl").write_text("")
-    train(folder / "tiny")
-    assert complete(folder).code == 0
-
-
-@pytest.mark.heavy
 def test_manifests_find_what_lies_between_the_blocks(folder: Path) -> None:
     def write_manifests() -> None:
-        for name in ("tiny", "tiny-draft"):
-            assert manifest.main([str(folder / name)]) == 0
+        assert [manifest.main([str(folder / name)]) for name in MODELS] == [0, 0]
 
     write_manifests()
     verified = ("model.verify=true", "draft.model.verify=true")
+    shutil.rmtree(folder / "run")
     assert complete(folder, *verified).code == 0
     tear(folder)
     with (folder / "tiny" / WEIGHTS).open("r+b") as stream:
@@ -147,39 +169,3 @@ def test_manifests_find_what_lies_between_the_blocks(folder: Path) -> None:
     assert complete(folder).code == 0, "too little for the blocks"
     tear(folder)
     assert f"({WEIGHTS} of model=local differs)" in complete(folder, *verified).err
-
-
-def test_a_folder_of_an_earlier_version_is_refused_by_what_differs(folder: Path) -> None:
-    assert complete(folder).code == 0
-    tear(folder)
-    (folder / "run" / "models.json").unlink()
-    ended = complete(folder)
-    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
-    assert "was begun by an earlier version, which drew other random numbers" in ended.err
-    assert "or give resume=anyway" in ended.err
-    assert complete(folder, "resume=anyway").code == 0
-
-
-@pytest.mark.heavy
-def test_a_damaged_record_of_the_files_is_a_sentence(folder: Path) -> None:
-    assert complete(folder).code == 0
-    (folder / "run" / "models.json").write_text('{"target": 1}')
-    ended = complete(folder)
-    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
-    assert "models.json is damaged" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"sample": 4}, "prompt 2 sample 5 (speculative)"), ({"mode": "plain"}, "prompt 2 sample 1 (plain)")],
-)
-def test_completions_that_the_run_does_not_make_are_refused(
-    changes: dict[str, object], said: str, folder: Path
-) -> None:
-    assert complete(folder).code == 0
-    (first,) = tear(folder)
-    stray = json.dumps(json.loads(first) | {"index": 1} | changes)
-    (folder / "run" / "run.jsonl").write_text(f"{first}{stray}\n")
-    ended = complete(folder)
-    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
-    assert f"holds {said}, and this run makes speculative completions with num_samples=1" in ended.err

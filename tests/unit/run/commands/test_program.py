@@ -1,17 +1,23 @@
-"""The program `llama-ssp`: its commands, its version, and what it answers to words that are no command."""
+"""The program `llama-ssp`: its commands, its help, completion with Tab, and what it answers to other words."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llama_ssp import load
+from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.process import STOP_SIGNALS, signals_kept
 from llama_ssp.run.commands import program
+from llama_ssp.settings import checks
 from tests.helpers import in_process
-from tests.helpers.in_process import Ended
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
@@ -23,11 +29,16 @@ def call(*words: str) -> Ended:
         return in_process.call(program.main, [*words])
 
 
+def python(*words: str, before: tuple[str, ...] = (), **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python in a process of its own."""
+    command, more = [*before, sys.executable, *words], {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=more, capture_output=True, text=True, timeout=240, check=False)
+
+
 def test_help_names_every_command_and_each_explains_itself() -> None:
-    for words in ([], ["--help"], ["-h"]):
-        ended = call(*words)
-        assert (ended.code, ended.err) == (0, "")
-        assert [name for name in program.COMMANDS if f"llama-ssp {name} " not in ended.out] == []
+    ended = call()
+    assert (ended.code, ended.err) == (0, "")
+    assert [name for name in program.COMMANDS if f"llama-ssp {name} " not in ended.out] == []
     for name in program.COMMANDS:
         ended = call(name, "--help")
         assert (ended.code, ended.err) == (0, "")
@@ -49,17 +60,14 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> N
         (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are calibrate, "),
         (["compare", "30B", "7B"], "'compare' is no command: write llama-ssp run task=compare model=30B draft=7B"),
         (["eval", "13B"], "'eval' is no command: write llama-ssp run task=evaluate suite=arithmetic model=13B"),
-        (["compare", "7B", "seed=1"], "'compare' is no command: write llama-ssp run task=compare model=7B seed=1"),
-        (["latency", "30B"], "'latency' is no command: write llama-ssp run task=latency model=30B"),
         (["30B"], "'30B' is no command: write llama-ssp run model=30B"),
         (["compare", "30B", "nosuch"], "unknown command 'compare': there are calibrate, "),
     ],
-)  # fmt: skip
+)
 def test_a_word_that_is_no_command_is_answered_with_what_to_type(words: list[str], sentence: str) -> None:
     ended = call(*words)
-    assert (ended.code, ended.out) == (2, "")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
     assert ended.err.startswith(sentence)
-    assert ended.err.count("\n") == 1
 
 
 def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
@@ -68,32 +76,26 @@ def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
     assert call("report", str(tmp_path)).code == 2
     assert call("manifest", str(tmp_path / "nothing")).code == 2
     assert call("run", "seed=abc").code == 2
-    assert call("calibrate", "seed=abc").code == 2
+    assert re.search(r"^task:\n  name: calibrate$", call("calibrate", "--cfg", "job").out, re.MULTILINE)
 
 
-def test_calibrate_is_a_task_of_run() -> None:
-    ended = call("calibrate", "--cfg", "job")
-    assert (ended.code, ended.err) == (0, "")
-    assert re.search(r"^task:\n  name: calibrate$", ended.out, re.MULTILINE)
-
-
-def signalled_in_an_import(number: signal.Signals, *before: str) -> tuple[int, str, str]:
+@pytest.mark.parametrize(
+    ("number", "before", "ended"),
+    [
+        *((number, (), (4, "", "interrupted\n")) for number in STOP_SIGNALS[:1]),
+        *(heavy(number, (), (4, "", "interrupted\n")) for number in STOP_SIGNALS[1:]),
+        (signal.SIGHUP, ("env", "--ignore-signal=HUP"), (7, "", "")),  # as nohup does
+    ],
+)
+def test_a_signal_while_modules_are_imported_is_one_word(
+    number: signal.Signals, before: tuple[str, ...], ended: tuple[int, str, str]
+) -> None:
     """The command's module is replaced by one that signals its own process, as Ctrl-C in an import."""
     words = "import sys, types, signal; module = types.ModuleType('llama_ssp.run.commands.plan'); "
     words += f"module.main = lambda words: signal.raise_signal({int(number)}) or 7; "
     words += "sys.modules[module.__name__] = module; from llama_ssp.run.commands.program import main; main(['plan'])"
-    command = [*before, sys.executable, "-c", words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return ended.returncode, ended.stdout, ended.stderr
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_while_modules_are_imported_is_one_word(number: signal.Signals) -> None:
-    assert signalled_in_an_import(number) == (4, "", "interrupted\n")
-
-
-def test_a_hangup_that_nohup_ignores_is_ignored_while_modules_are_imported() -> None:
-    assert signalled_in_an_import(signal.SIGHUP, "env", "--ignore-signal=HUP") == (7, "", "")
+    found = python("-c", words, before=before)
+    assert (found.returncode, found.stdout, found.stderr) == ended
 
 
 def test_an_interrupt_that_passed_through_exec_ends_with_code_4_too(tmp_path: Path) -> None:
@@ -111,26 +113,92 @@ sys.modules["llama_ssp.run.commands.plan"] = module = types.ModuleType("plan")
 module.main = plan
 main(["plan"])
 """)
-    ended = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, check=False)
-    assert ended.returncode == 4
+    assert python("-m", "interrupted", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").returncode == 4
 
 
 @pytest.mark.parametrize(
-    "words", [["model=nosuch"], ["--help"], ["dry_run=true", "model=7B", "hardware=8xh100"], ["seed=abc"]]
+    "words", [["model=nosuch"], ["dry_run=true", "model=7B", "hardware=8xh100"], heavy(["--help"])]
 )
 def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(words: list[str]) -> None:
     code = "import sys; from llama_ssp.run.commands.program import main\n"
     code += f"try: main(['run', 'ranks=2', *{words!r}])\n"
     code += "finally: print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = python("-c", code)
     assert ended.stderr.splitlines()[-1] == "", ended.stderr
     assert "starting" not in ended.stderr
 
 
 @pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["launch/run.py", "run_dir={}"], 2, "Python removes docstrings (PYTHONOPTIMIZE=2, or python -OO), and tran"),
+        heavy(["-m", "llama_ssp", "run", "ranks=2", "run_dir={}"], 2, "leave it out, or use PYTHONOPTIMIZE=1\n"),
+        heavy(["-m", "llama_ssp", "calibrate"], 2, "leave it out, or use PYTHONOPTIMIZE=1\n"),
+        (["launch/plan.py", "model=7B", "draft=none", "hardware=p4d_24xlarge"], 0, "ms/token"),
+        heavy(["launch/run.py", "dry_run=true"], 0, "per round"),
+        heavy(["-m", "llama_ssp", "--help"], 0, "llama-ssp calibrate"),
+    ],
+)
+def test_a_run_without_docstrings_is_refused_and_planning_and_help_need_none(
+    words: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    ended = python(*(word.format(run_dir) for word in words), PYTHONOPTIMIZE="2", PYTHONDONTWRITEBYTECODE="1")
+    assert (ended.returncode, run_dir.exists()) == (code, False)
+    assert said in (ended.stderr if code else ended.stdout)
+    assert (ended.stdout, ended.stderr.count("\n")) == ("", 1) or not code
+
+
+def test_the_library_without_docstrings_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    with pytest.raises(ConfigError, match=r"Python removes docstrings \(PYTHONOPTIMIZE=2"):
+        load("tiny")
+
+
+def helped(*words: str) -> str:
+    ended = launch("--help", *words)
+    assert (ended.code, ended.err) == (0, "")
+    return ended.out
+
+
+def test_the_overview_fits_a_terminal_and_names_every_topic() -> None:
+    overview, everything = helped(), helped("all")
+    topics = [line.partition(":")[0] for line in everything.splitlines() if line.partition(":")[0].isupper()]
+    assert len(topics) > 10
+    assert len(overview.splitlines()) < 60 < len(everything.splitlines())
+    assert [topic for topic in topics if topic not in overview and f"  {topic.lower()} " not in overview] == []
+
+
+def test_a_word_after_help_finds_its_topics_in_the_order_of_the_help() -> None:
+    for word, topic in (("temperature", "SAMPLING"), ("stop_strings=", "LENGTH"), ("tp_size", "PLACEMENT")):
+        shown = helped(word)
+        assert shown.startswith(f"{topic}: ")
+        assert word.rstrip("=") in shown
+    shown = helped("sampling", "models")
+    assert shown.startswith("MODELS: ")
+    assert "\n\nSAMPLING: " in shown
+    ended = launch("--help", "samplign")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("unknown topic 'samplign': there are all, examples, ")
+    assert ended.err.endswith("did you mean sampling?; the name of a setting finds its topic too\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script_and_takes_it_back(shell: str) -> None:
+    for command in ("install", "uninstall"):
+        ended = launch("--shell-completion", f"{command}={shell}")
+        assert (ended.code, ended.err, "hydra" in ended.out) == (0, "", True)
+
+
+@pytest.mark.parametrize(
     ("line", "candidates"),
     [
-        ("llama-ssp run sampling=gr", "sampling=greedy"),
+        ("((", ""),
+        ("python launch/run.py sampling=gr", "sampling=greedy"),
+        ("python launch/run.py task=generate task.for", "task.format="),
+        ("python launch/run.py speculation=${run_id:} sampling=gr", "sampling=greedy"),
+        ("python launch/run.py a[ sampling=gr", ""),
+        ("python launch/run.py --no-such-option sam", ""),
         ("/opt/bin/llama-ssp  run model=7B ranks=2 draft=tiny-", "draft=tiny-draft draft=tiny-eagle"),
         ("llama-ssp calibrate task.out", "task.output="),
         ("llama-ssp ru", "run"),
@@ -138,9 +206,26 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
         ("llama-ssp plan sampling=gr", ""),
     ],
 )
-def test_a_shell_asks_the_program_for_candidates(line: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script that `llama-ssp run -sc install=bash` prints calls it so, whatever the command is."""
+def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script that `llama-ssp run -sc install=bash` prints calls the program so, whatever the command is."""
     monkeypatch.setattr(sys, "argv", ["llama-ssp"])
     monkeypatch.setenv("COMP_LINE", line)
-    ended = call("-sc", "query=bash")
+    ended = call("-sc", "query=bash") if "llama-ssp" in line else launch("-sc", "query=bash")
     assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "for the shell bash, zsh or fish, such as -sc install=bash"),
+        (["install=bash", "query=bash"], "for the shell bash, zsh or fish, such as -sc install=bash"),
+        (["query=bash"], "-sc query=bash is called by the shell itself, which sets COMP_LINE; "),
+    ],
+)
+def test_what_completion_cannot_do_is_one_sentence(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    ended = launch("-sc", *words)
+    assert (ended.code, ended.err.count("\n"), ended.out) == (2, 1, "")
+    assert sentence in ended.err

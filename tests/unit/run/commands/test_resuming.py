@@ -1,8 +1,9 @@
-"""A run folder is resumed with the prompts that it was begun with, and never answers one with another's text."""
+"""A run folder is resumed with the prompts that it was begun with, and where the disk was full."""
 
 import io
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from llama_ssp.run.commands import report
 from tests.helpers.disturbed import lines
 from tests.helpers.in_process import Ended, launch
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 
 pytestmark = pytest.mark.seconds
 
@@ -38,30 +39,27 @@ def texts(run_dir: Path) -> dict[int, str]:
         (("import", "def", "class"), "prompt 2 of prompts={folder}/p.jsonl was 'from' when .*, and is now 'def'"),
         heavy(("import",), "was 'from' when .*, and is now missing, with 1 left"),
         heavy(("import", "from" + 50 * " a"), "was 'from' when .*, and is now 'from a a a"),
+        heavy(("import", "from", 60 * "x " + "two"), "x x one' when .*x x two'"),
     ],
 )
 def test_other_prompts_are_refused_by_the_first_that_differs(
     changed: tuple[str, ...], difference: str, tmp_path: Path
 ) -> None:
-    assert complete(tmp_path, "import", "from", "class").code == 0
+    assert complete(tmp_path, "import", "from", 60 * "x " + "one").code == 0
     ended = complete(tmp_path, *changed)
     assert (ended.code, ended.err.count("\n")) == (2, 1)
-    with pytest.raises(ValueError, match=difference.format(folder=tmp_path)):
-        raise ValueError(ended.err)
+    assert re.search(difference.format(folder=tmp_path), ended.err)
     assert "name another run_dir" in ended.err
-    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
+    assert len(recorded(tmp_path)) == 3
 
 
-@pytest.mark.heavy
-def test_what_differs_far_behind_is_shown(tmp_path: Path) -> None:
-    assert complete(tmp_path, 60 * "x " + "one").code == 0
-    assert "x one' when" in complete(tmp_path, 60 * "x " + "two").err
-
-
-def test_prompts_that_follow_the_old_ones_are_completed(tmp_path: Path) -> None:
+def test_prompts_that_follow_the_old_ones_are_completed_and_half_a_character_is_refused(tmp_path: Path) -> None:
     assert complete(tmp_path, "import", "一\x1b").code == 0
-    ended = complete(tmp_path, "import", "一\x1b", "class")
-    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class"})
+    ended = complete(tmp_path, "import", "一\x1b", "class", "from")
+    assert (ended.code, recorded(tmp_path)) == (0, {0: "import", 1: "一\x1b", 2: "class", 3: "from"})
+    assert "plain: 3 of 4 prompts at " in ended.err
+    ended = complete(tmp_path, "import", "\ud800")
+    assert (ended.code, "'\\ud800'" in ended.err) == (2, True)
 
 
 ADAPTIVE = (
@@ -89,9 +87,7 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "content", ["{", '{"rounds": [], "catch_up_seconds": []}', heavy('{"rounds": 1}'), heavy("[NaN]")]
-)
+@pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', heavy("[NaN]")])
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
     (tmp_path / "run").mkdir()
@@ -117,16 +113,8 @@ def test_what_nobody_has_foreseen_is_in_the_status_too(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("llama_ssp.run.pipeline.load_models", load_models)
     ended = complete(tmp_path, "import")
-    assert ended.code is None
-    assert "no such thing\nand more" in ended.err
+    assert (ended.code, "no such thing\nand more" in ended.err) == (None, True)
     assert (tmp_path / "run" / "status").read_text() == "1: ValueError: no such thing\n"
-
-
-def test_half_a_character_is_refused(tmp_path: Path) -> None:
-    ended = complete(tmp_path, "import", "\ud800")
-    assert (ended.code, ended.err) == (
-        2, "prompt '\\ud800' holds '\\ud800', a lone surrogate: write it in UTF-8\n",
-    )  # fmt: skip
 
 
 class Typed(io.StringIO):
@@ -136,15 +124,9 @@ class Typed(io.StringIO):
         return True
 
 
-def test_typed_prompts_are_counted_on_from_those_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for typed in ("import\nfrom\n", "class\n"):
-        monkeypatch.setattr(sys, "stdin", Typed(typed))
-        ended = launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/run")
-        assert ended.code == 0, ended.err
-    assert recorded(tmp_path) == {0: "import", 1: "from", 2: "class"}
-
-
-def test_a_prompt_that_is_typed_twice_is_the_second_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_typed_prompts_are_counted_on_and_one_typed_twice_is_the_second_equal_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for typed in ("import\nfrom\n", "import\nimport\n"):
         monkeypatch.setattr(sys, "stdin", Typed(typed))
         assert launch(*SMALL, "prompts=-", f"run_dir={tmp_path}/typed", "max_new_tokens=12").code == 0
@@ -152,14 +134,6 @@ def test_a_prompt_that_is_typed_twice_is_the_second_equal_one(tmp_path: Path, mo
     typed_texts, (first, second, other, third) = texts(tmp_path / "typed"), texts(tmp_path / "run").values()
     assert typed_texts == {0: first, 1: other, 2: second, 3: third}
     assert len({first, second, third}) == 3
-
-
-def test_a_prompt_before_others_changes_no_other_text(tmp_path: Path) -> None:
-    assert complete(tmp_path, "import", "from", max_new_tokens=12).code == 0
-    before = texts(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "first")
-    assert complete(tmp_path, "class", "import", "from", max_new_tokens=12).code == 0
-    assert [*texts(tmp_path / "run").values()][1:] == [*before.values()]
 
 
 def measure(folder: Path, *settings: str, text: str = "import os") -> Ended:
@@ -179,9 +153,7 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     file.write_bytes(first + second[:-20])
     assert measure(tmp_path, here).code == 0
     kept, again = file.read_bytes().splitlines(keepends=True)
-    assert kept == first
-    assert json.loads(again)["batch_size"] == 2
-    assert again != second, "what was only half written is measured anew"
+    assert (kept, json.loads(again)["batch_size"], again != second) == (first, 2, True), "half a line is no cell"
     assert measure(tmp_path, here).code == 0
     assert file.read_bytes() == first + again
 
@@ -203,12 +175,33 @@ def test_a_benchmark_measures_only_cells_that_are_left_and_ends_with_a_summary_o
     assert "line 1 is damaged" in measure(tmp_path, here).err
 
 
-@pytest.mark.slow
-def test_a_finished_run_is_not_repeated_and_another_config_is_refused(tmp_path: Path) -> None:
-    words = ("task=latency", f"run_dir={tmp_path}/run")
-    first = launch(*words, "max_new_tokens=2").lines
-    assert len(first) == 15
-    assert launch(*words, "max_new_tokens=2").lines == first
-    other = launch(*words, "max_new_tokens=3")
-    assert other.code == 2
-    assert "max_new_tokens was 2 and is now 3" in other.err
+NUM_SAMPLES = 12
+
+
+def sampled(run_dir: Path) -> Ended:
+    return launch(
+        "task=generate", "prompt=import os", "max_new_tokens=24", f"num_samples={NUM_SAMPLES}", "ignore_eos=true",
+        "device=cpu", f"run_dir={run_dir}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_bytes", [slow(1), heavy(3000)], ids=["not even for a lock", "for some completions"])
+def test_a_full_disk_ends_a_run_in_a_sentence_and_with_more_room_it_is_completed(
+    num_bytes: int, tmp_path: Path
+) -> None:
+    """No file may be longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        ended = sampled(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ended.code == 2, ended.err
+    *progress, sentence = ended.err.splitlines()
+    assert all(f"of {NUM_SAMPLES} completions" in line for line in progress), ended.err
+    assert "free some space and give the same command" in sentence, ended.err
+    ended = sampled(tmp_path / "run")
+    assert ended.code == 0, ended.err
+    assert [line["sample"] for line in ended.lines] == [*range(NUM_SAMPLES)]
+    assert ended.status == "done\n"
+    assert not list((tmp_path / "run").glob("*.tmp"))

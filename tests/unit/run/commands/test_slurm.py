@@ -41,13 +41,6 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     assert ended.out.count("ms/token plain") == 4
 
 
-def test_a_job_asks_for_the_gpus_of_the_hardware_that_it_was_planned_for(sweep: Sweep) -> None:
-    [job] = sweep("hardware=p4d_24xlarge", "model=30B", "hydra.launcher.nodes=2").jobs
-    asked = options(job)
-    assert (asked["nodes"], asked["ntasks-per-node"], asked["gres"]) == ("2", "8", "gpu:8")
-    assert "partition" not in asked
-
-
 @pytest.mark.heavy
 def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     wanted = {
@@ -65,10 +58,15 @@ def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     assert own[2:] == ["--python", "python", "--prefix", "apptainer", "--prefix", "exec"]
 
 
-def test_a_prompt_reaches_the_job_as_it_was_typed(sweep: Sweep) -> None:
+def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_it_was_planned_for(
+    sweep: Sweep,
+) -> None:
     prompt = 'it\'s $(rm -rf), "f" [1, {2}] ${x}\\'
-    [job] = sweep(CPU, f"prompt={prompt}").jobs
+    [job] = sweep("hardware=p4d_24xlarge", "model=30B", "hydra.launcher.nodes=2", f"prompt={prompt}").jobs
     assert composed(job).prompt == prompt
+    asked = options(job)
+    assert (asked["nodes"], asked["ntasks-per-node"], asked["gres"]) == ("2", "8", "gpu:8")
+    assert "partition" not in asked
 
 
 def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
@@ -86,19 +84,15 @@ def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Swee
     [
         (["model=7B"], 2, "name it with hardware=NAME, one of "),
         ([CPU, "seed=0,-1"], 2, "seed=-1 must be between 0"),
-        slow([CPU, "seed=0,x"], 2, "seed=x: Value 'x'"),
         slow([CPU, "prompts=-"], 2, "prompts=- asks at a terminal"),
         (["hardware=p4d_24xlarge", "hydra.launcher.ranks_per_node=9"], 2, "more than the 8 GPUs of a node"),
         slow([CPU, "hydra.launcher.nodes=2"], 2, "does not say how nodes are connected"),
-        slow([CPU, "hydra.launcher.nodes=0"], 2, "hydra.launcher.nodes=0 must be at least 1"),
         slow([CPU, "hydra.launcher.sbatch=[evil.sh]"], 2, "would take it for a script"),
         slow([CPU, "hydra.launcher.stage_to=here"], 2, "must be an absolute path"),
         slow([CPU, "hydra.launcher.queue=x"], 2, "hydra.launcher.queue"),
         ([CPU, "hydra.launcher._target_=os.system"], 2, "_target_ is refused"),
         slow([CPU, "hydra.sweeper.max_batch_size=1"], 2, "use hydra.launcher.max_running"),
-        heavy(
-            ["hardware=g5_12xlarge", "model=7B,65B", "draft=7B"], 3, "job 1 (hardware=g5_12xlarge model=65B draft=7B): "
-        ),
+        heavy(["hardware=g5_12xlarge", "model=7B,65B", "draft=7B"], 3, "job 1 (hardware=g5_12xlarge model=65B"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_is_queued(
@@ -112,44 +106,31 @@ def test_what_cannot_be_run_is_refused_before_anything_is_queued(
 
 @pytest.mark.heavy
 def test_what_the_place_refuses_is_told_with_what_would_work(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = sweep(CPU, installed=False)
-    assert "needs sbatch" in absent.err
-    assert "dry_run=true" in absent.err
-    alone = sweep(CPU, multirun=False)
-    assert "add -m" in alone.err
-    assert "sbatch launch/slurm.sbatch" in alone.err
+    refused = [sweep(CPU, installed=False), sweep(CPU, multirun=False)]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    of_two = sweep(CPU)
-    assert "with plain python, on one rank" in of_two.err
-    assert [(ended.code, ended.jobs) for ended in (alone, absent, of_two)] == [(2, [])] * 3
+    refused.append(sweep(CPU))
+    assert [(ended.code, ended.jobs) for ended in refused] == [(2, [])] * 3
+    for ended, said in zip(refused, ("needs sbatch", "add -m", "with plain python, on one rank"), strict=True):
+        assert said in ended.err
 
 
-@pytest.mark.heavy
-def test_a_dry_run_shows_every_plan_and_command_and_queues_nothing(sweep: Sweep) -> None:
-    ended = sweep("hardware=p4d_24xlarge", "model=30B,13B", "dry_run=true", installed=False)
-    assert (ended.code, ended.jobs) == (0, []), ended.err
-    assert ended.out.count("Memory per rank") == 2
-    [command] = [shlex.split(line) for line in ended.out.splitlines() if line.startswith("  sbatch ")]
-    assert (options(command)["array"], options(command)["gres"]) == ("0,1", "gpu:8")
-    assert list(Path().iterdir()) == []
-    shown = sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out
-    [alone] = [line for line in shown.splitlines() if "sbatch" in line]
-    assert composed(shlex.split(alone)).model.name == "30B"
-    assert "dry_run" not in alone
-
-
-def test_a_dry_run_ends_with_one_table_of_all_jobs_also_of_those_that_do_not_fit(sweep: Sweep) -> None:
-    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true")
-    assert (ended.code, ended.calls) == (3, [])
+def test_a_dry_run_shows_every_plan_and_one_table_and_queues_nothing(sweep: Sweep) -> None:
+    ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true", installed=False)
+    assert (ended.code, ended.calls, ended.out.count("Memory per rank")) == (3, [], 2)
     assert ended.err.startswith("job 1 (")
+    assert "would be queued" not in ended.out, "nothing would"
     table = ended.out.partition("All jobs;")[2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     assert [(row[0], row[1]) for row in rows] == [("0 model=7B", "yes"), ("1 model=65B", "no"), ("2 jobs", "1 of 2")]
     milliseconds, hours, gpu_hours = (float(text.strip("<")) for text in rows[1][2:])
     assert milliseconds > 0
     assert gpu_hours == pytest.approx(4 * hours, abs=0.02)
-    assert "would be queued" not in ended.out, "nothing would"
+    shown = sweep("hardware=p4d_24xlarge", "model=30B", "dry_run=true").out
+    [alone] = [line for line in shown.splitlines() if "sbatch" in line]
+    assert composed(shlex.split(alone)).model.name == "30B"
+    assert "dry_run" not in alone
+    assert list(Path().iterdir()) == []
 
 
 @pytest.mark.heavy
@@ -166,22 +147,19 @@ def test_a_job_inherits_nothing_that_describes_the_process_that_submits(
 
 
 @pytest.mark.heavy
-def test_only_so_many_jobs_run_at_a_time(sweep: Sweep) -> None:
+def test_points_that_ask_for_the_same_are_one_array_of_which_so_many_run_at_a_time(sweep: Sweep) -> None:
     words = ["model=7B,13B", "hardware=p4d_24xlarge,8xa100_80gb,g5_12xlarge", "draft=tinyllama_1B"]
     calls = sweep(*words, "hydra.launcher.max_running=2").calls
     asked = [(options(call).get("array"), options(call)["gres"], options(call).get("dependency")) for call in calls]
     assert sorted((array, gpus) for array, gpus, _ in asked) == [("0,1,3,4%2", "gpu:8"), ("2,5%2", "gpu:4")]
     assert [after for _, _, after in asked] == [None, "afterany:101"], "one array after the other"
-
-
-@pytest.mark.heavy
-def test_points_that_ask_for_the_same_are_one_array_and_one_point_is_a_job(sweep: Sweep) -> None:
-    [call] = sweep(CPU, "seed=0,1", "run_dir='50%, x'").calls
-    assert (options(call)["array"], options(call)["job-name"]) == ("0,1", "llama-ssp")
-    assert options(call)["output"] == "50%%, x/%a/slurm.log"
-    [alone] = sweep(CPU, "seed=0").calls[1:]
-    assert "array" not in options(alone)
-    assert options(alone)["job-name"] == "llama-ssp-0"
+    ended = sweep(CPU, "seed=0,1", "run_dir='50%, x'")
+    assert options(ended.calls[-1])["output"] == "50%%, x/%a/slurm.log"
+    assert ended.out.endswith("when they have ended: llama-ssp report '50%, x'\n")
+    several = sweep(CPU, "seed=0", "run_dir='a b',c")
+    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
+    alone = options(several.calls[-1])
+    assert ("array" in alone, alone["job-name"]) == (False, "llama-ssp-1")
 
 
 @pytest.mark.heavy
@@ -200,20 +178,6 @@ def test_a_sweep_that_ends_halfway_names_what_it_has_queued(sweep: Sweep) -> Non
 
 
 @pytest.mark.heavy
-def test_the_report_of_a_sweep_is_of_all_its_folders(sweep: Sweep) -> None:
-    assert sweep(CPU, "seed=1,2", "run_dir=a").out.endswith("when they have ended: llama-ssp report a\n")
-    several = sweep(CPU, "seed=1,2", "run_dir='a b',c")
-    assert several.out.endswith("when they have ended: llama-ssp report 'a b' c --output=DIR\n")
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The shipped model as acme/tiny in the hub's cache."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
-
-
-@pytest.mark.heavy
 def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()
@@ -227,37 +191,25 @@ def test_weights_are_staged_under_a_name_that_changes_with_them(sweep: Sweep, tm
     assert composed(job).model.path == copy
     assert Path(copy).parent == Path("/scratch/of me")
     assert job.count("--stage") == 1, "shipped weights stay where they are"
+    synthetic = sweep("model=7B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1]).jobs[-1]
+    assert ("--stage" in synthetic, composed(synthetic).model.path) == (False, None)
     (weights / "more.json").write_text("{}")
     assert copy not in sweep(*asked).jobs[-1]
 
 
-@pytest.mark.heavy
-def test_a_hub_model_whose_weights_are_not_here_cannot_be_staged(sweep: Sweep, snapshot: Path) -> None:
-    for weights in snapshot.glob("*.safetensors"):
-        weights.unlink()
-    no_draft = ("draft=none", "task=generate")
-    ended = sweep("model=acme/tiny", f"model.revision={COMMIT}", *no_draft, *STAGED)
-    assert f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}" in ended.err
-    absent = sweep("hardware=p4d_24xlarge", "model=7B", *no_draft, STAGED[1])
-    assert f"hf download {catalogue.load('7B').hub_id}" in absent.err
-    assert [(ended.code, ended.jobs), (absent.code, absent.jobs)] == [(2, [])] * 2
-
-
-@pytest.mark.usefixtures("snapshot")
-def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub(sweep: Sweep) -> None:
-    both = (f"model.revision={COMMIT}", "draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
-    ended = sweep("model=acme/tiny", *both, *STAGED)
+def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = put(tmp_path / "hub", "acme/tiny", hub.resolve(catalogue.load("tiny")).iterdir())
+    asked = ("model=acme/tiny", f"model.revision={COMMIT}", *STAGED)
+    ended = sweep(*asked, "draft=local", "draft.model.hub_id=acme/tiny", "draft.model.revision=main")
     assert ended.code == 0, ended.err
-    [job] = ended.jobs
-    run = composed(job)
+    run = composed(ended.jobs[0])
     assert run.draft.model
     assert Path(str(run.model.path)).parent == Path(str(run.draft.model.path)).parent == Path("/scratch/of me")
-
-
-@pytest.mark.heavy
-def test_synthetic_weights_are_not_staged(sweep: Sweep) -> None:
-    ended = sweep("model=7B", "draft=tinyllama_1B", "weights=synthetic", "hardware=p4d_24xlarge", STAGED[1])
-    assert ended.code == 0, ended.err
-    [job] = ended.jobs
-    assert "--stage" not in job
-    assert composed(job).model.path is None
+    for weights in snapshot.glob("*.safetensors"):
+        weights.unlink()
+    absent = sweep(*asked, "draft=none", "task=generate")
+    assert (absent.code, len(absent.jobs)) == (2, 1)
+    assert f"not in the hub's cache: hf download acme/tiny --revision {COMMIT}" in absent.err

@@ -1,4 +1,4 @@
-"""Completions on standard output: in the order that was asked for, with the names and fields that belong to them."""
+"""Completions on standard output, in their order and with their names and fields, and latencies that are stored."""
 
 import json
 import shutil
@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 
 from llama_ssp.errors import InterruptedRun
+from llama_ssp.planning.acceptance import DraftedPair, known
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
@@ -23,8 +25,11 @@ from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.own_conf import OwnConf
 from tests.helpers.runs import PLAIN
-from tests.unit.run.test_jobs import jobs_of
+from tests.unit.run.test_prompts import jobs_of
+
+pytestmark = pytest.mark.seconds
 
 JOBS = jobs_of(Prompt(text="first of all"), Prompt(text="second"), Prompt(text="third"), num_samples=2)
 
@@ -57,21 +62,17 @@ def written(
 
 
 def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
-    ends = [3, 1, 0, 2, 5, 4]
+    ends, in_order = [3, 1, 0, 2, 5, 4], GenerateConfig(in_order=True)
     assert written(GenerateConfig(), ends).split() == ["11", "01", "00", "10", "21", "20"]
-    assert written(GenerateConfig(in_order=True), ends).split() == ["00", "01", "10", "11", "20", "21"]
-    assert written(GenerateConfig(in_order=True), [3, 2], finished=2).split() == ["10", "11"]
-
-
-def test_a_run_that_is_stopped_shows_what_it_held_back() -> None:
-    assert written(GenerateConfig(in_order=True), [0, 5, 3], stops=True).split() == ["00", "11", "21"]
+    assert written(in_order, ends).split() == ["00", "01", "10", "11", "20", "21"]
+    assert written(in_order, [3, 2], finished=2).split() == ["10", "11"]
+    assert written(in_order, [0, 5, 3], stops=True).split() == ["00", "11", "21"], "a stopped run held them back"
 
 
 def test_completions_have_names_on_a_screen_alone() -> None:
     shown = written(GenerateConfig(), [0, 3], is_screen=True)
     assert "prompt 1 of 3, sample 1: first of all" in shown
     assert "prompt 2 of 3, sample 2: second" in shown
-    assert "prompt" not in written(GenerateConfig(), [0, 3])
 
 
 @pytest.mark.seconds
@@ -83,8 +84,8 @@ def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) 
     ended = launch(*words, *files, "format=jsonl", "in_order=true")
     assert ended.code == 0, ended.err
     assert [json.loads(line)["id"] for line in ended.out.splitlines()] == ["q0", "q1", "q2"]
-    recorded = [CompletionLine.from_json(line) for line in (tmp_path / "run" / "run.jsonl").read_bytes().splitlines()]
-    assert {line.index: line.fields for line in recorded} == {number: {"id": f"q{number}"} for number in range(3)}
+    fields = {line["index"]: line["fields"] for line in ended.lines}
+    assert fields == {number: {"id": f"q{number}"} for number in range(3)}
 
 
 @pytest.mark.heavy
@@ -99,16 +100,56 @@ def test_messages_are_completed_recorded_and_compared_when_a_run_is_resumed(tmp_
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return launch(*words, f"prompts={tmp_path / f'{name}.jsonl'}", f"run_dir={tmp_path / name}")
 
-    def recorded(name: str) -> list[CompletionLine]:
-        return [CompletionLine.from_json(line) for line in (tmp_path / name / "run.jsonl").read_bytes().splitlines()]
-
     system, *turns = ({"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("user", "b")))
-    assert ask("chat", {"messages": [system, *turns]}).code == 0
-    first, second = recorded("chat")
-    assert (first.messages, second.messages, second.turn) == ([system], [system, turns[0]], 1)
-    whole = f"system: s\nuser: a\nassistant: {first.text}\nuser: b\nassistant: "
-    assert ask("alone", {"prompt": "x"}, {"prompt": whole}).code == 0
-    assert recorded("alone")[1].token_ids == second.token_ids
+    first, second = ask("chat", {"messages": [system, *turns]}).lines
+    assert (first["messages"], second["messages"], second["turn"]) == ([system], [system, turns[0]], 1)
+    whole = f"system: s\nuser: a\nassistant: {first['text']}\nuser: b\nassistant: "
+    assert ask("alone", {"prompt": "x"}, {"prompt": whole}).lines[1]["token_ids"] == second["token_ids"]
     refused = ask("chat", {"messages": [{**system, "content": "t"}, *turns]})
     assert refused.code == 2
     assert "was 'system: s\\na'" in refused.err
+
+
+RUN = ("task=latency", "task.num_warmup=0", "max_new_tokens=16", "speculation.num_draft_tokens=3", "device=cpu")
+
+
+def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own_conf: OwnConf, tmp_path: Path) -> None:
+    own_conf("pairs.yaml", "pairs: []\n")
+    ended = launch(*RUN, "store=true", f"run_dir={tmp_path}/run")
+    assert ended.code == 0, ended.err
+    (entry,) = yaml.safe_load((tmp_path / "home" / "llama-ssp" / "measured_pairs.yaml").read_text())["pairs"]
+    assert entry["acceptance"] == pytest.approx(ended.summary["speculative"]["acceptance_rate"], abs=5e-4)
+    assert (entry["target"], entry["draft"], entry["temperature"]) == ("tiny", "tiny-draft", 0.8)
+    assert "15 prompts, K=3, temperature 0.8, speculative" in entry["source"]
+    found = known(DraftedPair(target="tiny", draft="tiny-draft", temperature=0.8))
+    assert found
+    assert (found.probability, found.ends) == (entry["acceptance"], None)
+    assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
+
+
+def test_a_latency_is_that_of_prompts_that_are_read(tmp_path: Path) -> None:
+    """A completion of another task reads the last token alone of a prompt that has been read before."""
+    words = ("max_new_tokens=2", "num_samples=2", "batch_size=1", "device=cpu", f"prompt={'import os, ' * 20}")
+    read, reused = (
+        launch(f"task={task}", *words, f"run_dir={tmp_path}/{task}").summary["prompt_tokens"]
+        for task in ("latency", "generate")
+    )
+    assert (read["num_reused"], read["num_read"] > 80) == (0, True)
+    assert reused["num_reused"] == read["num_read"] // 2 - 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["draft=none"], "task.store has no effect without a draft"),
+        (["weights=synthetic"], "task.store has no effect with weights=synthetic"),
+        (
+            ["model=local", "model.path=tests", "draft=tiny-draft"],
+            "task.store=true stores a pair by the names of its models, and model=local",
+        ),
+    ],
+)
+def test_what_has_no_acceptance_or_no_name_is_not_stored(settings: list[str], complaint: str) -> None:
+    ended = launch(*RUN[:1], "store=true", *settings)
+    assert ended.code == 2
+    assert complaint in ended.err

@@ -1,10 +1,21 @@
-"""The target's log-probabilities of finished texts are those of its definition."""
+"""The target's log-probabilities of finished texts, and the sums that find a change of their distribution."""
+
+import math
+from itertools import groupby
 
 import pytest
 import torch
 
+from llama_ssp.evaluation.martingales import SCORES, Sum, roles_of, sums_of
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer, log_probs_of
-from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.speculate.drafters.ngram import NgramDrafter
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.lanes import grid, heavy
+from tests.helpers.law_faults import plant
 from tests.helpers.prefix_runner import PrefixRunner
 
 PROMPT = (3, 1, 4)
@@ -33,14 +44,10 @@ def expected(runner: PrefixRunner, token_ids: tuple[int, ...], sampling: Samplin
     return found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("batch_size", [1, 2, 7])
-@pytest.mark.parametrize("num_positions", [1, 3, 9])
+@grid(batch_size=(1, 2, 7), num_positions=(1, 3, 9), sampling=tuple(SAMPLINGS.values()))
 def test_every_token_has_its_log_probability(batch_size: int, num_positions: int, sampling: SamplingConfig) -> None:
     runner = PrefixRunner()
-    scorer = Scorer(
-        runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions
-    )  # fmt: skip
+    scorer = Scorer(runner, log_probs_of(sampling), batch_size=batch_size, longest=10, num_positions=num_positions)
     texts = [SampledText(prompt_ids=PROMPT, token_ids=ids) for ids in TEXTS]
     with torch.inference_mode():
         found = [each.log_probs for batch in scorer.score(texts) for each in batch]
@@ -55,3 +62,136 @@ def test_a_prompt_is_read_once_for_all_its_texts() -> None:
     with torch.inference_mode():
         list(scorer.score([SampledText(prompt_ids=PROMPT, token_ids=(1, 2))] * 5))
     assert runner.num_forwards == 1 + 5
+
+
+VOCAB_SIZE, NUM_DRAFT_TOKENS, BATCH_SIZE, NUM_TOKENS = 48, 4, 256, 48
+LEAST_P = 1e-3 / (len(SCORES) + 2)
+PLAIN, PENALIZED = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.0, repetition_penalty=1.3)
+
+
+def sums_of_samples(
+    rule_name: str, *, ngram: bool, num_texts: int, seed: int = 0, sampling: SamplingConfig = PLAIN
+) -> dict[str, Sum]:
+    """Decode samples of two prompts, and score them."""
+    target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=2.0)
+    draft = None if ngram else PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=0.7)
+    decoder = make_decoder(
+        target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
+        ngram=ngram,
+    )  # fmt: skip
+    decoder.seed = seed
+    requests = [
+        Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS)
+        for index, ids in enumerate([(3, 1, 4), (5, 9)])
+        for sample in range(num_texts // 2)
+    ]
+    texts = []
+    for done in complete(decoder, requests):
+        roles = roles_of(done.accepted_lengths, done.examined_lengths, num_tokens=len(done.token_ids))
+        texts.append((done.request.index, SampledText(
+            prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)
+        )))  # fmt: skip
+    drafter: ModelDrafter | NgramDrafter = NgramDrafter(
+        num_draft_tokens=NUM_DRAFT_TOKENS, longest=3, shortest=1, device=torch.device("cpu")
+    )
+    if draft:
+        drafter = ModelDrafter(
+            draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS,
+            vocab_size=target.vocab_size,
+        )  # fmt: skip
+    scorer = Scorer(
+        target, log_probs_of(sampling), batch_size=BATCH_SIZE, longest=3 + NUM_TOKENS,
+        num_positions=NUM_DRAFT_TOKENS + 1, drafter=drafter,
+    )  # fmt: skip
+    scores = []
+    with torch.inference_mode():
+        for _, of_prompt in groupby(texts, key=lambda entry: entry[0]):
+            for batch in scorer.score([text for _, text in of_prompt]):
+                scores += batch
+    return sums_of(score.sums for score in scores if score.sums)
+
+
+def is_found(sums: dict[str, Sum]) -> bool:
+    return min(each.p_value for each in sums.values()) <= LEAST_P
+
+
+def sampling_for(fault: str) -> SamplingConfig:
+    return PENALIZED if fault == "forgetful penalty" else PLAIN
+
+
+@grid(rule_name=("speculative", "block", "coupled"), ngram=(False, True), sampling=(PLAIN, PENALIZED))
+def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
+    rule_name: str, ngram: bool, sampling: SamplingConfig
+) -> None:
+    """A false alarm has a probability below 0.001 for each of the 12 cases; the seed is fixed."""
+    sums = sums_of_samples(rule_name, ngram=ngram, num_texts=256, sampling=sampling)
+    assert not is_found(sums)
+    assert all(abs(each.z) < 4.5 for each in sums.values())
+    assert sum(each.z**2 for each in sums.values()) > 1, "a variance far too large would hide every fault"
+
+
+APPLIES = [
+    *((rule, ngram, fault) for rule in ("speculative", "block") for ngram in (False, True)
+      for fault in ("wrong residual", "bonus of the draft", "key of the run")),
+    ("speculative", False, "shifted key"), ("speculative", True, "shifted key"), ("block", True, "shifted key"),
+    *((rule, False, "acceptance by the draft's key") for rule in ("speculative", "block")),
+    *(("coupled", ngram, fault) for ngram in (False, True) for fault in ("bonus of the draft", "key of the round")),
+    # What an n-gram draft copies stands in the text already, so a repetition penalty does not miss it.
+    *((rule, False, "forgetful penalty") for rule in ("speculative", "block", "coupled")),
+    # `block` with a model as the draft needs many times as many texts of these models.
+    *((rule, ngram, fault) for rule, ngram in (("speculative", False), ("speculative", True), ("block", True))
+      for fault in ("u x 0.95", "u x 1.05")),
+]  # fmt: skip
+FAST = [
+    ("speculative", True, "wrong residual"), ("block", False, "forgetful penalty"),
+    ("block", False, "acceptance by the draft's key"), ("speculative", True, "u x 0.95"),
+    ("coupled", False, "key of the round"),
+]  # fmt: skip
+
+
+def name_of(case: tuple[str, bool, str]) -> str:
+    return f"{case[0]}-{'ngram' if case[1] else 'model'}-{case[2]}"
+
+
+@pytest.mark.parametrize("case", [*FAST[:2], *map(heavy, FAST[2:])], ids=name_of)
+def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_name, ngram, fault = case
+    plant(fault, monkeypatch)
+    assert is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, sampling=sampling_for(fault)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", APPLIES, ids=name_of)
+def test_every_fault_is_found_with_each_of_ten_seeds(
+    case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule_name, ngram, fault = case
+    plant(fault, monkeypatch)
+    num_texts = 4096 if (not ngram and fault[0] == "u") or (ngram and rule_name == "coupled") else 2048
+    found = [
+        is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=num_texts, seed=seed, sampling=sampling_for(fault)))
+        for seed in range(10)
+    ]
+    assert all(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ngram", [False, True], ids=["model", "ngram"])
+@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
+def test_the_true_rules_raise_no_alarm_with_twenty_seeds(rule_name: str, ngram: bool) -> None:
+    """With probability 0.98 at least."""
+    for seed in range(20):
+        assert not is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, seed=seed))
+
+
+def test_the_power_is_that_of_the_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shift that the probabilities of true samples promise is the one that a wrong residual causes.
+
+    To a sixth: the fault leads to other texts, along which the shift is another one.
+    """
+    promised = sums_of_samples("speculative", ngram=False, num_texts=1024)
+    plant("wrong residual", monkeypatch)
+    found = sums_of_samples("speculative", ngram=False, num_texts=1024)
+    for name in SCORES[:4]:
+        error = 4 * math.sqrt(promised[name].variance)
+        assert found[name].value == pytest.approx(promised[name].shifts[0], abs=error, rel=1 / 6), name

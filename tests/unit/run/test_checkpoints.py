@@ -1,38 +1,93 @@
-"""Which number format a checkpoint of 16 bits gets on a CPU, and what is then planned and held."""
+"""What is read of a checkpoint before its weights: the tokens that end a text, and the number format on a CPU."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llama_ssp import Pair, load
-from llama_ssp.kernels.linear import HalfLinear, NativeLinear, can_halve
+from llama_ssp import load
+from llama_ssp.errors import CheckpointError
+from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document
 from llama_ssp.ranks.world import start
 from llama_ssp.reports.plan_tables import headline
-from llama_ssp.run.checkpoints import find_sources, with_number_formats
+from llama_ssp.run.checkpoints import find_sources, read_eos_ids, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    DeviceKind,
-    DrafterConfig,
-    DraftLayout,
-    Dtype,
-    ModelConfig,
-    RunConfig,
-)
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, Dtype, ModelConfig, RunConfig
 from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
 pytestmark = pytest.mark.seconds
+
+
+def as_tuple(given: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a config
+    return tuple(given) if isinstance(given, list) else () if given is None else (given,)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, whose tokenizer ends a text by token 1."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    build_checkpoint(folder, "llama")
+    save_tokenizer(folder, 97)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "wanted"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({}, None, ()),  # the default of the class in transformers, 2, is not read
+        ({"eos_token_id": 7}, {"eos_token_id": [3, 4]}, (3, 4)),
+        ({"eos_token_id": 7}, {"bos_token_id": 0}, ()),
+    ],
+)
+def test_a_checkpoint_ends_texts_as_in_transformers(
+    checkpoint: Path, config: dict[str, Any], generation: dict[str, Any] | None, wanted: tuple[int, ...]
+) -> None:
+    file, old = checkpoint / "generation_config.json", json.loads((checkpoint / "config.json").read_text())
+    old.pop("eos_token_id", None)
+    (checkpoint / "config.json").write_text(json.dumps(old | config))
+    file.unlink(missing_ok=True)
+    if generation is not None:
+        file.write_text(json.dumps(generation))
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert as_tuple(model.generation_config.eos_token_id) == wanted
+    assert load(checkpoint).models.eos_ids == wanted
+    assert load(model).models.eos_ids == wanted, "also of a loaded model"
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"text_config": {"eos_token_id": 9}},
+        {"decoder": {"eos_token_id": [5, 6]}, "text_config": {"eos_token_id": 9}},
+        {"decoder": {}, "generator": None, "text_config": {"eos_token_id": 9}},
+        {"eos_token_id": 7, "text_config": {"eos_token_id": 9}},
+        {"text_config": "a"},
+        {"decoder": {"eos_token_id": "</s>"}},
+    ],
+)
+def test_the_inner_config_speaks_where_the_outer_is_silent(tmp_path: Path, inner: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(inner))
+    if "a" in inner.values() or "</s>" in str(inner):
+        with pytest.raises(CheckpointError, match="an object, with token ids as special tokens, is required"):
+            read_eos_ids(tmp_path)
+        return
+    given = GenerationConfig.from_model_config(json.loads(json.dumps(inner))).eos_token_id
+    assert read_eos_ids(tmp_path) == as_tuple(given)
+
 
 BLOCK = 512
 
@@ -76,10 +131,6 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
     return 2 * int(num_outputs) * BLOCK * -(-int(num_inputs) // BLOCK)
 
 
-def held_bytes(pair: Pair) -> int:
-    return runner_bytes(pair.models.target)
-
-
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
     names = "_layers", "_norm", "_head", "_embed", "_fc"
@@ -88,23 +139,17 @@ def runner_bytes(*runners: object) -> int:
 
 
 @pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
-def test_a_cpu_computes_in_fp32_on_the_16_bit_weights_of_a_checkpoint_and_holds_what_was_planned(folder: Path) -> None:
-    pair = load(folder, device="cpu")
-    assert vars(pair.models.target)["dtype"] is torch.float32
-    kinds = {type(layer.qkv.linear) for layer in vars(pair.models.target)["_layers"]}
-    assert kinds <= {HalfLinear, NativeLinear}
+@pytest.mark.parametrize("asked", [None, Dtype.bf16, Dtype.fp16])
+def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_what_was_planned(
+    folder: Path, asked: Dtype | None
+) -> None:
+    pair = load(folder, dtype=asked or Dtype.auto, device="cpu")
+    target, computed = pair.models.target, asked or Dtype.fp32
+    assert vars(target)["dtype"] is getattr(torch, computed.value)
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
-    assert "fp32 with 16-bit weights" in headline(document(plan))
-
-
-@pytest.mark.parametrize("dtype", [Dtype.bf16, Dtype.fp16])
-def test_a_number_format_that_is_asked_for_is_kept(folder: Path, dtype: Dtype) -> None:
-    pair = load(folder, dtype=dtype, device="cpu")
-    assert vars(pair.models.target)["dtype"] is getattr(torch, dtype.value)
-    plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert plan.job.target.dtype is dtype
-    assert held_bytes(pair) == plan.ranks[0].target_weights_bytes
+    assert plan.job.target.dtype is computed
+    assert runner_bytes(target) == plan.ranks[0].target_weights_bytes
+    assert ("fp32 with 16-bit weights" in headline(document(plan))) is (asked is None)
 
 
 def with_head(draft: ModelConfig) -> RunConfig:

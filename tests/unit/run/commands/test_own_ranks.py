@@ -1,0 +1,206 @@
+"""Ranks of the program itself and of torchrun: how many there are, what is refused, and how they end."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_ssp.errors import ConfigError, InterruptedRun
+from llama_ssp.ranks.process import Ranks
+from llama_ssp.run.commands import own_ranks, torchrun
+from llama_ssp.run.commands.agent import exit_code_of
+from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
+from llama_ssp.run.commands.run import fail
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
+from tests.helpers.commands import run
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+KILLED, STOPPED = -signal.SIGKILL, -signal.SIGTERM
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
+
+
+def read(*words: str, environ: dict[str, str] | None = None, default: int | None = None) -> Start:
+    return read_start(words, environ or {}, default=default)
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of 4 cores without GPUs, and a torch for GPUs."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0")
+    monkeypatch.setattr(own_ranks, "_DEVICES", tmp_path)
+    monkeypatch.setattr(own_ranks, "_AMD_NODES", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "num_ranks", "sentence"),
+    [
+        ([], 0, 1, "starting 1 rank, since no GPU was found (ranks=N starts another number)…"),
+        ([], 1, 1, "starting 1 rank, one for each GPU (ranks=N starts another number)…"),
+        ([], 8, 8, "starting 8 ranks, one for each GPU (ranks=N starts another number)…"),
+        (["ranks=2"], 8, 2, "starting 2 ranks…"),
+        (["device=cpu"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
+        (["placement=accelerate"], 8, 1, "starting 1 rank (ranks=N starts more)…"),
+    ],
+)
+def test_without_a_number_there_is_a_rank_for_each_gpu_and_that_is_said(
+    words: list[str], gpus: int, num_ranks: int, sentence: str, tmp_path: Path
+) -> None:
+    for index in range(gpus):
+        (tmp_path / f"nvidia{index}").touch()
+    (tmp_path / "nvidiactl").touch()
+    others = [word for word in words if not word.startswith("ranks=")]
+    assert read("model=30B", *words) == Start(words=["model=30B", *others], num_ranks=num_ranks, sentence=sentence)
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, {**STEP, "SLURM_STEP_NUM_TASKS": "2"}], ids=["torchrun", "srun"])
+def test_ranks_that_exist_already_stay_as_they_are(environ: dict[str, str]) -> None:
+    assert read("model=7B", environ=environ) == Start(words=["model=7B"], num_ranks=None)
+    assert read("ranks=2", environ=environ).num_ranks is None
+    with pytest.raises(ConfigError, match=r"ranks=4: (torchrun|srun) has started 2 already, so leave ranks= out"):
+        read("ranks=4", environ=environ)
+    assert read("ranks=4", environ={**STEP, "SLURM_STEP_NUM_TASKS": "1"}).num_ranks == 4, "a shell on a node"
+
+
+def test_a_file_of_the_checkout_starts_one_rank_and_jobs_of_a_sweep_have_a_setting_of_their_own() -> None:
+    assert read(default=1) == Start(words=[], num_ranks=1)
+    assert read("ranks=2", default=1).num_ranks == 2
+    assert read("-m", "hydra/launcher=slurm").num_ranks == 1
+    with pytest.raises(ConfigError, match=r"ranks=8 has no effect on jobs: hydra.launcher.ranks_per_node=8 sets"):
+        read("-m", "hydra/launcher=slurm", "ranks=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["ranks=0"], r"ranks=0 must be one whole number from 1 on, of the processes on this machine, such as ranks=2"),
+        (["ranks=1,2"], r"ranks=1,2 must be one whole number"),
+        (["ranks=2x8"], r"; several nodes are started by sbatch launch/slurm.sbatch, or by torchrun --nnodes"),
+        (["ranks=33"], r"ranks=33 must be at most 32 on this machine, which has 4 cores; several nodes are started by"),
+        (["ranks=2", "ranks=4"], r"ranks=2 ranks=4: give ranks= once"),
+    ],
+)
+def test_what_is_no_number_of_ranks_of_this_machine_is_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(*words)
+
+
+def test_gpus_are_counted_without_those_that_are_hidden_and_without_amds_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, units in (("0", 0), ("1", 304), ("2", 304)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
+    assert num_gpus({}) == 2
+    for visible, count in (("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-a, GPU-b,MIG-c", 3)):
+        for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            assert num_gpus({variable: visible}) == count
+    monkeypatch.setattr(own_ranks, "version", lambda _package: "2.13.0+cpu")
+    assert num_gpus({}) == 0, "torch sees none"
+
+
+@pytest.mark.parametrize(
+    ("described", "words", "sentence"),
+    [
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": True}, [], "cannot be read (bits 8)"),
+        ({"quant_method": "fbgemm_fp8"}, ["model.quantization=nf4"], "holds fp8_weight_only weights, "),
+    ],
+)
+def test_a_checkpoint_that_runs_do_not_read_is_refused_before_a_rank_starts(
+    described: object, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = json.loads((hub.resolve(catalogue.load("tiny")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
+    asked = ["task=generate", "prompt=x", "model=local", f"model.path={tmp_path}", *words, "ranks=2"]
+    assert own_ranks.main(asked, num_ranks=None) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "starting" not in said
+
+
+@pytest.mark.parametrize(
+    ("codes", "was_stopped", "exit_code", "said"),
+    [
+        ({}, False, 0, ""),
+        ({1: 4, 0: 3}, False, 3, ""),
+        ({0: KILLED, 1: 1}, False, 1, ""),
+        ({1: KILLED, 0: 4}, False, 1, "rank 1 was ended by SIGKILL (the kernel does that when memory is exhausted); "),
+        ({0: STOPPED}, False, 1, "rank 0 was ended by SIGTERM; run the same command with the same run_dir to resume"),
+        ({1: KILLED, 0: 4}, True, 4, ""),
+        ({0: KILLED, 1: KILLED}, True, 1, ""),
+    ],
+)
+def test_the_code_is_that_of_the_lowest_rank_and_a_loss_that_no_rank_has_reported_is_named(
+    codes: dict[int, int], was_stopped: bool, exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures: Any = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+    assert exit_code_of(failures, was_stopped=was_stopped) == exit_code
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert bool(err) == bool(said)
+
+
+RANKS = [Ranks(rank=rank, size=4, local_rank=rank % 2, local_size=2) for rank in range(4)]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The error files of two ranks of a node; nobody waits long."""
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.05)
+    monkeypatch.setattr(torchrun, "_READERS_S", 0.05)
+    monkeypatch.setattr(torchrun, "_LEAD_S", 0.0)
+    for local_rank in (0, 1):
+        (tmp_path / str(local_rank)).mkdir()
+    return [tmp_path / str(local_rank) / "error.json" for local_rank in (0, 1)]
+
+
+def test_another_rank_ends_with_0_once_rank_0_of_its_node_has_reported(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
+    assert not torchrun.await_report(RANKS[1])
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
+    torchrun.report("no such model", RANKS[0])
+    assert json.loads(files[0].read_text())["message"]["message"] == "no such model"
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[1]))
+    assert fail(InterruptedRun("interrupted"), RANKS[1]) == 0, "also one that was interrupted"
+    assert files[1].with_name("seen.json").exists()
+    assert not torchrun.await_report(RANKS[3]), "rank 0 of the run is on another node"
+
+
+def test_rank_0_stays_until_a_rank_that_starts_late_has_seen_its_report(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "_READERS_S", 30.0)
+    seen = files[1].with_name("seen.json")
+    late = threading.Timer(0.2, seen.touch)
+    late.start()
+    monkeypatch.setenv(torchrun.ERROR_FILE, str(files[0]))
+    torchrun.report("no such model", RANKS[0])
+    assert seen.exists()
+    late.join()
+
+
+def test_without_torchrun_every_rank_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
+    monkeypatch.delenv(torchrun.ERROR_FILE, raising=False)
+    torchrun.report("no such model", RANKS[0])
+    assert not torchrun.await_report(RANKS[1])
+
+
+@pytest.mark.heavy
+def test_torchrun_reports_one_rank_in_its_own_words_and_fails() -> None:
+    ended = run(["model=nosuch"], num_ranks=4)
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert [line for line in lines if line.startswith("unknown model 'nosuch'")] == lines[:1]
+    assert sum("exitcode  :" in line for line in lines) == 1, "only rank 0 has failed"
+    assert "traceback : unknown model 'nosuch'" in lines[-2]
+    assert not any("closing signal" in line for line in lines), "no rank had to be ended"
+    assert len(lines) <= 36, ended.stderr
