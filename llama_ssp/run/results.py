@@ -55,13 +55,11 @@ def finalize(session: Session) -> None:
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
     replica_size = comm.size // num_replicas
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
-    parts: dict[str, Any] = {"target": (config.placement.target.kind, layout.target_ranks, len(layout.target_ranks))}
-    if layout.draft_ranks:
-        draft_size = 1 if layout.splits_batch else len(layout.draft_ranks)
-        parts["draft"] = (layout.draft_kind, layout.draft_ranks, draft_size)
-    placement: dict[str, Any] = {
-        part: {"kind": kind.name, "ranks": [*ranks], "tp_size": size} for part, (kind, ranks, size) in parts.items()
-    }
+    kind, ranks = config.placement.target.kind, layout.target_ranks
+    placement: dict[str, Any] = {"target": {"kind": kind.name, "ranks": [*ranks], "tp_size": len(ranks)}}
+    if ranks := layout.draft_ranks:
+        tp_size = 1 if layout.splits_batch else len(ranks)
+        placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}
     if num_replicas > 1:
         folder.put_in_order()
     facts = RunFacts(

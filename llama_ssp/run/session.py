@@ -85,7 +85,7 @@ class Session:
         counted_3 = self.models.target.experts_read_3
         self.experts_read_3 = None if counted_3 is None else torch.zeros_like(counted_3)
         self._warm: set[str] = set()
-        self._progress: RunProgress | None = None
+        self.progress: RunProgress | None = None
 
     @property
     def streams(self) -> bool:
@@ -142,15 +142,8 @@ class Session:
         unit = "prompts" if self.config.num_samples == 1 else "completions"
         with self.terminal.decoding(
             paces, max_new_tokens=self.config.max_new_tokens, unit=unit, shows_texts=shows_texts
-        ) as self._progress:
+        ) as self.progress:
             yield
-
-    def count(self, mode: str, *, num_tokens: int, ended: CompletionLine | None = None) -> None:
-        """Add new tokens, and the completion that ended with them, to the progress display."""
-        if self._progress:
-            self._progress.advance(mode, num_tokens)
-            if ended:
-                self._progress.end(mode, num_tokens=ended.num_new_tokens, ms=ended.ms)
 
     @torch.inference_mode()
     def complete(self, jobs: Sequence[PromptTask], mode: str, viewer: Viewer) -> None:
@@ -223,7 +216,8 @@ class _Recorder:
         session, completion = self._session, update.completion
         if session.num_prompts is not None:
             session.start_clock.reach("first_token_s")
-        session.count(self._mode, num_tokens=len(update.new_ids))
+        if session.progress:
+            session.progress.advance(self._mode, len(update.new_ids))
         key = (completion.request.index, completion.request.sample)
         if session.streams and session.folder:
             if key not in self._texts:
@@ -254,13 +248,16 @@ class _Recorder:
 
     def _keep_text(self, text: str) -> None:
         line = CompletionLine.from_json(text.encode())
-        self._keep(line, num_uncounted=line.num_new_tokens)
+        if self._session.progress:
+            self._session.progress.advance(line.mode, line.num_new_tokens)
+        self._keep(line)
 
-    def _keep(self, line: CompletionLine, *, num_uncounted: int = 0) -> None:
+    def _keep(self, line: CompletionLine) -> None:
         assert self._session.folder, "only rank 0 keeps lines"
         self._session.folder.append(line)
         self._viewer.end(line)
-        self._session.count(line.mode, num_tokens=num_uncounted, ended=line)
+        if self._session.progress:
+            self._session.progress.end(line.mode, num_tokens=line.num_new_tokens, ms=line.ms)
 
 
 def to_line(

@@ -149,7 +149,11 @@ class DecodingPair:
     def __init__(
         self, target: Runner, draft: Runner | None, comm: Comm, *, new_tokens: int, num_completions: int
     ) -> None:
-        self._requests = _requests(num_completions, new_tokens=new_tokens)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(VOCAB_SIZE, (num_completions, PROMPT_TOKENS), generator=generator).tolist()
+        self._requests = [
+            Request(index=index, prompt_ids=tuple(row), max_new_tokens=new_tokens) for index, row in enumerate(ids)
+        ]
         self._runs = {
             number: _decoder(target, draft, comm, num_draft_tokens=number) for number in (PLAIN, NUM_DRAFT_TOKENS)
         }
@@ -226,13 +230,6 @@ def _decoder(target: Runner, draft: Runner | None, comm: Comm, *, num_draft_toke
         drafters = [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     round_ = Round(target, *drafters, verifier=Verifier(rule, comm=comm, verify_rank=0, device=device))
     return Decoder(round_, executor=TracedExecutor(round_), batch_size=1, eos_ids=(), seed=0)
-
-
-def _requests(number: int, *, new_tokens: int) -> list[Request]:
-    """Make prompts of random tokens."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCAB_SIZE, (number, PROMPT_TOKENS), generator=generator).tolist()
-    return [Request(index=i, prompt_ids=tuple(row), max_new_tokens=new_tokens) for i, row in enumerate(ids)]
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from typing import TypeVar
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, SspError, one_message
 from llama_ssp.planning.plan import require_room
 from llama_ssp.ranks.process import Ranks, launcher_of
-from llama_ssp.run.tasks.dry_run import hardware_of, plan_ahead, read_files, settings_of_run
+from llama_ssp.run.tasks.dry_run import check_models, hardware_of, known_prompts, plan_ahead, settings_of_run
 from llama_ssp.settings import checks
 from llama_ssp.settings.compose import Composed, to_run_config
 from llama_ssp.settings.schema import DeviceKind, RunConfig
@@ -90,7 +90,8 @@ def check_here(point: Point, ranks: Ranks) -> None:
     by_srun = launcher_of(os.environ) == "srun"
     if (ranks.rank > 0 and not by_srun) or run.dry_run or not task_of(run).needs_models:
         return
-    read_files(run)
+    known_prompts(run)
+    check_models(run)
     if by_srun and not run.hardware:
         return  # each run plans again, together with the other ranks
     try:

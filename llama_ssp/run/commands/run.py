@@ -64,8 +64,12 @@ def main(
             if agent := find_agent():
                 agent.heed_end()
             _launch(list(sys.argv[1:] if words is None else words), ranks, act, interrupt, warns=warns)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - `_report` raises what nobody has foreseen
-            exit_code = _report(interrupt.hidden_by(error), ranks)
+        except (Exception, KeyboardInterrupt) as error:
+            known = interrupt.hidden_by(error)
+            if not isinstance(known, SspError):
+                raise
+            _failures.append(known)
+            exit_code = fail(known, ranks)
     if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
         Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
@@ -88,17 +92,8 @@ class _Interrupt:
     def hidden_by(self, error: BaseException) -> BaseException:
         """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
         is_known = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
-        return KeyboardInterrupt() if self.has_come and not is_known else error
-
-
-def _report(error: BaseException, ranks: Ranks) -> int:
-    """Say in a sentence why the run has ended, and return its exit code; raises an error that nobody has foreseen."""
-    if isinstance(error, KeyboardInterrupt):
-        error = InterruptedRun("interrupted")
-    if not isinstance(error, SspError):
-        raise error
-    _failures.append(error)
-    return fail(error, ranks)
+        hides = isinstance(error, KeyboardInterrupt) or (self.has_come and not is_known)
+        return InterruptedRun("interrupted") if hides else error
 
 
 def fail(error: SspError, ranks: Ranks) -> int:

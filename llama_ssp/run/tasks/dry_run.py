@@ -213,8 +213,20 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple
 
 
 def _job_ahead(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple[PlanSpec, HardwareConfig]:
+    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
+
+    A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
+    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
+    """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
-    config, lengths = _foreseen(config)
+    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
+    config, lengths = replace(config, model=with_hub_sizes(config.model), draft=draft), [TYPED_TOKENS]
+    if prompts := known_prompts(config):
+        lengths = [
+            prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
+            for prompt in prompts
+        ]
+        config = with_filled_rows(config, num_completions=len(prompts) * config.num_samples)
     return _job_on(machine, config, world_size=world_size, lengths=lengths), machine
 
 
@@ -229,38 +241,11 @@ def _job_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, leng
     return job if has_own else replace(job, mean_prompt_tokens=fmean(lengths))
 
 
-def _foreseen(config: RunConfig) -> tuple[RunConfig, list[int]]:
-    """Limit the batch to the rows that the prompts fill, and estimate their tokens at three characters per token.
-
-    A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
-    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
-    """
-    draft = replace(config.draft, model=config.draft.model and with_hub_sizes(config.draft.model))
-    config = replace(config, model=with_hub_sizes(config.model), draft=draft)
-    prompts = _known_prompts(config)
-    if not prompts:
-        return config, [TYPED_TOKENS]
-    lengths = [
-        prompt.num_characters // CHARACTERS_PER_TOKEN + 1 + len(prompt.earlier) * config.max_new_tokens
-        for prompt in prompts
-    ]
-    return with_filled_rows(config, num_completions=len(prompts) * config.num_samples), lengths
-
-
-def _known_prompts(config: RunConfig) -> list[Prompt]:
-    """The prompts of a run; none if somebody will type them."""
+def known_prompts(config: RunConfig) -> list[Prompt]:
+    """The prompts of a run; none if somebody will type them. Raises as `read_prompts`."""
     has_prompts = config.prompt is not None or config.prompts or task_of(config).prompts(config)
     is_read_later = config.prompt is None and config.prompts == STANDARD_INPUT
     return read_prompts(config) if has_prompts and not is_read_later else []
-
-
-def read_files(config: RunConfig) -> None:
-    """Read what the run will read before its weights: the prompts, and what `check_models` reads.
-
-    Raises ConfigError, CheckpointError or PlacementError, as the run would.
-    """
-    _known_prompts(config)
-    check_models(config)
 
 
 def check_models(config: RunConfig, *, world_size: int = 1) -> None:
@@ -298,7 +283,7 @@ def plan_of_run(config: RunConfig, *, world_size: int, machine: HardwareConfig, 
 def expected_hours(config: RunConfig, plan: Plan) -> float | None:
     """Hours of a run's decoding if every completion has its full length; None for prompts or sizes not known yet."""
     task, timed = task_of(config), plan.timing
-    prompts = [] if task.largest_cell else _known_prompts(config)
+    prompts = [] if task.largest_cell else known_prompts(config)
     if not prompts:
         return None
     num_completions = len(prompts) * config.num_samples

@@ -141,6 +141,11 @@ def test_long_drafts_that_others_slowed_down_do_not_make_short_ones_cheap() -> N
     assert length.choose([0]) == DraftChoice(0)
 
 
+def test_measurements_that_others_slowed_down_do_not_count() -> None:
+    length, _ = tuned(lambda number, measurement: (1 + 0.3 * number) * (1.0 if measurement % 2 else 9.0))
+    assert length.choose([0]).num_tokens
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(hub.resolve(catalogue.load("tiny")))

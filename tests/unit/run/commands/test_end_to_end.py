@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.settings import catalogue
+from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.weights import hub
 from tests.helpers import in_process
 from tests.helpers.in_process import Ended
@@ -51,6 +52,12 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert list(startup) == ["began_unix_s", *steps]
     assert [startup[step] for step in steps] == sorted(startup[step] for step in steps)
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
+
+
+def test_a_streamed_text_ends_with_what_was_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IncrementalText, "push", lambda *_, **__: [])
+    monkeypatch.setattr(IncrementalText, "flush", lambda _: [Piece("half a character", accepted=False)])
+    assert launch("task=generate", "prompt=import", "max_new_tokens=2").out == "half a character\n"
 
 
 @pytest.mark.heavy

@@ -101,8 +101,10 @@ def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
 def test_rows_that_no_prompt_fills_cost_nothing(tmp_path: Path) -> None:
     """So many would not fit; the settings keep what was asked for."""
     (tmp_path / "p.txt").write_text("import\nfrom\n")
-    ended = launch(*SMALL, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run", "batch_size=10000000")
+    words = (*SMALL, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run", "batch_size=10000000")
+    ended = launch(*words)
     assert (ended.code, ended.err.count("does not fit")) == (0, 0), ended.err
+    assert launch(*words, "dry_run=true", "hardware=laptop_cpu").code == 0
     assert recorded(tmp_path) == {0: "import", 1: "from"}
     assert "batch_size: 10000000\n" in (tmp_path / "run" / "config.yaml").read_text()
 
