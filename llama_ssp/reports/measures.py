@@ -117,7 +117,8 @@ def ratio(prompts: Sequence[tuple[float, float]]) -> Estimate:
     if num < LEAST_PROMPTS:
         return Estimate(value=value)
     draw = np.random.default_rng(SEED)
-    sums = np.array([numbers[draw.integers(num, size=num)].sum(axis=0) for _ in range(NUM_RESAMPLES)])
+    parts = (draw.integers(num, size=(NUM_RESAMPLES // 20, num)) for _ in range(20))  # all at once take much memory
+    sums = np.concatenate([numbers[drawn].sum(axis=1) for drawn in parts])
     tail = _tail(num)
     low, high = np.quantile(sums[:, 0] / sums[:, 1], [tail, 1 - tail])
     return Estimate(value=value, low=float(low), high=float(high))

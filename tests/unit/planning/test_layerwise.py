@@ -71,8 +71,7 @@ def test_what_devices_hold_and_what_waits_is_the_whole_model(num_devices: int) -
 
 def test_an_embedding_that_is_the_head_too_is_held_once_more_by_a_last_device_alone() -> None:
     whole, last = (
-        row_bytes(make_job("llama3_1B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False))
-        for num_devices in (1, 2)
+        row_bytes(make_job("llama3_1B", num_ranks=number, target_kind=TargetKind.accelerate)) for number in (1, 2)
     )
     assert whole.before + 16 * whole.layer + whole.after == 2 * 1_235_814_400
     assert last.after - whole.after == 2 * 128_256 * 2048

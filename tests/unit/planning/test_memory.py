@@ -17,6 +17,7 @@ from llama_ssp.planning.memory import (
     largest_context,
     memory,
 )
+from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.reports.plan_tables import ITEMS
 from llama_ssp.settings import catalogue
@@ -60,6 +61,14 @@ def test_a_cache_of_fewer_bits_has_its_own_bytes_and_room_to_unpack_a_layer_wher
     (exact,), (packed,) = memory(on_cpu, CPU), memory(narrow, CPU)
     assert packed.target_cache_bytes * 512 == exact.target_cache_bytes * 132
     assert packed.activations_bytes == exact.activations_bytes
+
+
+def test_weights_of_all_ranks_add_up_to_the_model_and_what_is_repeated() -> None:
+    content = document(make_plan(make_job("30B", num_ranks=8), A100))
+    target, ranks = content["target"], content["memory"]
+    assert target["weights_bytes"] == 2 * target["num_parameters"] == 2 * 32_528_943_616
+    assert sum(rank["target_weights_bytes"] for rank in ranks) == target["weights_bytes"] + target["repeated_bytes"]
+    assert target["repeated_bytes"] == 7 * ranks[0]["target_repeated_bytes"]
 
 
 def test_fifty_two_heads_on_eight_ranks_are_seven_or_six_and_the_first_rank_is_largest() -> None:
@@ -107,21 +116,18 @@ def test_the_total_is_the_sum_of_its_items() -> None:
 def test_quantizing_while_loading_needs_room_for_gate_and_up_and_what_is_read_ahead(
     form: str, weight_bytes: float, num_copies: int
 ) -> None:
-    """In the last layer, before down, which is read ahead in 16 bits like the others."""
-    (rank,) = memory(make_job("7B", of_target={"quantization": form}), A100)
-    beside = rank.loading_peak_bytes - rank.target_weights_bytes - A100.context_bytes
+    """In the last layer, before down, which is read ahead in 16 bits like the others; NF4 unpacks while it runs."""
+    whole, packed = (memory(make_job("7B", of_target={"quantization": each}), A100)[0] for each in ("none", form))
+    beside = packed.loading_peak_bytes - packed.target_weights_bytes - A100.context_bytes
     assert beside == 11008 * 4096 * (2 * 2 + num_copies * 2 * weight_bytes + 2 - 3 * weight_bytes)
+    unpacked_bytes = packed.activations_bytes - whole.activations_bytes
+    assert form != "nf4" or unpacked_bytes == 2 * 2 * 11008 * 4096
 
 
 def test_a_draft_is_loaded_when_all_copies_of_the_target_are_gone() -> None:
     (alone,), (pair,) = (memory(make_job("7B", *draft), A100) for draft in ([], ["tinyllama_1B"]))
     draft_bytes = pair.draft_weights_bytes
     assert 0 <= pair.loading_peak_bytes - alone.target_weights_bytes - A100.context_bytes - draft_bytes < 2**25
-
-
-def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
-    whole, four = (memory(make_job("7B", of_target={"quantization": form}), A100)[0] for form in ("none", "nf4"))
-    assert four.activations_bytes - whole.activations_bytes == 2 * 2 * 11008 * 4096
 
 
 @pytest.mark.parametrize(
@@ -138,22 +144,16 @@ def test_nf4_needs_room_for_its_largest_product_unpacked() -> None:
 def test_masks_are_planned_with_slots_and_graphs_of_their_own_where_attention_needs_them(
     machine: HardwareConfig, quantization: str, dtype: Dtype, by_length: bool
 ) -> None:
-    """A row of 536 slots is three widths of the cache; 300 positions of a chunk read two widths."""
+    """536 slots are three widths of the cache; 300 positions read two widths, with a mask for each query of a group."""
     of_target = {"quantization": quantization, "dtype": dtype}
-    job = make_job("7B", prompt_tokens=300, max_new_tokens=230, of_target=of_target)
-    (rank,), (two_rows,) = (memory(replace(job, batch_size=rows), machine) for rows in (1, 2))
     size = 4 if dtype is Dtype.fp32 else 2
-    assert rank.target_cache_bytes == 536 * 2 * 32 * 4096 * size
-    assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
-    masks = 0 if by_length else 300 * 512 * (1 + size)
-    assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * 11008) * size + masks
-
-
-def test_masked_prompts_have_a_row_of_the_mask_for_each_query_of_a_group() -> None:
-    job = make_job("llama3_8B", prompt_tokens=300, max_new_tokens=230)
-    one, two = (memory(replace(job, batch_size=rows), replace(A100, capability=7.5))[0] for rows in (1, 2))
-    masks = 4 * 300 * 512 * (1 + 2)
-    assert two.activations_bytes - one.activations_bytes == 300 * (3 * 4096 + 3 * 14336) * 2 + masks
+    for name, units, num_kv_heads in ("7B", 11008, 32), ("llama3_8B", 14336, 8):
+        job = make_job(name, prompt_tokens=300, max_new_tokens=230, of_target=of_target)
+        (rank,), (two_rows,) = (memory(replace(job, batch_size=rows), machine) for rows in (1, 2))
+        assert rank.target_cache_bytes == 536 * 2 * 32 * num_kv_heads * 128 * size
+        assert rank.graphs_bytes == (1 if by_length else 3) * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES
+        masks = 0 if by_length else 32 // num_kv_heads * 300 * 512 * (1 + size)
+        assert two_rows.activations_bytes - rank.activations_bytes == 300 * (3 * 4096 + 3 * units) * size + masks
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
@@ -174,11 +174,7 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not() -> None:
     assert fits(replace(crowded, prompt_tokens=context - 64), A100)
     assert not fits(replace(crowded, prompt_tokens=context - 63), A100)
     assert largest_batch(make_job("65B"), A100) == largest_context(make_job("65B"), A100) == 0
-
-
-def test_the_largest_context_is_that_of_the_model_with_the_smaller_one() -> None:
-    """131072 positions of the target, 32768 of the draft."""
-    assert largest_context(make_job("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4), A100) == 32768
+    assert largest_context(make_job("qwen2.5_7B", "qwen2.5_0.5B", num_ranks=4), A100) == 32768, "the draft's context"
 
 
 def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or_the_draft_is() -> None:
@@ -192,15 +188,10 @@ def test_logits_lie_where_the_target_is_and_probabilities_where_the_rule_runs_or
     assert (by_block, *others) == (verify_rank + numbers * 4 * 5, other, draft)
 
 
-def test_each_copy_has_ranks_of_its_own() -> None:
-    ranks = memory(make_job("7B", num_ranks=2, num_replicas=2), A100)
-    assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
-    assert replace(ranks[2], rank=0) == ranks[0]
-
-
 def test_ranks_that_talk_to_each_other_have_buffers_for_it_while_loading_and_while_running() -> None:
     job = make_job("7B")
-    alone, copy = memory(job, A100)[0], memory(replace(job, num_replicas=2), A100)[0]
+    (alone,), (copy, second) = memory(job, A100), memory(replace(job, num_replicas=2), A100)
+    assert second == replace(copy, rank=1)
     assert (alone.collectives_bytes, copy.collectives_bytes) == (0, A100.collective_bytes)
     assert copy.total_bytes - alone.total_bytes == A100.collective_bytes > 0
     assert copy.loading_peak_bytes - alone.loading_peak_bytes == A100.collective_bytes

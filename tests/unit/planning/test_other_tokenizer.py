@@ -20,22 +20,15 @@ ways = pytest.mark.parametrize("matching", list(Matching), ids=lambda matching: 
 
 
 @ways
-def test_the_draft_has_two_slots_for_each_of_the_targets(matching: Matching) -> None:
+def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes(matching: Matching) -> None:
     job = make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
     own = replace(job, matching=matching)
-    assert job.draft_slots == job.num_slots
-    assert own.draft_slots == 2 * job.num_slots
     (before,), (after,) = memory(job, A100), memory(own, A100)
     assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
     assert after.target_cache_bytes == before.target_cache_bytes
     assert after.logits_bytes >= before.logits_bytes
-
-
-@ways
-def test_slots_end_with_the_drafts_context(matching: Matching) -> None:
-    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=1900), matching=matching)
-    assert job.draft_slots == 2048
-    tight = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=1984), matching=matching)
+    assert replace(own, prompt_tokens=1900).draft_slots == 2048
+    tight = replace(own, prompt_tokens=1984)
     assert tight.draft_slots == tight.num_slots > 2048
 
 
@@ -52,14 +45,10 @@ def test_the_engine_allocates_what_is_planned() -> None:
 
 @ways
 def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token(matching: Matching) -> None:
-    job = make_job("gpt_neox_20B", "gpt_neo_1.3B")
-    own = replace(job, matching=matching)
-    assert (job.first_draft_rows, own.first_draft_rows) == (2, MOST_PIECES + 1)
+    own = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B"), matching=matching)
     costs = CostModel(own, A100)
-    forecast = times_of(own, A100)
-    first_s, step_s = costs.draft_step_s(MOST_PIECES + 1), costs.draft_step_s(1)
-    wanted_s = first_s + 3 * step_s + costs.verify_s(4) + costs.host_s
-    assert forecast.round_s == pytest.approx(wanted_s)
+    drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
+    assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4) + costs.host_s)
 
 
 def test_a_draft_by_text_sends_no_probabilities() -> None:

@@ -56,6 +56,9 @@ def apart(**changes: Any) -> PlanSpec:  # noqa: ANN401 - fields
 
 def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
     machine = replace(load("laptop_cpu"), num_gpus=2)
+    ranked = [choice for choice in search(apart(), machine) if choice["overlaps"]]
+    assert {choice["draft_kind"] for choice in ranked} == {"own_gpu"}
+    assert all("speculation.overlap=true" in choice["settings"] for choice in ranked)
     one_by_one, at_once = times_of(apart(), machine), times_of(apart(overlap=True), machine)
     assert one_by_one.overlap is None
     assert at_once.round_s < one_by_one.round_s
@@ -80,14 +83,6 @@ def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() 
         assert not [text for text in make_plan(in_turn, machine).warnings if "speculation.overlap" in text]
         warned.add(slow_s > fast_s)
     assert warned == {True, False}
-
-
-def test_a_search_ranks_rounds_that_overlap_with_the_rest() -> None:
-    machine = replace(load("laptop_cpu"), num_gpus=2)
-    found = [choice for choice in search(apart(), machine) if choice["overlaps"]]
-    assert found
-    assert {choice["draft_kind"] for choice in found} == {"own_gpu"}
-    assert all("speculation.overlap=true" in choice["settings"] for choice in found)
 
 
 def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, Speed
-from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
+from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import (
     LIBRARY_SHARE,
@@ -27,7 +28,7 @@ from llama_ssp.planning.timing import (
 from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import Dtype, TargetKind
-from tests.helpers.planning import small_model
+from tests.helpers.planning import measured_machine, small_model
 
 MACHINE = replace(
     hardware.load("8xa100_80gb"),
@@ -44,46 +45,28 @@ MODEL = small_model(intermediate_size=512, vocab_size=512)
 MEASURED = replace(
     MACHINE,
     profiles=[
-        Profile(
-            num_ranks=1,
-            linear=[
-                LinearPoint(
-                    dtype="fp16",
-                    arithmetic="fp16",
-                    rows=rows,
-                    elements=elements,
-                    working_set_bytes=1,
-                    s=rows * elements / 1e6,
-                )
-                for rows in (1, 5)
-                for elements in (1, 1000)
-            ],
-            tied_head=[],
+        replace(
+            measured_machine(MACHINE).profiles[0],
             layer=[RowsPoint(rows=1, width=64, s=0.0)],
             frame=[RowsPoint(rows=1, width=64, s=0.0)],
             attention=[SizePoint(size=5, s=1.0), SizePoint(size=10, s=2.0)],
-            draw=[],
-            verify=[],
         )
     ],
 )
 LAYER, HEAD = 64 * (64 + 32 + 32 + 64 + 3 * 512), 64 * 512
 
 
-def forward(
-    num_ranks: int,
-    machine: HardwareConfig = MACHINE,
-    *,
-    model: PlannedModel = MODEL,
-    cuda_graphs: bool = True,
-    num_slots: int = 100,
-) -> ForwardTime:
-    """Three rows of five positions, one of which is scored."""
+def seat(num_ranks: int, *, model: PlannedModel = MODEL, cuda_graphs: bool = False) -> ModelPlacement:
     ranks = tuple(range(num_ranks))
-    seat = ModelPlacement(
+    return ModelPlacement(
         model=model, kind=TargetKind.tensor, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_ranks
     )
-    return forward_time(seat, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
+
+
+def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int = 100, **of_seat: Any) -> ForwardTime:  # noqa: ANN401 - as `seat` has
+    """Three rows of five positions, one of which is scored."""
+    placement = seat(num_ranks, **{"cuda_graphs": True} | of_seat)
+    return forward_time(placement, machine, batch_size=3, num_positions=5, num_scored=1, bucket=num_slots)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -150,12 +133,9 @@ def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_libra
 def test_a_layer_of_few_tokens_is_one_operator_on_one_rank_of_a_cpu(
     batch_size: int, num_ranks: int, dtype: Dtype, operators: int
 ) -> None:
-    seat = ModelPlacement(
-        model=replace(MODEL, dtype=dtype), kind=TargetKind.tensor, ranks=tuple(range(num_ranks)), cuda_graphs=False,
-        num_active=num_ranks,
-    )  # fmt: skip
-    assert _layer_s(seat, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
-    assert _layer_s(seat, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
+    placement = seat(num_ranks, model=replace(MODEL, dtype=dtype))
+    assert _layer_s(placement, replace(MACHINE, device="cpu"), rows=5 * batch_size) == 100 * operators
+    assert _layer_s(placement, MACHINE, rows=5 * batch_size) == 100 * OPERATORS_PER_LAYER
 
 
 def test_ranks_add_up_the_embedding_and_two_sums_a_layer_and_gather_the_logits_that_are_scored() -> None:
@@ -182,19 +162,16 @@ def _product_s(quantization: str, *, rows: int) -> float:
     return _roofline_s({64 * 128: 1}, model, format_of(quantization), MACHINE, rows=rows)
 
 
-def test_weight_only_int8_reads_its_bytes_once_in_every_32_rows_and_unpacks_for_more_than_128() -> None:
-    seconds = [_product_s("int8_weight_only", rows=rows) for rows in (1, 32, 33, 128, 129)]
-    assert seconds == pytest.approx([64 * 128 / 1e6 * times for times in (1.2, 1.2, 2.4, 4.8, 5)])
-
-
-def test_weights_of_4_bits_take_longer_to_read_than_a_copy_and_have_a_scale_for_128() -> None:
-    assert _product_s("int4_weight_only", rows=1) == pytest.approx(1.6 * 64 * 128 * (0.5 + 4 / 128) / 1e6)
-
-
-def test_nf4_unpacks_its_matrix_for_more_rows_than_one() -> None:
-    wide_s = 2 * 64 * 128 / 1e6
-    assert _product_s("nf4", rows=1) == pytest.approx(wide_s)
-    assert _product_s("nf4", rows=2) > 2 * wide_s
+def test_formats_read_and_unpack_their_own_bytes() -> None:
+    """Of a copy of a matrix in 8 bits: int8 once in every 32 rows, unpacked for more than 128; 4 bits with scales."""
+    for quantization, of_rows in {
+        "int8_weight_only": {1: 1.2, 32: 1.2, 33: 2.4, 128: 4.8, 129: 5},
+        "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128)},
+        "nf4": {1: 2},
+    }.items():
+        for rows, times in of_rows.items():
+            assert _product_s(quantization, rows=rows) == pytest.approx(64 * 128 / 1e6 * times)
+    assert _product_s("nf4", rows=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"
 
 
 def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was() -> None:
@@ -242,6 +219,5 @@ def test_a_line_goes_on_behind_its_last_point_but_never_falls_there_nor_below_ze
 
 
 def test_between_reads_on_a_logarithmic_axis_and_is_level_outside() -> None:
-    assert between([(1.0, 0.0), (100.0, 2.0)], 10.0) == pytest.approx(1.0)
-    assert between([(1.0, 0.0), (100.0, 2.0)], 1e6) == pytest.approx(2.0)
-    assert between([(1.0, 0.5), (100.0, 2.0)], 0.1) == pytest.approx(0.5)
+    points = [(1.0, 0.5), (100.0, 2.5)]
+    assert [between(points, x) for x in (0.1, 10.0, 1e6)] == pytest.approx([0.5, 1.5, 2.5])

@@ -118,13 +118,6 @@ def test_a_tied_head_is_that_of_the_embedding_even_where_no_module_is_left_out(d
     assert sizes[0] == sizes[1]
 
 
-def test_a_quantization_that_is_given_has_precedence(tmp_path: Path) -> None:
-    model = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
-    plain = replace(model, stored_format=None)
-    assert total(model) == total(plain)
-    assert model.weights_name == "int8_weight_only"
-
-
 def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path: Path) -> None:
     model = planned(tmp_path, LLAMA_8B, W8A8)
 
@@ -171,6 +164,8 @@ def test_a_plan_counts_what_runs_refuse_and_says_so(
 
 
 def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: Path) -> None:
+    given = planned(tmp_path, SMALL, AWQ, quantization="int8_weight_only")
+    assert total(given) == total(replace(given, stored_format=None))
     for quantization in ("none", "int4_weight_only"):
         assert notes(tmp_path, W4A16, quantization=quantization) == []
         assert planned(tmp_path, SMALL, W4A16, quantization).quantization == "int4_weight_only"
@@ -225,10 +220,3 @@ def test_groups_are_left_to_the_run_where_a_plan_does_not_know_the_matrices(tmp_
     with pytest.raises(PlacementError, match="packs 128 inputs at a time, and o_proj has 64 on one of 8 ranks"):
         rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8}, AWQ), **asked)
     rank_shares(planned(tmp_path, SMALL | {"num_key_value_heads": 8, "model_type": "nanochat"}, AWQ), **asked)
-
-
-def test_an_entry_with_sizes_of_its_own_is_still_stored_as_its_folder_says(tmp_path: Path) -> None:
-    entry = replace(config_of(tmp_path, SMALL, AWQ).model, stored_format=None)
-    stored = planned_model(entry, device="cuda").stored_format
-    assert stored
-    assert stored.name == "awq int4"

@@ -13,7 +13,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import PlannedModel, planned_model
-from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages, timing
+from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
@@ -78,26 +78,16 @@ def test_decoding_is_priced_in_the_middle_of_a_completion() -> None:
 def test_a_cache_of_fewer_bits_is_read_sooner_but_on_a_measured_cpu_at_most_twice_as_fast() -> None:
     """Heads of 128 dimensions have 132 bytes in int8, with their scale, of 256 in fp16."""
 
-    def attention_s(cache_dtype: str, machine: HardwareConfig) -> float:
-        job = make_job("7B", prompt_tokens=2048, of_target={"cache_dtype": cache_dtype})
-        return timing(job, machine).target_forward.attention_s
+    def shares(target: PlannedModel, machine: HardwareConfig, *names: str) -> list[float]:
+        jobs = [make_job(target, prompt_tokens=1024, of_target={"cache_dtype": name}) for name in ("auto", *names)]
+        exact_s, *others_s = (times_of(job, machine).target_forward.attention_s for job in jobs)
+        return [seconds / exact_s for seconds in others_s]
 
-    exact, byte = (attention_s(name, A100) for name in ("auto", "int8"))
-    assert byte / exact == pytest.approx(132 / 256)
-    machine = measured_machine(A100)
-    exact, half, byte = (attention_s(name, machine) for name in ("auto", "bf16", "int8"))
-    assert half == exact  # the model's own 16 bits
-    assert byte / exact == pytest.approx(132 / 256)
-    small = replace(planned_model(catalogue.load("tiny"), device="cpu"), dtype=Dtype.fp32)
-    cpu = measured_machine(hardware.load("laptop_cpu"))
-    on_cpu = [
-        times_of(
-            make_job(replace(small, cache_dtype=name), prompt_tokens=1024, device="cpu"), cpu
-        ).target_forward.attention_s
-        for name in ("auto", "fp16", "int8")
-    ]
-    assert on_cpu[1] / on_cpu[0] == pytest.approx(0.5)
-    assert on_cpu[2] == pytest.approx(on_cpu[1])
+    llama, tiny = (planned_model(catalogue.load(name), device="cpu") for name in ("7B", "tiny"))
+    llama = replace(llama, dtype=Dtype.fp16)
+    for machine in (A100, measured_machine(A100)):
+        assert shares(llama, machine, "fp16", "int8") == pytest.approx([1, 132 / 256])
+    assert shares(tiny, measured_machine(hardware.load("laptop_cpu")), "fp16", "int8") == pytest.approx([0.5, 0.5])
 
 
 def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> None:
@@ -105,22 +95,12 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     alone = make_job("13B", "7B", batch_size=2)
     assert times_of(shared, A100).draft_forward_s == pytest.approx(times_of(alone, A100).draft_forward_s)
     joint, share = (CostModel(job, A100) for job in (shared, alone))
-    assert joint.draft
-    assert share.draft
     assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
     assert joint.rule_s(5) == pytest.approx(share.rule_s(5))
 
 
-def test_each_rank_that_drafts_tells_the_others_its_verdict() -> None:
-    job = make_job("13B", "7B", num_ranks=4, draft_kind=DraftLayout.replicated, batch_size=6)
-    clock, messages = CostModel(job, A100), round_messages(job, 4)
-    assert messages["verdict"].num_senders == 4
-    assert clock.verdict_s(4) == pytest.approx(clock.agree_s(4, *messages) + clock.rule_s(5), rel=1e-12)
-
-
 def test_a_draft_scores_its_last_token_alone() -> None:
     clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
-    assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
 
@@ -133,26 +113,16 @@ def test_a_cpu_reads_packed_weights_once(quantization: str, bits: float) -> None
     assert 1 < packed_s / (num_weights * bits / 8 / bandwidth(machine)) < 1.3
 
 
-def test_a_measured_profile_takes_the_place_of_data_sheets() -> None:
-    machine = measured_machine(A100)
-    model = small_model()
-    layer = 64 * (64 + 32 + 32 + 64 + 3 * 192)
-    elements = 2 * layer + 320 * 64
+def test_a_measured_profile_takes_the_place_of_data_sheets_and_prices_a_tied_head_apart() -> None:
+    machine, model = measured_machine(A100), small_model()
+    layer, head = 64 * (64 + 32 + 32 + 64 + 3 * 192), 320 * 64
     plain = times_of(make_job(model, cuda_graphs=False), machine)
-    assert plain.target_forward.matrices_s == pytest.approx(elements / 1e6)
+    assert plain.target_forward.matrices_s == pytest.approx((2 * layer + head) / 1e6)
     assert plain.target_forward.operators_s == pytest.approx(2 * 10.0 + 3.0)
-    assert plain.plain_s == pytest.approx(elements / 1e6 + 23.0 + 0.5 + 0.25)
-
-
-def test_a_tied_head_has_a_price_of_its_own() -> None:
-    machine = measured_machine(A100)
-    model = small_model()
+    assert plain.plain_s == pytest.approx((2 * layer + head) / 1e6 + 23.0 + 0.5 + 0.25)
     tied = replace(model, shape=replace(model.shape, tie_word_embeddings=True))
-
-    def matrices_s(chosen: PlannedModel) -> float:
-        return timing(make_job(chosen, cuda_graphs=False), machine).target_forward.matrices_s
-
-    assert matrices_s(tied) - matrices_s(model) == pytest.approx(320 * 64 / 1e6)
+    of_tied = times_of(make_job(tied, cuda_graphs=False), machine)
+    assert of_tied.plain_s - plain.plain_s == pytest.approx(head / 1e6)
 
 
 def _whole(machine: HardwareConfig, **constants: float) -> HardwareConfig:
@@ -203,10 +173,8 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     kind: DraftLayout, target: list[int], draft: list[int], arriving: list[int]
 ) -> None:
     """Ids, probabilities, verdict."""
-    job = make_job(
-        "13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, target_ranks=tuple(target),
-        draft_ranks=tuple(draft),
-    )  # fmt: skip
+    ranks = {"target_ranks": tuple(target), "draft_ranks": tuple(draft)}
+    job = make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, **ranks)
     found = round_messages(job, K)
     kinds = ("ids", "probabilities", "verdict")
     assert [found[kind].received_bytes if kind in found else 0 for kind in kinds] == arriving
@@ -236,12 +204,8 @@ def test_the_physical_limit_is_a_copy_of_what_a_step_reads_and_its_shares_follow
     timed = times_of(job, machine)
     assert timed.copy_share * timed.plain_s == pytest.approx(read / 1e12)
     assert timed.limit_share == pytest.approx(timed.copy_share / 2)
-
-
-def test_layer_wise_placement_has_the_physical_limit_of_one_gpu() -> None:
-    one = times_of(make_job("13B", num_ranks=1), A100).limit_share
-    row = times_of(make_job("13B", num_ranks=4, target_kind=TargetKind.accelerate), A100).limit_share
-    assert row == pytest.approx(one, rel=0.01)
+    row = times_of(replace(job, target_kind=TargetKind.accelerate, spare_devices=(1, 2, 3)), machine)
+    assert row.limit_share * row.plain_s == pytest.approx(timed.limit_share * timed.plain_s), "devices take turns"
 
 
 MACHINES = [hardware.load(name) for name in sorted(hardware.names()) if not hardware.load(name).profiles]
