@@ -2,12 +2,10 @@
 
 import re
 
-_FEW = {1: "one"}
-
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun, as in "one node" and "8 GPUs"."""
-    return f"{_FEW.get(number, number)} {noun}{'' if number == 1 else 's'}"
+    return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def rounded(value: float, digits: int = 3) -> str:
