@@ -63,7 +63,7 @@ def _at(content: Any, path: str) -> Any:  # noqa: ANN401 - a part of a document
 
 
 def _best_ms(time: dict[str, Any]) -> float:
-    return min(filter(None, (time["plain_ms_per_token"], time["speculative_ms_per_token"])))
+    return float(min(filter(None, (time["plain_ms_per_token"], time["speculative_ms_per_token"]))))
 
 
 def _other_words(content: dict[str, Any], key: str, wanted: str) -> Iterator[str]:

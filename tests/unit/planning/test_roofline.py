@@ -164,11 +164,12 @@ def _product_s(quantization: str, *, rows: int) -> float:
 
 def test_formats_read_and_unpack_their_own_bytes() -> None:
     """Of a copy of a matrix in 8 bits: int8 once in every 32 rows, unpacked for more than 128; 4 bits with scales."""
-    for quantization, of_rows in {
+    by_format: dict[str, dict[int, float]] = {
         "int8_weight_only": {1: 1.2, 32: 1.2, 33: 2.4, 128: 4.8, 129: 5},
         "int4_weight_only": {1: 1.6 * (0.5 + 4 / 128)},
         "nf4": {1: 2},
-    }.items():
+    }
+    for quantization, of_rows in by_format.items():
         for rows, times in of_rows.items():
             assert _product_s(quantization, rows=rows) == pytest.approx(64 * 128 / 1e6 * times)
     assert _product_s("nf4", rows=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"

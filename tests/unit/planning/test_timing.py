@@ -1,6 +1,7 @@
 """Times: against published tables, and what each piece of the sum must do."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -95,12 +96,15 @@ def test_ranks_with_a_draft_each_draft_and_judge_their_share_of_the_rows() -> No
     alone = make_job("13B", "7B", batch_size=2)
     assert times_of(shared, A100).draft_forward_s == pytest.approx(times_of(alone, A100).draft_forward_s)
     joint, share = (CostModel(job, A100) for job in (shared, alone))
+    assert joint.draft
+    assert share.draft
     assert joint.prefill_s(joint.draft) == pytest.approx(share.prefill_s(share.draft))
     assert joint.rule_s(5) == pytest.approx(share.rule_s(5))
 
 
 def test_a_draft_scores_its_last_token_alone() -> None:
     clock = CostModel(make_job("13B", "7B"), replace(A100, flops_per_s={"fp16": 1e9}, flops_share=1.0))
+    assert clock.draft
     one_s, two_s = (clock.forward(clock.draft, num_positions).matrices_s for num_positions in (1, 2))
     assert 2 * one_s - two_s == pytest.approx(2 * 32000 * 4096 / 1e9, rel=1e-6)
 
@@ -173,7 +177,7 @@ def test_the_bytes_of_a_round_follow_from_the_placement(
     kind: DraftLayout, target: list[int], draft: list[int], arriving: list[int]
 ) -> None:
     """Ids, probabilities, verdict."""
-    ranks = {"target_ranks": tuple(target), "draft_ranks": tuple(draft)}
+    ranks: dict[str, Any] = {"target_ranks": tuple(target), "draft_ranks": tuple(draft)}
     job = make_job("13B", "7B", num_draft_tokens=K, batch_size=ROWS, draft_kind=kind, **ranks)
     found = round_messages(job, K)
     kinds = ("ids", "probabilities", "verdict")
