@@ -280,6 +280,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
     task_of(run).fill_in(run, explicit)
     return run
 
