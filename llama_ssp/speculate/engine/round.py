@@ -108,8 +108,9 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each model's cache has been allocated."""
-        return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
+        """How often each part has replaced what its stages read."""
+        parts = self.target, *self.drafters, *([self.taps] if self.taps else [])
+        return (*[part.num_allocations for part in parts],)
 
     @property
     def reads_by_length(self) -> bool:
