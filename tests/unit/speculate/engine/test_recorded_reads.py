@@ -58,7 +58,9 @@ def outcomes(decoder: Decoder, between: Decoder | None = None) -> list[list[obje
 
 def wanted(num_new: int) -> list[Request]:
     prompts: Sequence[tuple[int, ...]] = ((5, 9, 1, 4, 2), (3,), (7, 8, 7, 8, 7))
-    return [Request(index=place, prompt_ids=ids, max_new_tokens=num_new - 3 * place) for place, ids in enumerate(prompts)]
+    return [
+        Request(index=place, prompt_ids=ids, max_new_tokens=num_new - 3 * place) for place, ids in enumerate(prompts)
+    ]
 
 
 def check_recorded(make: Make, plain: Callable[[], Decoder] | None = None) -> None:
@@ -129,9 +131,7 @@ def head_decoder(
         if comm.rank == comm.size - 1:
             head = load_model(origin, dtype=torch.float32, device=CPU, comm=Comm.single())
             assert isinstance(head, HeadRunner)
-            inner = HeadDrafter(
-                head, taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree
-            )
+            inner = HeadDrafter(head, taps, rule=rule, num_draft_tokens=number, first_row=lambda _rows: 0, tree=tree)
             if comm.size == 1:
                 return inner
         sender = TapsSender(taps, 0, most_accepted=tree.depth if tree else number)
