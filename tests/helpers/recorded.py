@@ -70,7 +70,7 @@ class _Outside:
     @classmethod
     def of(cls, tensor: Tensor) -> "_Outside":
         storage = tensor.untyped_storage()
-        places = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        places = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         return cls(StorageWeakRef(storage), storage.data_ptr(), tensor.dtype, places)
 
     def found(self) -> Tensor:

@@ -109,8 +109,8 @@ class Round:
     @property
     def num_allocations(self) -> tuple[int, ...]:
         """How often each part has replaced what its stages read."""
-        parts = self.target, *self.drafters, *([self.taps] if self.taps else [])
-        return (*[part.num_allocations for part in parts],)
+        of_taps = self.taps.num_allocations if self.taps else 0
+        return self.target.num_allocations, of_taps, *[drafter.num_allocations for drafter in self.drafters]
 
     @property
     def reads_by_length(self) -> bool:
