@@ -480,7 +480,7 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
 
 
 def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    sentence = unknown_name(group, name, known)
+    sentence = hardware.unknown(name) if group == "hardware" else unknown_name(group, name, known)
     if group not in GROUPS:
         yield sentence
     elif "/" not in name and is_folder(f"./{name}"):

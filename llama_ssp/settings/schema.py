@@ -166,7 +166,8 @@ class ModelConfig:
     verify: bool = False
     manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
     default_draft: str | None = None  # entry that draft=default stands for.
-    target: str | None = None  # of a draft head: entry of the model that it was trained for.
+    target: str | None = None  # of a draft head: entry with the sizes of the model that it was trained for.
+    trained_for: str | None = None  # that model on the hub, where it is not the entry's own; searches offer no other.
     chat: bool = False  # whether the model has a chat template.
     gated: bool = False  # whether the hub asks for a login.
     shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
