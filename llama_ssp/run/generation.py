@@ -7,11 +7,11 @@ from typing import Any
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings.schema import SamplingConfig
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0,
 }  # fmt: skip
 """Settings of `sampling` that the file can set, with the defaults of transformers."""
-_GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
 _CHANGES_NO_TEXT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_", "max_",
     "use_", "cache_", "output_", "return_", "num_return_", "num_assistant_", "assistant_", "is_assistant", "prefill_",

@@ -81,7 +81,7 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     path = str(model.name_or_path)
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
-        parameters=parameters, generation=model.generation_config.to_dict() if model.generation_config else {},
+        parameters=parameters, generation=model.generation_config.to_dict(),
     )  # fmt: skip
 
 
