@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from llama_ssp.ranks.comms import recording
+from llama_ssp.cpu.sums import recording
 
 _T = TypeVar("_T")
 _WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::lift_fresh", "aten::equal", "aten::masked_select"}
