@@ -6,8 +6,8 @@
     layer        an operator for each part              `cpu.layer`: a whole layer for a few tokens
     draw         `sampling.processors`                  `cpu.draw`: the draw of a token
 
-`cpu.operators.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what its
-reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
+`cpu.operators.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what
+its reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
 
 On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
 

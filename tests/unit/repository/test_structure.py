@@ -11,7 +11,9 @@ from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}
-RECORDS = re.compile(r"cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing")
+RECORDS = re.compile(
+    r"cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing"
+)
 KNOW_RECORDING = (
     "llama_ssp/speculate/engine/executors.py",
     "llama_ssp/cpu/",
