@@ -152,7 +152,7 @@ def test_one_rank_may_record_while_the_others_do_not(tmp_path: Path) -> None:
 class LostComm(ThreadComm):
     """A group whose other rank goes away when there is mail for a third one."""
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def do_all_reduce(self, values: Tensor) -> Tensor:
         summed = super().do_all_reduce(values)
         if (2, 2) in self.mail:
             raise dist.DistBackendError("rank 1 of the group has ended")
