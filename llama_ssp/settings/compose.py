@@ -326,14 +326,12 @@ def register(root: str = "config") -> None:
 
 @cache
 def run_id() -> str:
-    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the current time.
+    """Name this run: $RUN_ID, which launch/slurm.sbatch sets, else torchrun's run id, else the current time.
 
     The clocks of ranks can differ by a second, so all ranks use the folder that rank 0 creates.
     """
     if name := os.environ.get("RUN_ID"):
         return name
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"slurm-{job}"
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
