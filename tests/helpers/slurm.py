@@ -70,8 +70,10 @@ while read -r pid; do pids="$pid $pids"; done
 scancel --full --signal=KILL --user=root
 for _ in $(seq 150); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
 kill $pids
-for _ in $(seq 100); do kill -0 $pids || break; sleep 0.1; done
-kill -KILL $pids
+for pid in $pids; do
+    for _ in $(seq 100); do kill -0 "$pid" || break; sleep 0.1; done
+    kill -KILL "$pid"
+done
 rm -rf "$1"
 """
 
