@@ -36,6 +36,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
@@ -486,6 +487,8 @@ def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[s
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif name.endswith(GGUF):
+        yield f"{group}={name} {GGUF_ALONE}"
     elif not is_hub_id(name):
         yield (
             f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "

@@ -189,6 +189,11 @@ _INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
     _WEIGHT_ONLY, name="int4_weight_only", order=4, short_name="int4wo", kernel=f"{_KERNELS}:int4_weight_only_linear",
     weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5, loading_copies=4,  # codes are bytes on the way
 )  # fmt: skip
+_INT8_GROUPS = replace(  # the same per group: for checkpoints that are stored so; every product unpacks it
+    _INT4, name="int8_groups", order=9, short_name=None, kernel=f"{_KERNELS}:int8_groups_linear", weight_bytes=1,
+    change_weight=None, gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
+    fp32_on_cpus=False, loading_copies=2,
+)  # fmt: skip
 _FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
     _WEIGHT_ONLY, name="fp8_weight_only", order=5, short_name="fp8wo", kernel=f"{_KERNELS}:fp8_weight_only_linear",
     row_bytes=0, groups=(FP8_GROUP,), change_weight=None,
@@ -200,7 +205,7 @@ _MXFP4 = replace(  # E2M1, a float of 4 bits, a power of two per 32 weights in a
 _NVFP4 = replace(  # E4M3 per 16 weights in its place
     _MXFP4, name="nvfp4", order=8, kernel=f"{_KERNELS}:nvfp4_linear", word_bytes=2,
 )  # fmt: skip
-for _each in (_WEIGHT_ONLY, _INT4, _FP8, _MXFP4, _NVFP4):
+for _each in (_WEIGHT_ONLY, _INT4, _INT8_GROUPS, _FP8, _MXFP4, _NVFP4):
     register(_each)
 
 

@@ -141,7 +141,8 @@ class ModelConfig:
     hub_id: str | None = None  # repository on the Hugging Face hub.
     revision: str | None = None  # its branch, tag or commit; null takes the newest.
     path: str | None = None  # a folder to read instead of the hub.
-    # a folder with a LoRA adapter as PEFT writes it, which is merged into the weights while they are loaded.
+    # a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while they are
+    # loaded.
     adapter: str | None = None
     shipped: bool = False  # whether the weights come with the package.
     # fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files stay
