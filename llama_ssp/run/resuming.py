@@ -11,8 +11,8 @@ from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.jobs import EXCERPT, JobMaker, ids_of
-from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.jobs import JobMaker, ids_of
+from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.model_files import read_json
@@ -144,7 +144,7 @@ def check_texts(
         if outside := [token for token in line.token_ids if token >= maker.vocab_size]:
             fault = f"has token id {outside[0]}, and the model knows {maker.vocab_size} ids"
         else:
-            ids = ids_of(prompt, maker.tokenizer, chat=config.chat, answers=[texts[key] for key in earlier])
+            ids = ids_of(prompt, maker.tokenizer, config, answers=[texts[key] for key in earlier])
             after = known[ids] = known.get(ids) or TextAfter(maker.tokenizer, ids)
             if after.decode(line.token_ids) != line.text:
                 fault = "has a text that is not that of its token_ids"

@@ -211,7 +211,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
     """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
-    is_figure = key.startswith("hardware.") and bool(config.get("hardware"))
+    is_figure = (key.startswith("hardware.") and bool(config.get("hardware"))) or key.startswith("chat_arguments.")
     if key not in keys and not is_figure:
         yield _unknown_key(key, keys)
         return
@@ -220,7 +220,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "prices")
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in {"prices", "chat_arguments"})
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
