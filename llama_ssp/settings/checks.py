@@ -164,6 +164,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be {required}"
     if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
         yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
+    for name in {*config.sampling.from_model} - schema.FROM_MODEL:
+        yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 
@@ -490,6 +492,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
+    ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
     ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (
