@@ -124,8 +124,9 @@ class Cluster:
         assert self._reaper
         assert self._reaper.stdin
         self._reaper.stdin.close()
-        for process in [*self._daemons, self._reaper]:
-            process.wait(40)
+        for daemon in self._daemons:
+            daemon.wait(40)
+        self._reaper.wait(40)
 
     def run(
         self, *command: str | Path, check: bool = True, cwd: Path | None = None, env: Mapping[str, str] | None = None
