@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.attention import ALL, find_attention
 from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
 from llama_ssp.machines.hardware import Speed
@@ -31,7 +32,6 @@ from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.run.calibration.model_pairs import HEAD_DIM, MLP_SHARE, RandomLlama
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import Dtype, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling.rules import Draft, Rule, make_rule
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.shapes import static_shape
 
 
 class Rows(NamedTuple):
@@ -56,7 +55,7 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        vocab_size, first_B = static_shape(logits_BTV)[-1], context.prompt_lengths_B
+        vocab_size, first_B = logits_BTV.shape[-1], context.prompt_lengths_B
         if repetition != 1.0:
             is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size) > 0
             scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
@@ -72,7 +71,7 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
 def count_tokens(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
     """Count every token of the vocabulary from `first_B` on before each scored position: fp32 (B, T, V)."""
     tokens_BS, last_BT, first_B1 = context.tokens_BS, context.last_BT, first_B[:, None]
-    batch_size, num_positions = static_shape(last_BT)
+    batch_size, num_positions = last_BT.shape
     places_BS = torch.ones_like(tokens_BS).cumsum(1) - 1  # unlike a range, right for any number of slots in a trace
     is_before_BS = ((places_BS >= first_B1) & (places_BS <= last_BT[:, :1])).to(torch.float32)
     counts_BV = torch.zeros(batch_size, vocab_size, device=tokens_BS.device)
