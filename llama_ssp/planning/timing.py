@@ -196,6 +196,8 @@ LEAST_CACHE_SHARE = 0.5
 """Of the time to read keys and values in fp32; fewer bytes save no more (docs/findings/cpus.md)."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+UNPACKING_S = 0.8e-9
+"""Time to unpack a weight of bitsandbytes on a CPU: 0.44 ns in caches, 0.73 in 16 MiB and more beyond (0.50, a Xeon)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +363,8 @@ def _roofline_s(
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
         else:
             seconds += count * times * _product_s(read_bytes, model, hardware, operations=operations)
+            if hardware.device == "cpu" and storage.unpacks_matrix:
+                seconds += count * UNPACKING_S * size
     return seconds
 
 
@@ -426,7 +430,7 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> 
         return placement.kernels.layer * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
-    if is_compiled:
+    if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
         is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s

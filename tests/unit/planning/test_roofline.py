@@ -92,6 +92,16 @@ def test_a_format_whose_products_were_measured_has_its_own_speed() -> None:
     assert forward(1, others) == forward(1), "other formats are read like a copy"
 
 
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_on_a_cpu_a_format_of_bitsandbytes_unpacks_the_matrix_for_every_product(name: str) -> None:
+    """A weight takes 0.8 ns, and its product as long as an unquantized one of 2 bytes."""
+    price = partial(_roofline_s, {10**9: 1}, MODEL, format_of(name), rows=1)
+    slow = replace(MACHINE, device="cpu", flops_per_s={"fp16": 1e3})
+    assert price(hardware=replace(MACHINE, device="cpu", copy_bytes_per_s=1e9)) == pytest.approx(0.8 + 2.0)
+    assert price(hardware=slow) == pytest.approx(0.8 + 2e9 / 1e3)
+    assert _layer_s(seat(1, model=replace(MODEL, dtype=Dtype.fp32, quantization=name)), slow, rows=1) == 100 * 25
+
+
 @pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 8), (2, 4), (3, 4), (8, 1)])
 def test_a_position_multiplies_with_those_before_it_on_the_rank_with_the_most_heads(
     num_ranks: int, num_heads: int
