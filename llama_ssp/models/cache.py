@@ -313,12 +313,13 @@ class Taps:
 
     Attributes:
         layers: the tapped layers, counted from 0.
+        num_allocations: see `Runner`.
     """
 
     def __init__(self, layers: Sequence[int], *, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = tuple(layers)
         self._width, self._dtype, self._device = width, dtype, device
-        self.num_rows = self._num_slots = 0
+        self.num_rows = self._num_slots = self.num_allocations = 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens, unless there is; see `Runner.allocate`."""
@@ -329,6 +330,7 @@ class Taps:
                 kept_BSX = self._in_rows()
                 slots.kept_MX.view(batch_size, num_slots, width)[:, : kept_BSX.shape[1]].copy_(kept_BSX)
             self.num_rows, self._num_slots, self._slots = batch_size, num_slots, slots
+            self.num_allocations += 1
 
     def _in_rows(self) -> Tensor:
         return self._slots.kept_MX.view(self.num_rows, self._num_slots, -1)

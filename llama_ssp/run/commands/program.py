@@ -38,6 +38,11 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
     handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
+    try:
+        read_ranks(os.environ)
+    except ConfigError as error:  # no rank knows which one speaks
+        complain(str(error))
+        sys.exit(error.exit_code)
     _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
 
 

@@ -43,6 +43,7 @@ class HeadDrafter(StepwiseDrafter):
     ) -> None:
         super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids, tree=tree)
         self._head, self._taps, self._first_row = head, taps, first_row
+        self._own_rows = range(0)
         self._width = (tree.depth if tree else num_draft_tokens) + 1
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
 
@@ -50,7 +51,9 @@ class HeadDrafter(StepwiseDrafter):
         """Allocate the cache."""
         super().allocate(batch_size=batch_size, num_slots=num_slots)
         first = self._first_row(self._taps.num_rows)
-        self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+        if self._own_rows != (own_rows := range(first, first + batch_size)):  # else graphs read what is there
+            self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+            self._own_rows = own_rows
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read all pairs of the prompts but the last, whose token is not drawn yet."""
