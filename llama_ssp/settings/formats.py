@@ -55,12 +55,7 @@ class StorageFormat:
     target_advice: str | None = None  # the same about a target.
 
     def read_bytes(self, rows: int, packed: int, unquantized: int, *, device: str) -> float:
-        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows.
-
-        What a library unpacks before a product is read unquantized; `planning.timing` adds the unpacking.
-        """
-        if device == "cpu" and self.unpacks_matrix:
-            return unquantized
+        """Cost of a product as bytes read; our kernels on CPUs read the packed matrix once, whatever the rows."""
         on_cpu = device == "cpu" and self.fp32_on_cpus
         return packed if on_cpu else self.gpu_read_bytes(rows, packed, unquantized)
 
