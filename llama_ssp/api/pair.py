@@ -1,6 +1,7 @@
 """A target and its draft in memory, which complete prompts in one process, as a run decodes them."""
 
 import reprlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.api.arguments import (
+    FROM_MODEL,
     check_types,
     drafter_without_model,
     entry_of,
@@ -33,9 +35,11 @@ from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.jobs import encode_messages
 from llama_ssp.run.prompts import Message, Prompt
 from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, draft_name
 from llama_ssp.settings.registry import load_plugins
@@ -62,7 +66,8 @@ AnyPrompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
-_SAMPLING = {each.name for each in fields(SamplingConfig)}
+_SAMPLING = {each.name: each.default for each in fields(SamplingConfig) if each.name != "from_model"}
+_WHOLE = "sampling='model'"
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -165,10 +170,12 @@ class Pair:
     Attributes:
         models: with their caches.
         config: every other setting, at its default.
+        generation: the fields of the target's generation_config.json, if it has that file.
     """
 
     models: Models
     config: RunConfig
+    generation: Mapping[str, Any] | None = None
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
     @property
@@ -201,6 +208,7 @@ class Pair:
         repetition_penalty: float = 1.0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
+        sampling: str | None = None,
         seed: int = 0,
         num_samples: int = 1,
         stop: str | Sequence[str] = (),
@@ -224,6 +232,8 @@ class Pair:
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
             frequency_penalty: taken off a token's logit for each time the text has it.
             presence_penalty: taken off the logits of tokens that the text has.
+            sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
+                temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
                 prompts came before it in the list, as in `llama-ssp run`.
             num_samples: completions of each prompt; those of one prompt follow one another in the result.
@@ -242,10 +252,10 @@ class Pair:
         given = {**locals()}
         with in_library_words():
             read = check_types(given)
-            sampling = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+            drawn = self._sampling(read)
             same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
             config = replace(
-                self.config, sampling=sampling, verification=VerificationConfig(rule=read["rule"]),
+                self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
                 stop_strings=read["stop"],
                 **{name: read[name] for name in same},
@@ -270,6 +280,16 @@ class Pair:
                 adapter.end()
             return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
+    def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
+        """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
+        drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+        if read["sampling"] == FROM_MODEL:
+            drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
+        drawn = with_model_sampling(drawn, self.generation, whole=_WHOLE)
+        if note := note_on(drawn, self.generation or {}, group="", whole=_WHOLE):
+            warnings.warn(note, stacklevel=4)
+        return drawn
+
     @contextmanager
     def _decoder(self, config: RunConfig, requests: Sequence[Request], *, plain: bool) -> Iterator[Decoder]:
         """Yield the decoder of a config, with room for the requests; forget it if the block fails.
@@ -281,7 +301,7 @@ class Pair:
         models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
             speculative, config.batch_size, astuple(config.speculation), config.verification.rule,
-            torch.get_num_threads(), astuple(config.sampling),
+            torch.get_num_threads(), str(config.sampling),
         )  # fmt: skip
         decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)
         kept[key] = decoder
@@ -398,7 +418,7 @@ def load(
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
             sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
-            return Pair(models=load_models(config, world, sources), config=config)
+            return Pair(models=load_models(config, world, sources), config=config, generation=sources[0].generation)
 
 
 def _read_model(

@@ -5,12 +5,13 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
-from llama_ssp.errors import ConfigError, one_message, unknown_name
+from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype
 
@@ -131,11 +132,31 @@ def names() -> list[str]:
     return catalogue.names("hardware")
 
 
+def unknown(name: str) -> str:
+    """Report an unknown machine, and the entry that has as many of its GPUs, as in 4xa100, with the settings for it."""
+    number, chip = re.fullmatch(r"(?:(\d+)x)?(.*)", name.casefold(), re.DOTALL).groups()  # type: ignore[union-attr]
+    wanted, words = int(number or 1), re.findall(r"[a-z0-9]+", chip)
+    alike = [
+        machine for machine in map(load, names())
+        if words and all(word in re.sub(r"[\W_]", "", machine.gpu.casefold()) for word in words)
+    ]  # fmt: skip
+    sentence = unknown_name("hardware", name, names())
+    if not alike or (number is None and similar_name(name, names())):
+        return sentence
+    nearest = min(alike, key=lambda one: (one.num_gpus < wanted, abs(one.num_gpus - wanted), words[0] not in one.name))
+    setting = ""
+    if nearest.num_gpus != wanted:
+        num_nodes, rest = divmod(wanted, nearest.num_gpus)
+        setting = f" hardware.num_nodes={num_nodes}" if num_nodes and not rest else f" hardware.num_gpus={wanted}"
+    meant = f"hardware={nearest.name}{setting}" if setting or not similar_name(name, [nearest.name]) else nearest.name
+    return f"{sentence.partition('; did you mean')[0]}; did you mean {meant}?"
+
+
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
     file = catalogue.find("hardware", name) if name in names() else None
     if file is None:
-        raise ConfigError(unknown_name("hardware", name, names()))
+        raise ConfigError(unknown(name))
     machine, problems = _read_machine(catalogue.read(file))
     if problems:
         where = f"{catalogue.shown(file)}: " if catalogue.is_own(file) else ""

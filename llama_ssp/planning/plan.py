@@ -28,6 +28,7 @@ from llama_ssp.words import rounded
 
 PLAN_VERSION = 4
 GIB = 2**30
+_FINDINGS = "docs/findings/gpus.md"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -222,6 +223,8 @@ def basis(hardware: HardwareConfig) -> str:
     machine = "GPU" if hardware.device == "cuda" else "machine"
     if hardware.is_measured:
         return f"forecast by what task=calibrate measured on this {machine}"
+    if any(_FINDINGS in source for source in hardware.sources.values()):
+        return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
     return f"forecast by data sheet; this engine has not been measured on this {machine}"
 
 

@@ -23,15 +23,17 @@ from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
+from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.jobs import JobMaker, PromptTask
 from llama_ssp.run.opening import joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.results import finalize, pass_gate
-from llama_ssp.run.resuming import check_lines, check_models
+from llama_ssp.run.resuming import check_lines, check_models, check_texts
 from llama_ssp.run.session import Session
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
+from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -104,8 +106,10 @@ def _load(
     if config.placement.auto:
         _choose_placement(config, world, terminal)
     sources = find_sources(config, world)
-    config = with_number_formats(config, sources)
+    config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
+        config = replace(config, sampling=with_model_sampling(config.sampling, generation))
+        check_values(config)
         if folder:
             check_models(folder, sources, config)
     task, folders = task_of(config), [source.origin.folder for source in sources if source]
@@ -120,6 +124,8 @@ def _load(
         vocab_size=target.origin.shape.vocab_size,
     )  # fmt: skip
     jobs = _read_jobs(config, world, folder, maker)
+    if note := note_on(config.sampling, generation or {}):
+        terminal.say(note)
     config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
@@ -159,6 +165,7 @@ def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker:
         prompts = None if is_interactive(config) else read_prompts(config)
         if folder:
             check_lines(folder.lines, config, prompts)
+            check_texts(folder.lines, config, prompts, maker)
         return None if prompts is None else [asdict(prompt) for prompt in prompts]
 
     records = from_rank_0(world.comm, read)

@@ -164,6 +164,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be {required}"
     if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
         yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
+    for name in {*config.sampling.from_model} - schema.FROM_MODEL:
+        yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 

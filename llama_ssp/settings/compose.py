@@ -280,6 +280,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
     task_of(run).fill_in(run, explicit)
     return run
 
@@ -479,7 +480,7 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
 
 
 def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    sentence = unknown_name(group, name, known)
+    sentence = hardware.unknown(name) if group == "hardware" else unknown_name(group, name, known)
     if group not in GROUPS:
         yield sentence
     elif "/" not in name and is_folder(f"./{name}"):

@@ -22,6 +22,8 @@ AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
 """The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
 LAUNCHER = "hydra.launcher"
 """Where Hydra keeps a `SlurmConfig`."""
+FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+"""Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
@@ -164,7 +166,8 @@ class ModelConfig:
     verify: bool = False
     manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
     default_draft: str | None = None  # entry that draft=default stands for.
-    target: str | None = None  # of a draft head: entry of the model that it was trained for.
+    target: str | None = None  # of a draft head: entry with the sizes of the model that it was trained for.
+    trained_for: str | None = None  # that model on the hub, where it is not the entry's own; searches offer no other.
     chat: bool = False  # whether the model has a chat template.
     gated: bool = False  # whether the hub asks for a login.
     shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
@@ -264,6 +267,8 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0  # taken off the logit of a token for each time that it stands in prompt and text.
     presence_penalty: float = 0.0  # taken off the logit of every token in prompt and text.
+    # of these settings, those that take the values of the model's generation_config.json, unless you give them.
+    from_model: list[str] = field(default_factory=list)
 
     @property
     def truncates(self) -> bool:

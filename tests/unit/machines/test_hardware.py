@@ -36,6 +36,25 @@ def test_every_figure_of_an_entry_has_a_source_and_a_price_its_month(name: str) 
     assert machine.price is None or machine.price.vendor
 
 
+def test_machines_of_an_architecture_share_what_it_has() -> None:
+    hopper = [machine for machine in map(hardware.load, hardware.names()) if machine.gpu.startswith(("H100", "H200"))]
+    assert {machine.name for machine in hopper} >= {"1xh100", "8xh100", "p5_48xlarge", "1xh200"}
+    assert {(machine.context_bytes, machine.kernel_s) for machine in hopper} == {(905000000, 2.4e-6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("4xa100", "hardware=8xa100_80gb hardware.num_gpus=4"), ("4xA10G", "hardware=g5_12xlarge"), ("h100", "1xh100"),
+        ("2xmi300x", "hardware=8xmi300x hardware.num_gpus=2"), ("8xh10", "8xh100"),
+        ("16xh100", "hardware=8xh100 hardware.num_nodes=2"),
+    ],
+)  # fmt: skip
+def test_an_unknown_machine_is_answered_with_its_own_gpus(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown hardware '{name}': .*; did you mean {meant}\?$"):
+        hardware.load(name)
+
+
 def test_the_price_is_that_of_the_smallest_machine_with_enough_gpus() -> None:
     machine = hardware.load("g5_12xlarge")
     of_size = {number: replace(machine, num_gpus=number).usd_per_hour for number in (1, 2, 4, 8, 9)}
