@@ -33,7 +33,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sum:
+class MeasuredSum:
     """Measured time of an all-reduce of a size over some ranks of a node, captured as rounds run it."""
 
     num_ranks: int
@@ -87,7 +87,9 @@ class HardwareConfig:
     network: Link | None = None  # links between nodes.
     price: Price | None = None  # on-demand list price; None where none is known.
     sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
-    sums: list[Sum] = field(default_factory=list)  # measured by task=calibrate, in place of `link` inside a node.
+    sums: list[MeasuredSum] = field(
+        default_factory=list
+    )  # measured by task=calibrate, in place of `link` inside a node.
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""

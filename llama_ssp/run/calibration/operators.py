@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
-from llama_ssp.machines.hardware import Speed, Sum
+from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER
@@ -155,7 +155,7 @@ def kernel_s(device: torch.device) -> float:
         return seconds_per_call(_settled(graph.replay, device)) / _NUM_OPERATORS
 
 
-def sums(comm: Comm, device: torch.device) -> list[Sum]:
+def sums(comm: Comm, device: torch.device) -> list[MeasuredSum]:
     """Time all-reduces of 2, 4, ... and of all ranks by size, as rounds run them; all ranks call this together.
 
     On a GPU they are captured. On a CPU they follow matrices that exceed the caches, as those of a layer do: a message
@@ -168,7 +168,7 @@ def sums(comm: Comm, device: torch.device) -> list[Sum]:
         for num_bytes in MESSAGE_BYTES if group else ():
             assert group
             values = torch.zeros(max(num_bytes // 4, 1), device=device)
-            found.append(Sum(num_ranks=number, num_bytes=num_bytes, s=max(timed(group, values), 1e-6)))
+            found.append(MeasuredSum(num_ranks=number, num_bytes=num_bytes, s=max(timed(group, values), 1e-6)))
         comm.barrier()
     return found
 

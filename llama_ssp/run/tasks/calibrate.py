@@ -18,7 +18,7 @@ import yaml
 
 from llama_ssp.errors import SspError
 from llama_ssp.kernels.attention_by_length import capability_of
-from llama_ssp.machines.hardware import Sum, problems_of
+from llama_ssp.machines.hardware import MeasuredSum, problems_of
 from llama_ssp.machines.machine import THIS_MACHINE, host_memory_bytes, system_bytes
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.gpu import capture_stream
@@ -69,7 +69,7 @@ def calibrate(world: World, file: Path, show: ShowProgress) -> str | None:
     return f"wrote {file}"
 
 
-def _figures(world: World, sums: list[Sum]) -> dict[str, Any]:
+def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
     device, is_gpu = world.device, world.device.type == "cuda"
     copy_bytes_per_s = operators.copy_bytes_per_s(device)
     dtypes = (Dtype.fp32, Dtype.bf16, Dtype.fp16) if is_gpu else (Dtype.fp32, Dtype.bf16)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig, Link, Speed, Sum
+from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import (
     LIBRARY_SHARE,
@@ -133,7 +133,9 @@ def test_a_ring_sends_nearly_twice_its_bytes_inside_a_node_and_a_share_of_them_b
 
 
 def test_measured_sums_take_the_place_of_links_inside_a_node() -> None:
-    sums = [Sum(num_ranks=number, num_bytes=size, s=number * size) for number in (2, 4) for size in (1000, 2000)]
+    sums = [
+        MeasuredSum(num_ranks=number, num_bytes=size, s=number * size) for number in (2, 4) for size in (1000, 2000)
+    ]
     of_four, of_two = (replace(machine, sums=sums) for machine in (MACHINE, NODES_OF_TWO))
     assert all_reduce_s(of_four, (0, 1, 2, 3), 1500) == pytest.approx(4 * 1500), "between two sizes"
     assert all_reduce_s(of_four, tuple(range(8)), 1000) == pytest.approx(4 * 1000), "the nearest number of ranks"
