@@ -1,6 +1,6 @@
 """Attention of a layer with all that stands between the products around it: the rotary turn, the write to the cache.
 
-`by_torch` is the reference; on a CPU in fp32, for heads of whole vectors, `attention_cpu` computes it in one operator.
+`by_torch` is the reference; on a CPU in fp32, for heads of whole vectors, `cpu.attention` computes it in one operator.
 Elsewhere the decoder has its own ways (`models.llama.attention`).
 
 Shapes: B rows, T positions of a row, M = B * T tokens, H query heads, N key-value heads, X = H + 2 N, S slots of all
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice import find_operator
+from llama_ssp.cpu.operators import find_operator
 from llama_ssp.kernels.rows import SINGLES, KeptRows
 from llama_ssp.settings.layout import LANES
 
@@ -77,7 +77,7 @@ def find_attention(
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
         "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
-        "attention_cpu", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
+        "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
         check=partial(_check, rows, head_dim), instead="without compiled attention",
     )  # fmt: skip
 

@@ -87,9 +87,7 @@ class HardwareConfig:
     network: Link | None = None  # links between nodes.
     price: Price | None = None  # on-demand list price; None where none is known.
     sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
-    sums: list[MeasuredSum] = field(
-        default_factory=list
-    )  # measured by task=calibrate, in place of `link` inside a node.
+    sums: list[MeasuredSum] = field(default_factory=list)  # what task=calibrate measured, in place of `link`.
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""

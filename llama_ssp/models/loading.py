@@ -34,8 +34,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.shapes import static_shape
 
 
 class Pieces(NamedTuple):
@@ -54,7 +53,7 @@ class TreePlaces(NamedTuple):
     @property
     def seen_slots(self) -> Tensor:
         """Which of the slots that are read each of them sees, (B, T, U)."""
-        _, num_nodes, num_behind = static_shape(self.sees_BTA)
+        _, num_nodes, num_behind = self.sees_BTA.shape
         behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
         at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
         seen_BTU = self.sees_BTA.gather(2, at_BTU) & (behind_BU < num_behind)[:, None]
@@ -214,7 +213,7 @@ class NullRunner:
         self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
     ) -> Tensor:
         """Return empty logits (B, R, 0)."""
-        num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
+        num_rows, num_wanted = (ids_BT if score_positions_BR is None else score_positions_BR).shape
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:

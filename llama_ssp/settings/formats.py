@@ -109,6 +109,9 @@ NF4_GROUP = 64  # Inputs that share a word.
 INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 FP4_GROUP = 32  # The same.
+INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
+FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Of the codes of floats of 4 bits, E2M1."""
 FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 _KERNELS = "llama_ssp.models.quantization.weight_only"

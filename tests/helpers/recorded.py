@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from llama_ssp.ranks.comms import recording
+from llama_ssp.cpu.sums import recording
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState

@@ -36,7 +36,6 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.shapes import static_shape
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -179,7 +178,7 @@ class LeanRunner(CachedRunner):
             if taps and layer.number in tapped:
                 taps.write(layer.number, added(stream), slots_M)
             stream = layer.forward(stream, attention[window])
-        return self._scored(stream, static_shape(ids_BT)[0], score_positions_BR)[1]
+        return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
         """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V)."""
@@ -263,7 +262,7 @@ class LeanRunner(CachedRunner):
         return {window: CompiledAttention(operator, *where, window) for window in self._windows}
 
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[int | None, Attend]:
-        batch_size, group = static_shape(positions_BT)[0], self._heads.num // self._heads.num_kv
+        batch_size, group = positions_BT.shape[0], self._heads.num // self._heads.num_kv
         if tree:
             mask_B1QU = mask_of(tree, dtype=self.dtype).repeat_interleave(group, dim=1)[:, None]
             masks = dict.fromkeys(self._windows, mask_B1QU)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.shapes import static_shape
 
 
 class Rows(NamedTuple):
@@ -54,7 +53,7 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        counts_BTV = count_tokens(context, vocab_size=static_shape(logits_BTV)[-1]).to(logits_BTV.dtype)
+        counts_BTV = count_tokens(context, vocab_size=logits_BTV.shape[-1]).to(logits_BTV.dtype)
         is_known_BTV = counts_BTV > 0
         if repetition != 1.0:
             scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
@@ -71,7 +70,7 @@ def penalty(sampling: SamplingConfig) -> Penalty | None:
 def count_tokens(context: Context, *, vocab_size: int) -> Tensor:
     """Count every token of the vocabulary before each scored position: fp32 (B, T, V)."""
     tokens_BS, _, last_BT = context
-    batch_size, num_positions = static_shape(last_BT)
+    batch_size, num_positions = last_BT.shape
     places_BS = torch.ones_like(tokens_BS).cumsum(1) - 1  # unlike a range, right for any number of slots in a trace
     is_before_BS = (places_BS <= last_BT[:, :1]).to(torch.float32)
     counts_BV = torch.zeros(batch_size, vocab_size, device=tokens_BS.device)

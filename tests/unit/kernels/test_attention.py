@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
-from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
 from llama_ssp.settings.formats import CACHES
 from llama_ssp.speculate.sampling.trees import find_topology

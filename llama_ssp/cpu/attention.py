@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from llama_ssp.kernels.emit import (
+from llama_ssp.cpu.emit import (
     E4M3_SHRINK,
     F32,
     F32S,
@@ -72,7 +72,7 @@ def emit(kind: str, head_dim: int) -> ir.Module:
     """The operator for a kind of rows, and heads of D dimensions, a multiple of 16; its entry is `attend`."""
     module = ir.Module(name=f"attention of {kind} and {head_dim}")
     place, units = _place(module, kind, head_dim), _units(module, kind, head_dim)
-    place.linkage = units.linkage = "external"  # `layer_cpu` calls them too
+    place.linkage = units.linkage = "external"  # `cpu.layer` calls them too
     _entry(module, head_dim, place, units)
     return module
 
