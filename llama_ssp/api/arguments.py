@@ -78,6 +78,7 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "batch_size": (_whole, "a whole number of rows, for example 8"),
     "stop": (_texts, "a text or a list of texts"),
     "chat": (_flag, "True or False"),
+    "chat_arguments": (_of(Mapping, dict), "arguments of the chat template, for example {'enable_thinking': False}"),
     "plain": (_flag, "True or False"),
     "rule": (_text, "the name of a rule"),
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),

@@ -33,11 +33,12 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
+from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.jobs import encode_messages
-from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
@@ -61,7 +62,7 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.weights.in_memory import weights_of
 
-AnyPrompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
+AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
 
 _OneDtype = Dtype | torch.dtype | str | None
@@ -213,6 +214,7 @@ class Pair:
         num_samples: int = 1,
         stop: str | Sequence[str] = (),
         chat: bool = False,
+        chat_arguments: Mapping[str, Any] = NO_ARGUMENTS,
         streamer: BaseStreamer | None = None,
         batch_size: int = 32,
         rule: str = DEFAULT,
@@ -239,6 +241,7 @@ class Pair:
             num_samples: completions of each prompt; those of one prompt follow one another in the result.
             stop: texts that end a completion, which keeps them.
             chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
+            chat_arguments: arguments of the chat template, such as {"enable_thinking": False}.
             streamer: of transformers, such as TextStreamer; for one completion only.
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
@@ -253,7 +256,7 @@ class Pair:
         with in_library_words():
             read = check_types(given)
             drawn = self._sampling(read)
-            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
+            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
             config = replace(
                 self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
@@ -262,7 +265,8 @@ class Pair:
             )  # fmt: skip
             check_values(config)
             read_prompts = [
-                _as_prompt(number, prompt, self.tokenizer) for number, prompt in enumerate(_as_list(prompts), start=1)
+                _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
+                for number, prompt in enumerate(_as_list(prompts), start=1)
             ]
             requests = [job.request for job in self.models.job_maker.jobs(read_prompts, config)]
             if streamer and len(requests) != 1:
@@ -344,7 +348,7 @@ def _plain(prompt: object) -> object:
     return to_list() if callable(to_list) else prompt
 
 
-def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Prompt:
     """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
@@ -352,11 +356,8 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(prompt, Sequence):
         if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             ids = tuple(int(token) for token in prompt)
-        elif all(
-            isinstance(each, Mapping) and all(isinstance(each.get(name), str) for name in ("role", "content"))
-            for each in prompt
-        ):
-            ids = encode_messages([dict(message) for message in prompt], tokenizer)
+        elif messages := read_messages(prompt, f"prompt {number}"):
+            ids = encode_messages(messages, tokenizer, arguments)
     if not ids:
         raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
     if min(ids) < 0:

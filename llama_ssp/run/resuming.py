@@ -11,13 +11,14 @@ from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.jobs import EXCERPT, JobMaker, ids_of
-from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.jobs import JobMaker, ids_of
+from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint, fingerprint_of_adapter
 
@@ -73,8 +74,8 @@ def _files_of(source: Source, config: RunConfig) -> _Files:
     manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
     is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
     files = fingerprint(folder)
-    if source.entry.adapter and config.weights is WeightsKind.checkpoint:
-        files |= fingerprint_of_adapter(read_path(source.entry.adapter))
+    if config.weights is WeightsKind.checkpoint and (adapter := hub.resolve_adapter(source.entry)):
+        files |= fingerprint_of_adapter(adapter)
     return _Files(files=files, manifest=read_json(manifest) if is_verified else {})
 
 
@@ -143,7 +144,7 @@ def check_texts(
         if outside := [token for token in line.token_ids if token >= maker.vocab_size]:
             fault = f"has token id {outside[0]}, and the model knows {maker.vocab_size} ids"
         else:
-            ids = ids_of(prompt, maker.tokenizer, chat=config.chat, answers=[texts[key] for key in earlier])
+            ids = ids_of(prompt, maker.tokenizer, config, answers=[texts[key] for key in earlier])
             after = known[ids] = known.get(ids) or TextAfter(maker.tokenizer, ids)
             if after.decode(line.token_ids) != line.text:
                 fault = "has a text that is not that of its token_ids"

@@ -485,6 +485,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
+    ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
     ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (

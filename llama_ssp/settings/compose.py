@@ -36,6 +36,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
@@ -210,7 +211,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
     """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
-    is_figure = key.startswith("hardware.") and bool(config.get("hardware"))
+    is_figure = (key.startswith("hardware.") and bool(config.get("hardware"))) or key.startswith("chat_arguments.")
     if key not in keys and not is_figure:
         yield _unknown_key(key, keys)
         return
@@ -219,7 +220,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "prices")
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in {"prices", "chat_arguments"})
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
@@ -487,6 +488,8 @@ def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[s
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif name.endswith(GGUF):
+        yield f"{group}={name} {GGUF_ALONE}"
     elif not is_hub_id(name):
         yield (
             f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "
