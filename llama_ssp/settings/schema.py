@@ -266,8 +266,8 @@ class SamplingConfig:
     min_p: float | None = None  # only tokens with at least this share of the highest probability.
     # above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
     repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that it stands in prompt and text.
-    presence_penalty: float = 0.0  # taken off the logit of every token in prompt and text.
+    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that the new text has it.
+    presence_penalty: float = 0.0  # taken off the logit of every token that the new text has.
     # of these settings, those that take the values of the model's generation_config.json, unless you give them.
     from_model: list[str] = field(default_factory=list)
 
