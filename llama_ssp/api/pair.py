@@ -232,8 +232,8 @@ class Pair:
             top_p: keep the most probable tokens that together have this probability.
             min_p: keep tokens with at least this share of the highest probability.
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
-            frequency_penalty: taken off a token's logit for each time the text has it.
-            presence_penalty: taken off the logits of tokens that the text has.
+            frequency_penalty: taken off a token's logit for each time the new text has it.
+            presence_penalty: taken off the logits of tokens that the new text has.
             sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
                 temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal

@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -60,10 +60,20 @@ class TreePlaces(NamedTuple):
         return seen_BTU | (behind_BU < 0)[:, None]
 
 
-def mask_of(tree: TreePlaces, *, dtype: torch.dtype) -> Tensor:
-    """What attention adds to the scores (B, T, U): 0 for a slot that a token sees, minus infinity for others."""
-    seen_BTU = tree.seen_slots
-    return torch.zeros_like(seen_BTU, dtype=dtype).masked_fill_(~seen_BTU, float("-inf"))
+def masks_of(tree: TreePlaces, windows: Iterable[int | None], *, dtype: torch.dtype) -> dict[int | None, Tensor]:
+    """What attention adds to the scores (B, T, U), by window: 0 for a slot that a token sees, else minus infinity."""
+    seen_BTU, masks = tree.seen_slots, {}
+    for window in dict.fromkeys(windows):
+        near_BTU = nearest(seen_BTU, window)
+        masks[window] = torch.zeros_like(near_BTU, dtype=dtype).masked_fill_(~near_BTU, float("-inf"))
+    return masks
+
+
+def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
+    """The last `window` of the slots that each token sees, which are in the order of their positions; None for all."""
+    if window is None:
+        return seen_BTX
+    return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
 class Runner(Protocol):

@@ -87,6 +87,7 @@ def find_sources(
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
                 folder = hub.resolve(entry)
+                hub.resolve_adapter(entry)
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with raise_on_all_ranks(world.comm):
@@ -160,7 +161,8 @@ def _inspect(entry: ModelConfig) -> WeightSource:
     """Inspect the files of a model and of its adapter, and compare them with the shape in its catalogue entry."""
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    return checkpoint if entry.adapter is None else with_adapter(checkpoint, read_path(entry.adapter))
+    adapter = hub.resolve_adapter(entry)
+    return with_adapter(checkpoint, adapter) if adapter else checkpoint
 
 
 def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:

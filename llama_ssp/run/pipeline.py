@@ -14,7 +14,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
+from llama_ssp.machines.machine import detect_hardware, keep_speeds
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
@@ -188,9 +188,8 @@ def _read_jobs(
 
 def _measure_once(world: World) -> None:
     """Measure the products of a CPU that nobody has calibrated, on its first run: a few seconds."""
-    if not from_rank_0(world.comm, lambda: bool(known_speeds() or detect_hardware(on_cpu=True).profiles)):
-        from llama_ssp.run.calibration.operators import cpu_speeds  # noqa: PLC0415 - once on a machine
-        from llama_ssp.run.calibration.profiles import rank_0_alone  # noqa: PLC0415
+    if not from_rank_0(world.comm, lambda: bool(detect_hardware(on_cpu=True).products)):
+        from llama_ssp.run.calibration.operators import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
 
         with rank_0_alone(world) as is_alone:
             if is_alone:

@@ -18,6 +18,7 @@ from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint, fingerprint_of_adapter
 
@@ -73,8 +74,8 @@ def _files_of(source: Source, config: RunConfig) -> _Files:
     manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
     is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
     files = fingerprint(folder)
-    if source.entry.adapter and config.weights is WeightsKind.checkpoint:
-        files |= fingerprint_of_adapter(read_path(source.entry.adapter))
+    if config.weights is WeightsKind.checkpoint and (adapter := hub.resolve_adapter(source.entry)):
+        files |= fingerprint_of_adapter(adapter)
     return _Files(files=files, manifest=read_json(manifest) if is_verified else {})
 
 

@@ -226,10 +226,6 @@ def _pair(config: RunConfig) -> Iterator[str]:
         )
 
 
-_WITH_WINDOWS = {"gemma2", "gemma3_text", "gpt_neo"}
-"""Families whose models always have layers with a sliding window."""
-
-
 def _tree(config: RunConfig) -> Iterator[str]:
     """Why a run cannot draft trees."""
     speculation, draft, placement = config.speculation, config.draft, config.placement
@@ -241,8 +237,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         yield f"speculation.tree={speculation.tree}: {error}"
         return
     rule, kind = config.verification.rule, placement.target.kind
-    families = {model.name: model.shape.model_type for _, _, model in _chosen_models(config) if model.shape}
-    windowed = [name for name, family in families.items() if family in _WITH_WINDOWS]
     needed = {
         f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
         f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
@@ -257,7 +251,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
             placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
         f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
-        f"models without sliding windows, and {', '.join(windowed)} has some": bool(windowed),
     }  # fmt: skip
     yield from (f"speculation.tree={speculation.tree} needs {sentence}" for sentence, lacks in needed.items() if lacks)
 

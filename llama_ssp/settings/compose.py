@@ -39,6 +39,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
@@ -343,14 +344,12 @@ def complete(question: str) -> None:
 
 @cache
 def run_id() -> str:
-    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the current time.
+    """Name this run: $RUN_ID, which launch/slurm.sbatch sets, else torchrun's run id, else the current time.
 
     The clocks of ranks can differ by a second, so all ranks use the folder that rank 0 creates.
     """
     if name := os.environ.get("RUN_ID"):
         return name
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"slurm-{job}"
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
@@ -503,6 +502,8 @@ def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[s
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif name.endswith(GGUF):
+        yield f"{group}={name} {GGUF_ALONE}"
     elif not is_hub_id(name):
         yield (
             f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "

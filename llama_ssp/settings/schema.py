@@ -145,7 +145,9 @@ class ModelConfig:
     revision: str | None = setting(None, "its branch, tag or commit; null takes the newest.")
     path: str | None = setting(None, "a folder to read instead of the hub.")
     adapter: str | None = setting(
-        None, "a folder with a LoRA adapter as PEFT writes it, which is merged into the weights while they are loaded."
+        None,
+        "a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while "
+        "they are loaded.",
     )
     shipped: bool = setting(False, "whether the weights come with the package.")
     dtype: Dtype = setting(
@@ -301,10 +303,8 @@ class SamplingConfig:
     repetition_penalty: float = setting(
         1.0, "above 1, tokens of prompt and text become less probable, as in transformers; 1 is off."
     )
-    frequency_penalty: float = setting(
-        0.0, "taken off the logit of a token for each time that it stands in prompt and text."
-    )
-    presence_penalty: float = setting(0.0, "taken off the logit of every token in prompt and text.")
+    frequency_penalty: float = setting(0.0, "taken off the logit of a token for each time that the new text has it.")
+    presence_penalty: float = setting(0.0, "taken off the logit of every token that the new text has.")
     from_model: list[str] = made(
         list,
         "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
@@ -465,8 +465,7 @@ class RunConfig:
     ignore_eos: bool = setting(False, "true continues after the end-of-sequence token.")
     stop_strings: list[str] = made(
         list,
-        'texts or special tokens that end a completion and stay in it, such as ["\\n\\n"]; \\n is a line break, \\t a '
-        "tab.",
+        r'texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line break, \t a tab.',
     )
     device: DeviceKind = setting(DeviceKind.auto, "cpu, cuda, or auto, which takes GPUs when every rank has one.")
     cuda_graphs: bool = setting(

@@ -350,11 +350,6 @@ class CalibrateConfig(TaskConfig):
     output: str | None = setting(
         None, "file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder."
     )
-    refresh: bool = setting(
-        False,
-        "true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that has "
-        "become faster or slower.",
-    )
 
 
 register(

@@ -267,13 +267,22 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 
-class _Fp8WeightOnly(_WeightOnlyLinear):
-    """Its operands are the weights (O, I) in E4M3 and the scales (G, O) of their groups."""
+class _ScaledGroups(_WeightOnlyLinear):
+    """Its operands are the weights (O, I) in E4M3 or int8 and the scales (G, O) of their groups."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         weight_OI, scales_GO = self._operands
         into_CI.copy_(weight_OI[outputs])
         into_CI.unflatten(1, (len(scales_GO), -1)).mul_(scales_GO[:, outputs].t()[..., None])
+
+
+def int8_groups_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `int8_groups`, of `byte_rows` whose words are scales of groups of inputs.
+
+    No kernel reads these packed, so each product unpacks them.
+    """
+    bytes_OI, words_OG = byte_rows.split(weight_OI)
+    return _ScaledGroups((bytes_OI.view(torch.int8), words_OG.view(torch.float32).t().contiguous()), bias_O, None)
 
 
 def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -289,7 +298,7 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     if weight_OI.device.type == "cpu" and fits(FP8, bytes_OI.shape):
         return NativeLinear(FP8, bytes_OI, scales_OG, bias_O)
     kernel = find_few_rows("fp8_weight_only", weight_OI.device.type)
-    return _Fp8WeightOnly((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
+    return _ScaledGroups((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
 
 
 def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,6 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
-EXIT_CODE_FILE = "EXIT_CODE_FILE"
-"""Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
@@ -71,8 +69,6 @@ def main(
                 raise
             _failures.append(known)
             exit_code = fail(known, ranks)
-    if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
-        Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
 
 
