@@ -465,7 +465,7 @@ class RunConfig:
     ignore_eos: bool = setting(False, "true continues after the end-of-sequence token.")
     stop_strings: list[str] = made(
         list,
-        r'texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line break, \t a tab.',
+        r'texts or special tokens that end a completion and stay in it, as in ["\n\n"]; \n is a line break, \t a tab.',
     )
     device: DeviceKind = setting(DeviceKind.auto, "cpu, cuda, or auto, which takes GPUs when every rank has one.")
     cuda_graphs: bool = setting(
