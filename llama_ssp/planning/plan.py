@@ -28,6 +28,7 @@ from llama_ssp.words import rounded
 
 PLAN_VERSION = 4
 GIB = 2**30
+_FINDINGS = "docs/findings/gpus.md"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -144,16 +145,13 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
     job, figures = plan.job, asdict(plan.hardware)
-    profiles, price = figures.pop("profiles"), plan.hardware.price
+    price = plan.hardware.price
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
         "usd_per_hour": plan.hardware.usd_per_hour,
-        "hardware": figures | {
-            "price": price and price.document(),
-            "measured_for_ranks": [profile["num_ranks"] for profile in profiles],
-        },
+        "hardware": figures | {"price": price and price.document()},
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
@@ -223,8 +221,10 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 def basis(hardware: HardwareConfig) -> str:
     """What the times rest on."""
     machine = "GPU" if hardware.device == "cuda" else "machine"
-    if hardware.profiles or "task=calibrate" in hardware.sources.get("all", ""):
+    if hardware.is_measured:
         return f"forecast by what task=calibrate measured on this {machine}"
+    if any(_FINDINGS in source for source in hardware.sources.values()):
+        return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
     return f"forecast by data sheet; this engine has not been measured on this {machine}"
 
 
@@ -264,7 +264,6 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "round_ms": ms(timed.round_s),
         "draft_step_ms": ms(timed.draft_forward_s),
         "verify_ms": ms(timed.verify_s),
-        "other_ms": ms(timed.other_s),
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,

@@ -420,17 +420,18 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
 
 def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
-    """Names of the heads of this entry, or of a model without one: those whose target has its sizes."""
+    """Names of the heads that were trained for a model, or for one of its sizes where it is a folder."""
     entries = {each.name: each for each in known}
     for other in known:
         if not (model.shape and other.shape and other.shape.is_head) or model.shape.is_head:
             continue
-        trained_for = entries.get(other.target or "")
-        if trained_for is None:
+        target = entries.get(other.target or "")
+        if target is None:
             sizes = other.shape.target_hidden_size, other.shape.target_vocab_size
             fits = sizes == (model.shape.hidden_size, model.shape.vocab_size)
         else:
-            fits = trained_for.name == model.name or (model.name not in entries and trained_for.shape == model.shape)
+            trained_for = other.trained_for or target.hub_id
+            fits = target.shape == model.shape and model.hub_id in {None, trained_for}
         if fits:
             yield other.name
 

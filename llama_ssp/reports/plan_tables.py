@@ -5,6 +5,7 @@ settings that plan or run each of its choices.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -34,14 +35,20 @@ ITEMS = {
     "allocator slack": "slack_bytes",
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
+_UNLIMITED = 10**4
 LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
 
 
 class _Output(Console):
-    """Standard output; raises BrokenPipeError when nobody reads any more, where rich would end the process."""
+    """Standard output; lines are wrapped for a terminal alone, or for $COLUMNS.
+
+    Raises BrokenPipeError when nobody reads any more, where rich would end the process.
+    """
 
     def __init__(self) -> None:
         super().__init__(highlight=False, soft_wrap=False, emoji=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _UNLIMITED
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -82,9 +89,8 @@ def print_document(
 def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
-    console.print(_memory_table(plan))
-    console.print(_room(plan))
-    console.print(_time_table(plan))
+    for each in (*_memory_table(plan), _room(plan), *_time_table(plan)):
+        console.print(each)
     for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
     for warning in plan["warnings"]:
@@ -93,7 +99,7 @@ def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-    """Say in one line whether it fits, how fast its faster mode is, and what the machine costs."""
+    """Say in one line whether it fits, its faster mode and how fast that is, and what the machine costs."""
     time, machine = plan["time"], plan["hardware"]
     full = min(plan["memory"], key=lambda rank: rank["free_bytes"])
     costs = f"; {_price(machine, plan['usd_per_hour'])}" if machine["price"] else ""
@@ -105,7 +111,7 @@ def verdict(plan: Mapping[str, Any]) -> str:
     between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
     ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     fits = "fits, tight" if plan["is_tight"] else "fits"
-    return f"{fits}: {ms} ms/token{between}, {rate} tokens/s with prompts{costs}"
+    return f"{fits}: {mode} {ms} ms/token{between}, {rate} tokens/s with prompts{costs}"
 
 
 def _price(machine: Mapping[str, Any], usd_per_hour: float | None) -> str:
@@ -148,13 +154,14 @@ def _placed(draft: Mapping[str, Any]) -> str:
     return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
 
 
-def _memory_table(plan: Mapping[str, Any]) -> Table:
+def _memory_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
+    """A title, which is a line of its own so that a narrow table does not break it, and the table."""
     num_replicas = plan["job"]["num_replicas"]
     groups = _groups(plan["memory"][: len(plan["memory"]) // num_replicas])
     ranks = [rank for _, rank in groups]
     unit, name = (MIB, "MiB") if max(rank["needed_bytes"] for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
-    table = Table(title=f"Memory per rank, {name}{replicas}", title_justify="left", title_style="")
+    table = Table()
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
         heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
@@ -167,7 +174,7 @@ def _memory_table(plan: Mapping[str, Any]) -> Table:
     for label, item in SUMS.items():
         table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
     table.add_row("verdict", *(_VERDICTS[rank["fits"], rank["is_tight"]] for rank in ranks))
-    return table
+    return f"Memory per rank, {name}{replicas}", table
 
 
 _VERDICTS = {
@@ -203,11 +210,11 @@ def _room(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _time_table(plan: Mapping[str, Any]) -> Table:
+def _time_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
     time, rows, num_replicas = plan["time"], plan["job"]["batch_size"], plan["job"]["num_replicas"]
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time: ms/token of a completion after its first token, tokens/s over {over}, then with their prompts"
-    table = Table(title=title, title_justify="left", title_style="")
+    table = Table()
     for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for mode, first in (("plain", "plain_first_token_ms"), ("speculative", "first_token_ms")):
@@ -217,7 +224,7 @@ def _time_table(plan: Mapping[str, Any]) -> Table:
             shown = "" if gain is None else f"[{colour}]{gain:.2f}x[/{colour}]"
             rates = [f"{time[f'{mode}{name}_tokens_per_s']:.1f}" for name in ("", "_run")]
             table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", *rates, shown)
-    return table
+    return title, table
 
 
 def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
@@ -230,9 +237,8 @@ def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
     if time["round_ms"] is not None:
         steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
         if tree:
-            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
-        other = f", other {time['other_ms']:.2f}" if time["other_ms"] >= LEAST_SHOWN_MS else ""
-        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}{other}")
+            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms']:.2f}"
+        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}")
     return lines
 
 
@@ -292,7 +298,7 @@ class JobRow(NamedTuple):
 def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
     """Print one table of all jobs of a sweep."""
     title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
-    table = Table(title=title, title_justify="left", title_style="", show_footer=True)
+    table = Table(show_footer=True)
     table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
     table.add_column("fits", footer=f"{sum(job.fits for job in jobs)} of {len(jobs)}", no_wrap=True)
     table.add_column("ms/token", justify="right", no_wrap=True)
@@ -302,7 +308,9 @@ def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
         verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
         spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
         table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
-    (console or _Output()).print(table)
+    console = console or _Output()
+    console.print(title)
+    console.print(table)
 
 
 def _sum_of_hours(hours: Sequence[float | None]) -> str:
@@ -329,13 +337,14 @@ def _print_search(content: Mapping[str, Any], console: Console, *, machine: str,
         "format=json has. ms/token of a completion after its first token, tokens/s over all rows and replicas, "
         f"replicas x {unit}s of each, GiB of the fullest rank"
     )
-    table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
+    table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
         is_text = name in {"target", "draft"}
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     shown = printed(choices)
     for choice in shown:
         table.add_row(*_row(choice))
+    console.print(title)
     console.print(table)
     console.print(_literal(content["basis"]))
     _print_notes(console, content["notes"], soft_wrap=True)

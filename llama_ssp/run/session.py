@@ -97,6 +97,12 @@ class Session:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN
 
+    def heading(self, name: str, *, prompt: int, sample: int) -> None:
+        """Begin a completion on the terminal; prompts and samples count from 0."""
+        self.terminal.heading(
+            name, prompt=prompt, num_prompts=self.num_prompts, sample=sample, num_samples=self.config.num_samples
+        )
+
     def decoder(self, mode: str) -> Decoder:
         """The decoder of a mode, built on first use."""
         if mode not in self.decoders:
@@ -163,6 +169,8 @@ class Session:
                 self.warm_up(whole, [mode])
             decoder = self.ready_decoder(mode, whole)
             recorder = _Recorder(self, viewer, whole, mode)
+            if self.progress:
+                self.progress.restart_clock()
             share = [job.request for job in whole][mesh.number :: num_replicas]
             self._count_experts(-1)
             for updates in decoder.run(share) if share else ():
@@ -188,8 +196,8 @@ class Session:
             return [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
 
         all_answers = from_rank_0(self.world.comm, answers)
-        maker, chat = self.models.job_maker, self.config.chat
-        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, all_answers, strict=True)]
+        maker = self.models.job_maker
+        return [maker.with_answers(job, texts, self.config) for job, texts in zip(jobs, all_answers, strict=True)]
 
 
 class _Recorder:

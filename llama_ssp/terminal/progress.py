@@ -112,8 +112,12 @@ class RunProgress:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._last_s = self.clock()
+        self.restart_clock()
         self._next_line_s, self._has_reported = self._last_s + _LINE_EVERY_S, False
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last call out of every mode's speed: a warm-up, a capture, a load."""
+        self._last_s = self.clock()
 
     def advance(self, mode: str, num_tokens: int) -> None:
         """Count new tokens of a mode, and the time since the last call as this mode's."""

@@ -120,19 +120,21 @@ class Terminal:
         """Whether somebody sees standard output on a terminal."""
         return self._out.is_terminal and not self._out.quiet
 
-    def heading(self, name: str, *, number: int, total: int | None = None) -> None:
-        """Begin a completion with a line across the screen; prompts count from 1, `total` is None if unknown.
+    def heading(
+        self, name: str, *, prompt: int, num_prompts: int | None, sample: int = 0, num_samples: int = 1
+    ) -> None:
+        """Begin a completion with a line across the screen; prompts and samples count from 0.
 
-        `name` is that of a mode or another name of the completion.
+        `name` is that of a mode or an excerpt of the prompt; `num_prompts` is None if unknown.
         """
         if self._shown:
             self._show(Text())
         elif self._out.color_system:
             accepted, own = ("accepted drafted tokens", ACCEPTED_STYLE), ("the target's own", OWN_STYLE)
             self._show(Text.assemble(accepted, ", ", own, "\n"))
-        of_total = f" of {total}" if total else ""
-        title = Text(f"prompt {number}{of_total}, {visible(name)}", style="bold")
-        self._show(Rule(title, align="left", style="bright_black"))
+        place = f"prompt {prompt + 1}" + (f" of {num_prompts}" if num_prompts else "")
+        place += f", sample {sample + 1} of {num_samples}" if num_samples > 1 else ""
+        self._show(Rule(Text(f"{place}, {visible(name)}", style="bold"), align="left", style="bright_black"))
 
     def prompt(self, text: str) -> None:
         """Show the prompt, which its completion continues."""
@@ -168,11 +170,11 @@ class Terminal:
             self._show(summary_table(summary))
         if summary.evaluation:
             self._show(verdict_table(summary.evaluation))
-        self._err.print(closing_line(summary).append(f"; records in {visible(str(run_dir))}"), soft_wrap=True)
+        self.say(f"{closing_line(summary)}; records in {run_dir}")
 
     def say(self, sentence: str) -> None:
-        """Write a sentence to standard error."""
-        self._err.print(Text(visible(sentence)), soft_wrap=True)
+        """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""
+        self._err.print(Text(visible(sentence)), soft_wrap=not self._err.is_terminal)
 
     def loading(self) -> AbstractContextManager[ShowProgress]:
         """Show bytes as they load: `with terminal.loading() as progress: progress("target", done, total)`."""

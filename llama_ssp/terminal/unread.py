@@ -7,10 +7,13 @@ import errno
 import os
 import sys
 import termios
+import textwrap
 from contextlib import suppress
 from typing import IO
 
 from llama_ssp.words import visible
+
+_USUAL_COLUMNS = 80
 
 
 def is_unread(stream: IO[str], error: OSError) -> bool:
@@ -38,9 +41,13 @@ def silence(stream: IO[str]) -> None:
 
 
 def complain(sentence: str) -> None:
-    """Write a line to standard error, if anybody reads it, with its control characters made visible."""
+    """Write a sentence to standard error, if anybody reads it: on a terminal wrapped between words."""
+    lines = visible(sentence).split("\n")
+    if sys.stderr.isatty():
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS
+        lines = [textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines]
     try:
-        sys.stderr.write(f"{visible(sentence)}\n")
+        sys.stderr.write("\n".join([*lines, ""]))
         sys.stderr.flush()
     except OSError as error:
         if not is_unread(sys.stderr, error):

@@ -111,10 +111,10 @@ _OF_VERIFICATION = {
 }
 
 
-def _forgetful(context: Context, *, vocab_size: int) -> Tensor:
+def _forgetful(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
     """Of several scored positions all know what the first one knows."""
     first = context._replace(last_BT=context.last_BT[:, :1])
-    return _count_tokens(first, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
+    return _count_tokens(first, first_B, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
 
 
 def _of_first_round(table: uniforms.UniformTable, keys: Tensor, starts: Tensor) -> Tensor:

@@ -211,7 +211,7 @@ def benchmark(session: Session, jobs: list[PromptTask]) -> None:
         return
     peers = _peers(session)
     names = (name for _, num_rows, drafted in cells for name in _candidates(drafted, batch_size=num_rows, peers=peers))
-    paces = {name: Pace(num_total=number * (1 + task.repetitions)) for name, number in Counter(names).items()}
+    paces = {name: Pace(num_total=number * task.repetitions) for name, number in Counter(names).items()}
     longest = max(task.batch_sizes) * session.config.max_new_tokens
     with session.terminal.decoding(paces, max_new_tokens=longest, unit="runs", shows_texts=False) as progress:
         for cell in cells:
@@ -276,9 +276,11 @@ def _measure(
     num_tokens = batch_size * num_new_tokens
 
     def measure(name: str, repetition: int) -> float:
+        progress.restart_clock()
         ms = candidates[name](repetition)
-        progress.advance(name, num_tokens)
-        progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
+        if repetition >= 0:
+            progress.advance(name, num_tokens)
+            progress.end(name, num_tokens=num_tokens, ms=ms * num_tokens)
         return ms
 
     timed: dict[str, Callable[[int], float]] = {name: partial(measure, name) for name in names}

@@ -14,8 +14,8 @@ def compare(session: Session, jobs: list[PromptTask]) -> None:
     """Complete all jobs in both modes, one mode after the other: for each prompt if streaming, else for all jobs."""
     terminal = session.terminal
 
-    def head(index: int, _sample: int, prompt: str, mode: str) -> None:
-        terminal.heading(mode, number=index + 1, total=session.num_prompts)
+    def head(index: int, sample: int, prompt: str, mode: str) -> None:
+        session.heading(mode, prompt=index, sample=sample)
         terminal.prompt(prompt)
 
     viewer = Texts(session, head)

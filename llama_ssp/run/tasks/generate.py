@@ -76,9 +76,8 @@ def generate(session: Session, jobs: list[PromptTask]) -> None:
 
     def name(index: int, sample: int, prompt: str, _mode: str) -> None:
         if has_names:
-            of_samples = f"sample {sample + 1}: " if session.config.num_samples > 1 else ""
             excerpt = textwrap.shorten(prompt, 60, placeholder="...") or "no text"
-            terminal.heading(of_samples + excerpt, number=index + 1, total=session.num_prompts)
+            session.heading(excerpt, prompt=index, sample=sample)
 
     shows_texts = task.format is OutputFormat.text
     viewer: Viewer = Texts(session, name) if shows_texts else _Lines(terminal.line)

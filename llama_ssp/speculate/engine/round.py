@@ -108,8 +108,9 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each model's cache has been allocated."""
-        return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
+        """How often each part has replaced what its stages read."""
+        of_taps = self.taps.num_allocations if self.taps else 0
+        return self.target.num_allocations, of_taps, *[drafter.num_allocations for drafter in self.drafters]
 
     @property
     def reads_by_length(self) -> bool:

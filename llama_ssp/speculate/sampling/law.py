@@ -33,7 +33,6 @@ from llama_ssp.evaluation.martingales import (
     TextSums,
 )
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.sampling.processors import tokens_of_a_block
 
 NUM_NEWEST = 8
@@ -95,7 +94,7 @@ class LawSums:
         # The last symbol where no id is that of the token.
         numbers_A = torch.arange(1, ids_BA.shape[1] + 1, device=ids_BA.device)
         symbol_B1 = ((ids_BA == next_B1) * numbers_A).sum(1, keepdim=True) - 1
-        symbol_B1 = symbol_B1 % static_shape(laws.target_BA)[1]
+        symbol_B1 = symbol_B1 % laws.target_BA.shape[1]
 
         is_used_B1 = roles_B1 != Role.unused
         is_rest_B1 = (roles_B1 == Role.resampled) & (1 - laws.accepted_BA.sum(1, keepdim=True) > _LEAST_REST)
@@ -169,7 +168,7 @@ class LawSums:
 
 def _ids(target_BV: Tensor, draft_BV: Tensor) -> Tensor:
     """The ids (B, A - 1) of all symbols but the last."""
-    num_ids = min(_NUM_SYMBOLS, static_shape(target_BV)[1]) - 1
+    num_ids = min(_NUM_SYMBOLS, target_BV.shape[1]) - 1
     return (target_BV + draft_BV).topk(num_ids).indices.sort().values
 
 
@@ -196,7 +195,7 @@ def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor
 
     Where that number is, follows from the blocks of the tokens that are rejected.
     """
-    vocab_size = static_shape(rest_BV)[1]
+    vocab_size = rest_BV.shape[1]
     size = tokens_of_a_block(vocab_size)
     missing = -vocab_size % size
     rest_BC, draft_BC, rejected_BC = (

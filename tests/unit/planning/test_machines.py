@@ -156,11 +156,11 @@ def test_a_search_tries_every_storage_of_the_weights_and_the_best_k() -> None:
 
 
 def test_a_search_tries_the_heads_of_a_target_and_trees_where_few_rows_are_decoded() -> None:
-    config = _config("llama3_8B", search=True, concurrency=8)
+    config = _config("qwen3_8B", search=True, concurrency=8)
     found = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
     config.concurrency = 1
     few = [choice for choice in _fitting(config, ONE) if choice.quantization == "bf16"]
-    assert [choice.draft for choice in few] == ["eagle3_llama3_8B"]
+    assert [choice.draft for choice in few] == ["eagle3_qwen3_8B"]
     assert f"speculation.tree={few[0].tree}" in few[0].settings
     assert {choice.tree for choice in found} == {None}
 

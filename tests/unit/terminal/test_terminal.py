@@ -15,6 +15,7 @@ from llama_ssp.reports.records import Evaluation
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
+from tests.helpers.terminals import OnTerminal
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
 SUMMARY = summary(PLAIN, FAST)
@@ -80,8 +81,8 @@ def test_a_text_that_ends_its_line_is_not_followed_by_an_empty_one(plain: tuple[
 def test_the_legend_comes_once_and_only_with_colours(plain: tuple[Terminal, Output, Output]) -> None:
     coloured = console(terminal=True)
     for terminal in (Terminal(out=coloured, err=coloured), plain[0]):
-        terminal.heading("plain", number=1, total=2)
-        terminal.heading("speculative", number=1)
+        terminal.heading("plain", prompt=0, num_prompts=2)
+        terminal.heading("speculative", prompt=0, num_prompts=None)
     assert written(coloured).count("accepted drafted tokens") == 1
     assert "accepted drafted" not in written(plain[1])
     assert "prompt 1 of 2, plain" in written(plain[1])
@@ -107,9 +108,30 @@ def test_tables_go_to_standard_output_and_sentences_to_standard_error(plain: tup
     assert written(err) == "1 cell measured; records in runs/[red]\nnote [red] \\x1b[2J\n"
 
 
+def test_sentences_break_between_words_on_a_terminal_and_stay_whole_in_a_file() -> None:
+    sentence = "plain decoding took 3.4 times its forecast: " + "unset-the-threads " * 10 + "and again"
+    out, screen, file = console(terminal=True), console(terminal=True, width=50), console(terminal=False, width=50)
+    for err in (screen, file):
+        Terminal(out=out, err=err).say(sentence)
+    shown = written(screen).splitlines()
+    assert max(map(len, shown)) <= 50
+    assert " ".join(line.strip() for line in shown) == sentence
+    assert written(file) == sentence + "\n"
+
+
+def test_an_error_breaks_between_words_on_a_terminal() -> None:
+    sentence = "no setting is called num_draft_tokens: did you mean speculation.num_draft_tokens or " + "x" * 50
+    program = f"from llama_ssp.terminal.unread import complain; complain({sentence!r})"
+    with OnTerminal([sys.executable, "-c", program], num_columns=40) as terminal:
+        terminal.wait_for(lambda: terminal.process.poll() is not None and "x" * 50 in terminal.shown, at_most_s=60)
+        shown = terminal.shown.splitlines()
+    assert shown[:2] == ["no setting is called num_draft_tokens:", "did you mean"]
+    assert " ".join(shown) == sentence
+
+
 def test_ranks_above_0_are_silent(capfd: pytest.CaptureFixture[str], plain: tuple[Terminal, Output, Output]) -> None:
     def speak(terminal: Terminal) -> None:
-        terminal.heading("plain", number=1)
+        terminal.heading("plain", prompt=0, num_prompts=None)
         terminal.stream([("text", False)])
         terminal.end_of_text()
         terminal.line("line")
@@ -130,7 +152,7 @@ def test_the_picture_shows_what_was_shown_with_long_lines_wrapped(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     terminal = Terminal(out=console(terminal=True, width=200), err=console(terminal=True))
-    terminal.heading("speculative", number=1)
+    terminal.heading("speculative", prompt=0, num_prompts=None)
     terminal.stream([("first " * 14, True), ("last", False)])
     terminal.end_of_text()
     terminal.results(SUMMARY, run_dir=tmp_path)

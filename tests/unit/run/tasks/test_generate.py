@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ def written(
         best_mode="plain", num_prompts=3, complete=complete, showing_progress=lambda *_, **__: nullcontext(),
         finished={line_of(job).key for job in JOBS[:finished]},
     )  # fmt: skip
+    session.heading = partial(Session.heading, cast("Session", session))
     with pytest.raises(InterruptedRun) if stops else nullcontext():
         generate(cast("Session", session), JOBS)
     return cast("StringIO", out.file).getvalue()
@@ -71,8 +73,8 @@ def test_completions_come_as_they_end_or_in_the_order_of_the_prompts() -> None:
 
 def test_completions_have_names_on_a_screen_alone() -> None:
     shown = written(GenerateConfig(), [0, 3], is_screen=True)
-    assert "prompt 1 of 3, sample 1: first of all" in shown
-    assert "prompt 2 of 3, sample 2: second" in shown
+    assert "prompt 1 of 3, sample 1 of 2, first of all" in shown
+    assert "prompt 2 of 3, sample 2 of 2, second" in shown
 
 
 @pytest.mark.seconds

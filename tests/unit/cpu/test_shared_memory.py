@@ -1,6 +1,7 @@
 """Ranks that share memory: the same sums to the last bit, no message lost, and peers that die or stall are named."""
 
 import contextlib
+import errno
 import gc
 import json
 import subprocess
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.ranks import shared_memory
-from llama_ssp.ranks.shared_memory import SharedMemoryGroup
+from llama_ssp.cpu import shared_memory
+from llama_ssp.cpu.shared_memory import SharedMemoryGroup
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
@@ -23,7 +24,7 @@ import json, os, random, signal, sys, time
 from itertools import count
 from pathlib import Path
 import torch
-from llama_ssp.ranks import shared_memory
+from llama_ssp.cpu import shared_memory
 
 def exchange(rank, size, folder, steps):
     def gather_text(text):
@@ -149,6 +150,20 @@ def test_a_peer_that_is_missing_is_named(scenario: str, words: str, tmp_path: Pa
 
 def test_ranks_that_share_no_memory_have_no_board(tmp_path: Path) -> None:
     assert run("cannot", 2, tmp_path) == {0: "without", 1: "without"}
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_messages_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the kernel refuses files from root as well, as /dev/shm mounted read-only does."""
+    monkeypatch.setattr(shared_memory, "_FOLDER", Path("/proc"))
+    unlink = Path.unlink
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        if path.parent == Path("/proc"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert SharedMemoryGroup.join(lambda text: [text, ""], rank=0, size=2, crowded=False) is None
 
 
 @pytest.mark.skipif(not shared_memory._may_share(), reason="no memory to share here")

@@ -84,7 +84,8 @@ class SharedMemoryGroup:
             have_joined = all(gather_text("joined" if board else ""))
         finally:
             if path:
-                Path(path).unlink(missing_ok=True)
+                with suppress(OSError):  # not there, or in a folder mounted read-only
+                    Path(path).unlink()
             if file is not None and not have_joined:
                 os.close(file)
         return board if have_joined else None
