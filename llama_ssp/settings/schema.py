@@ -60,7 +60,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
+    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -75,6 +75,9 @@ class WholeParts(Enum):
     def keeps_attention(self) -> bool:
         """Whether attention is whole."""
         return self is WholeParts.attention
+
+
+DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 class DeviceKind(Enum):
@@ -154,18 +157,12 @@ class ModelConfig:
     stored_dtype: Dtype = Dtype.auto
     gpu_dtype: Dtype = Dtype.auto  # meaning of dtype=auto on a GPU; auto takes the format of the files.
     # storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,
-    # int4_weight_only, fp8_weight_only, mxfp4 and nvfp4. Each rank quantizes its own slice while it reads it. none
-    # keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, bitsandbytes).
+    # int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. none keeps a quantized
+    # checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, bitsandbytes).
     quantization: str = NO_QUANTIZATION
     # format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale for
     # each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.
     cache_dtype: str = OWN_DTYPE
-    # with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, rows of
-    # a batch depend on each other.
-    int8_threshold: float = 0.0
-    # true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json.
-    verify: bool = False
-    manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
     default_draft: str | None = None  # entry that draft=default stands for.
     target: str | None = None  # of a draft head: entry with the sizes of the model that it was trained for.
     trained_for: str | None = None  # that model on the hub, where it is not the entry's own; searches offer no other.
@@ -202,14 +199,6 @@ class ExpertParts(Enum):
     spread = "spread"
 
 
-class Offload(Enum):
-    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
-
-    none = "none"
-    cpu = "cpu"
-    disk = "disk"
-
-
 @dataclass(kw_only=True)
 class TargetPlacement:
     """Ranks of the target."""
@@ -222,10 +211,6 @@ class TargetPlacement:
     tp_size: int | None = None  # or how many of them.
     # with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the others.
     experts: ExpertParts = ExpertParts.cut
-    # with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run folder;
-    # each forward reads them again.
-    offload: Offload = Offload.none
-    max_memory_gb: float | None = None  # with offload, GB (1e9 bytes) of weights that each device may hold.
 
 
 @dataclass(kw_only=True)
@@ -239,9 +224,6 @@ class DraftPlacement:
     # (own_gpu).
     ranks: list[int] | None = None
     tp_size: int | None = None  # or how many, for sharded and own_gpu; null takes as many as the target, or 1.
-    # held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which is that
-    # and all attention with its cache.
-    whole: WholeParts = WholeParts.embedding
 
 
 @dataclass(kw_only=True)
