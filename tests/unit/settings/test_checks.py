@@ -200,7 +200,6 @@ def test_more_ranks_than_heads_are_refused(compose_run: Compose) -> None:
     with pytest.raises(ConfigError, match=r"5 ranks are more than the 4 .* draft=tiny-draft: at most placement.dr"):
         checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
     checks.check(*compose_run("placement.draft.kind=replicated"), world_size=8)
-    checks.check(*compose_run("placement.draft.kind=sharded", "placement.draft.tp_size=5"), world_size=8)
 
 
 def test_heads_may_be_padded_to_different_widths(compose_run: Compose) -> None:
