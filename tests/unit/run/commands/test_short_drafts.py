@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from llama_ssp.run.commands import plan
 from llama_ssp.settings import catalogue
 from llama_ssp.weights import hub
-from tests.helpers.in_process import call, launch, plan
+from tests.helpers.in_process import call, launch
 
 pytestmark = pytest.mark.seconds
 
