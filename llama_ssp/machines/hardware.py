@@ -7,7 +7,7 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
@@ -31,23 +31,6 @@ class Speed:
 
     bytes_per_s: float
     flops_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Price:
-    """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
-
-    usd_per_hour: dict[int, float]  # by number of GPUs, for example {1: 4.29, 8: 31.92}; other numbers do not exist.
-    vendor: str | None = None  # who rents it out.
-    date: str | None = None  # when the price was read, for example 2025-06.
-
-    def of(self, num_gpus: int) -> float | None:
-        """The price of the smallest machine with `num_gpus`; None if all are smaller."""
-        return next((usd for size, usd in sorted(self.usd_per_hour.items()) if size >= num_gpus), None)
-
-    def document(self) -> dict[str, Any]:
-        """The price for JSON, whose keys are text."""
-        return asdict(self) | {"usd_per_hour": {str(size): usd for size, usd in sorted(self.usd_per_hour.items())}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +60,7 @@ class HardwareConfig:
     launch_s: float  # fixed time of an operator launched from Python.
     link: Link  # links inside a node.
     network: Link | None = None  # links between nodes.
-    price: Price | None = None  # on-demand list price; None where none is known.
+    usd_per_hour: float | None = None  # what you pay for all nodes; a plan then has the price of a million tokens.
     sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
     profiles: list[Profile] = field(default_factory=list)  # measurements, which replace the figures above.
 
@@ -102,12 +85,6 @@ class HardwareConfig:
         if self.device == "cuda":
             return self.memory_bytes
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """The price of all nodes; None where none is known."""
-        usd = self.price.of(self.num_gpus) if self.price else None
-        return None if usd is None else self.num_nodes * usd
 
     @property
     def unit(self) -> str:
@@ -211,8 +188,6 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
             return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(items)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
-    if kind == dict[int, float] and not found:
-        return {int(size): usd for size, usd in value.items()}
     return int(value) if kind is int and not found else value
 
 
@@ -221,13 +196,6 @@ def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  
         yield f"{path} must be a list, or a table with a heading and lines, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
-    elif kind == dict[int, float]:
-        sizes: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {"": value}
-        if not all(str(size).isdecimal() and int(size) for size in sizes):
-            yield f"{path}={value} must give a price for each number of GPUs, for example {{1: 4.29, 8: 31.92}}"
-            return
-        for size, usd in sizes.items():
-            yield from _problems_of_number(usd, f"{path}.{size}")
     elif kind == dict[str, str]:
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"

@@ -44,7 +44,6 @@ from llama_ssp.settings.schema import (
     PlanConfig,
     RunConfig,
     TargetKind,
-    TextKind,
     WeightsKind,
     WholeParts,
 )
@@ -216,7 +215,6 @@ class PlanSpec:
     adapts: bool = False
     overlap: bool = False
     temperature: float | None = None
-    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
@@ -369,7 +367,6 @@ def make_job(
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,
-        text=speculation.text,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size,

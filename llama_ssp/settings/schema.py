@@ -285,24 +285,14 @@ class VerificationConfig:
     rule: str = DEFAULT
 
 
-class TextKind(Enum):
-    """Kinds of text, as far as the acceptance depends on them."""
-
-    any = "any"
-    prose = "prose"
-    code = "code"
-    copy = "copy"
-
-
 @dataclass(kw_only=True)
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
 
     # K, the number of drafted tokens per round, or auto, which chooses it for each round.
     num_draft_tokens: int | str = 4
-    # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
+    # probability of acceptance that the forecast assumes; null takes the measured figure of the pair, or the default.
     acceptance: float | None = None
-    text: TextKind = TextKind.any  # for that forecast: prose, code, copy (summaries, edits), any.
     # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
     # 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or temperature 0.
     tree: str | None = None
@@ -417,15 +407,6 @@ class PlanFormat(Enum):
     json = "json"
 
 
-class Objective(Enum):
-    """Order of a comparison of machines."""
-
-    latency = "latency"
-    throughput = "throughput"
-    price = "price"
-    hourly = "hourly"
-
-
 @dataclass(kw_only=True)
 class PlanConfig(RunConfig):
     """A run that is not started, on a machine that is only described."""
@@ -435,29 +416,6 @@ class PlanConfig(RunConfig):
     format: PlanFormat = PlanFormat.table  # json prints the document that docs/reference/plan-document.md describes.
     figure: str | None = None  # a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
     search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
-    # order of a comparison of machines: latency, throughput, price per million tokens, or hourly price; null stands for
-    # hourly with a limit of time, and for latency without.
-    objective: Objective | None = None
-    # rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries
-    # smaller batches too.
-    concurrency: int | None = None
-    max_ms_per_token: float | None = None  # machines that need more time per token are left out.
-    max_first_token_ms: float | None = None  # machines that need more time for the prompts of a batch are left out.
-    max_price: float | None = None  # machines that cost more US dollars per hour are left out.
-    # US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.
-    prices: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def order(self) -> Objective:
-        """The objective, also where none is given: what is fast enough is asked for its price."""
-        is_limited = self.max_ms_per_token is not None or self.max_first_token_ms is not None
-        return self.objective or (Objective.hourly if is_limited else Objective.latency)
-
-    @property
-    def compares(self) -> bool:
-        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
-        limits = self.max_ms_per_token, self.max_first_token_ms, self.max_price, self.concurrency
-        return bool(self.objective or self.prices) or any(limit is not None for limit in limits)
 
 
 @dataclass(kw_only=True)

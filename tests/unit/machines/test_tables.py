@@ -1,6 +1,6 @@
 """Points as tables of text, and a machine that is described with them."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ def test_points_are_read_as_they_were_written_in_columns() -> None:
 
 def _figures(**points: object) -> dict[str, Any]:
     empty = Profile(num_ranks=1, linear=[], tied_head=[], layer=[], frame=[], attention=[], draw=[], verify=[])
-    return asdict(replace(hardware.load("laptop_cpu"), price=None)) | {"profiles": [asdict(empty) | points]}
+    return asdict(hardware.load("laptop_cpu")) | {"profiles": [asdict(empty) | points]}
 
 
 def test_points_of_a_machine_may_be_lists_or_tables() -> None:
