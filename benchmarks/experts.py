@@ -57,7 +57,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     speed = Speed(bytes_per_s=bandwidth, flops_per_s=flops)
     machine = replace(machine, copy_bytes_per_s=bandwidth, products={"fp16": speed})
     model = PlannedModel(name="experts", shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
-    seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False, num_active=1)
+    seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False)
     of = partial(forward_time, seat, machine, batch_size=1, bucket=SLOTS)
     planned = [of(num_positions=number + 1, num_scored=number + 1).total_s for number in LENGTHS]
     rows, best = [], []

@@ -19,6 +19,8 @@ from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterCo
 _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+FROM_MODEL = "model"
+"""The argument `sampling` that takes the values of the target's files."""
 LOCAL = "local"
 """The entry of the catalogue that needs a folder, and the name of a model from a folder."""
 
@@ -38,6 +40,12 @@ def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
         return read(value)
 
     return reader
+
+
+def _sampling(value: object) -> object:
+    if value not in {None, FROM_MODEL}:
+        raise TypeError
+    return value
 
 
 def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
@@ -63,11 +71,13 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "repetition_penalty": (_number, f"{_ENOUGH} 1.1; 1 switches it off"),
     "frequency_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
     "presence_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "sampling": (_sampling, f"{FROM_MODEL!r}, which takes the target's generation_config.json, or None"),
     "seed": (_whole, "a whole number"),
     "num_samples": (_whole, "a whole number of completions of each prompt"),
     "batch_size": (_whole, "a whole number of rows, for example 8"),
     "stop": (_texts, "a text or a list of texts"),
     "chat": (_flag, "True or False"),
+    "chat_arguments": (_of(Mapping, dict), "arguments of the chat template, for example {'enable_thinking': False}"),
     "plain": (_flag, "True or False"),
     "rule": (_text, "the name of a rule"),
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),

@@ -12,7 +12,6 @@ from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
-from llama_ssp.machines.profile import RETIRED, Profile, points_of
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype
 
@@ -31,6 +30,15 @@ class Speed:
 
     bytes_per_s: float
     flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSum:
+    """Measured time of an all-reduce of a size over some ranks of a node, captured as rounds run it."""
+
+    num_ranks: int
+    num_bytes: int
+    s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,7 @@ class HardwareConfig:
     flops_share: float = 0.6  # share of that rate that prompts and large batches reach.
     # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
     slowdown: dict[str, float] = field(default_factory=dict)
-    # of a CPU: what its first run measures, by storage format, and by number format of unquantized weights.
+    # of a CPU: what its first run measures too, by storage format, and by number format of unquantized weights.
     products: dict[str, Speed] = field(default_factory=dict)
     kernel_s: float  # fixed time of a kernel inside a CUDA graph.
     launch_s: float  # fixed time of an operator launched from Python.
@@ -62,17 +70,16 @@ class HardwareConfig:
     network: Link | None = None  # links between nodes.
     usd_per_hour: float | None = None  # what you pay for all nodes; a plan then has the price of a million tokens.
     sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
-    profiles: list[Profile] = field(default_factory=list)  # measurements, which replace the figures above.
+    sums: list[MeasuredSum] = field(default_factory=list)  # what task=calibrate measured, in place of `link`.
 
     def __hash__(self) -> int:
-        """Equal descriptions have equal hashes; lists of measurements are left out."""
-        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
+        """Equal descriptions have equal hashes; tables of measurements are left out."""
+        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes))
 
-    def profile_of(self, num_active: int) -> Profile | None:
-        """The profile with the nearest number of active ranks of a node; None for a machine without profiles."""
-        if not self.profiles:
-            return None
-        return min(self.profiles, key=lambda profile: abs(profile.num_ranks - num_active))
+    @property
+    def is_measured(self) -> bool:
+        """Whether `task=calibrate` has measured this machine."""
+        return "task=calibrate" in self.sources.get("all", "")
 
     @property
     def num_ranks(self) -> int:
@@ -93,8 +100,7 @@ class HardwareConfig:
 
 
 _MAY_BE_ZERO = {
-    "capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s",
-    "first_draft_s",
+    "capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s",
 }  # fmt: skip
 
 
@@ -164,7 +170,7 @@ def _part(kind: type[Any], figures: Any, path: str, problems: list[str]) -> Any:
         problems.append(f"{path} must be a mapping of figures, not {figures!r}")
         return None
     known, values = {each.name: each for each in fields(kind)}, {}
-    unknown = figures.keys() - known.keys() - (RETIRED if kind is Profile else set())
+    unknown = figures.keys() - known.keys()
     problems += (unknown_name(f"figure of {path}", str(key), known) for key in unknown)
     for key, each in known.items():
         if figures.get(key) is not None:
@@ -183,9 +189,8 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
         return {str(name): _part(Speed, speed, f"{path}.{name}", problems) for name, speed in value.items()}
     if get_origin(kind) is list:
         (part,) = get_args(kind)
-        items = points_of(value) or value if isinstance(value, str) else value
-        if isinstance(items, list):
-            return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(items)]
+        if isinstance(value, list):
+            return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
     return int(value) if kind is int and not found else value
@@ -193,7 +198,7 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
 
 def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - what a file holds
     if get_origin(kind) is list:
-        yield f"{path} must be a list, or a table with a heading and lines, not {value!r}"
+        yield f"{path} must be a list, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
     elif kind == dict[str, str]:

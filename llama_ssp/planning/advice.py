@@ -61,9 +61,6 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    is_quantized = any(model and format_of(model.quantization).is_quantized for model in (job.target, job.draft))
-    if hardware.device == "cpu" and hardware.profiles and is_quantized:
-        yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"

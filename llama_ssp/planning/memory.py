@@ -541,10 +541,13 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
             _activation_bytes(job, hardware, model, part) for model, part in ((job.target, target), (job.draft, draft))
         ),
     }
+    held = [model for model, part in ((job.target, target), (job.draft, draft)) if model and part is not _NOTHING]
+    packages = [format_of(model.quantization).package_bytes for model in held if hardware.device == "cpu"]
+    context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
         "graphs_bytes": _graph_bytes(job, hardware, drafts=draft is not _NOTHING) if job.cuda_graphs else 0,
         "collectives_bytes": hardware.collective_bytes * _num_communicators(job, rank),
-        "context_bytes": hardware.context_bytes,
+        "context_bytes": context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
     loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
@@ -553,7 +556,7 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
         **served,
         **fixed,
         total_bytes=sum(served.values()) + sum(fixed.values()),
-        loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
+        loading_peak_bytes=loading + context_bytes + fixed["collectives_bytes"],
         capacity_bytes=hardware.rank_bytes,
         target_repeated_bytes=target.weights.on_every_rank_bytes,
         draft_repeated_bytes=draft.weights.on_every_rank_bytes,

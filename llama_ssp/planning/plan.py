@@ -154,14 +154,13 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
-    job, figures = plan.job, asdict(plan.hardware)
-    profiles = figures.pop("profiles")
+    job = plan.job
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
-        "hardware": figures | {"measured_for_ranks": [profile["num_ranks"] for profile in profiles]},
+        "hardware": asdict(plan.hardware),
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
@@ -231,7 +230,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 def basis(hardware: HardwareConfig) -> str:
     """What the times rest on."""
     machine = "GPU" if hardware.device == "cuda" else "machine"
-    if hardware.profiles or "task=calibrate" in hardware.sources.get("all", ""):
+    if hardware.is_measured:
         return f"forecast by what task=calibrate measured on this {machine}"
     if any(_FINDINGS in source for source in hardware.sources.values()):
         return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
@@ -274,7 +273,6 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "round_ms": ms(timed.round_s),
         "draft_step_ms": ms(timed.draft_forward_s),
         "verify_ms": ms(timed.verify_s),
-        "other_ms": ms(timed.other_s),
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,

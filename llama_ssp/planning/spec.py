@@ -474,7 +474,8 @@ def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
     sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
     if missing := [key for key in required if key not in sizes]:
         if not family.is_written:
-            message = f"no plan for {model_type} models: {file} does not give {', '.join(missing)}, as a Llama's would"
+            listed = [f"{key} as one number" if isinstance(content.get(key), list) else key for key in missing]
+            message = f"no plan for {model_type} models: {file} does not give {', '.join(listed)}, as a Llama's would"
             raise PlacementError(message)
         raise _incomplete(file, ", ".join(missing))
     num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]

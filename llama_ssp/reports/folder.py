@@ -129,7 +129,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
-        self.write_kept("status", status + "\n")
+        _write_status(self.path, status)
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`; raises SspError if the disk fails."""
@@ -225,7 +225,22 @@ def read_status(run_dir: Path) -> str:
 
 def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
     """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
-    _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
+    _write_status(run_dir, f"{exit_code}: {visible(sentence)}")
+
+
+def _write_status(run_dir: Path, status: str) -> None:
+    """Write `status`; on a full disk over the old one, in the block of the disk that this has."""
+    file = run_dir / "status"
+    try:
+        _write_whole(file, f"{status}\n")
+    except SspError as error:
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL_DISK and file.is_file()):
+            raise
+        with _explained(file), file.open("r+b") as stream:
+            stream.write(status.encode(errors="replace")[: _MOST_STATUS_BYTES - 1] + b"\n")
+            stream.truncate()
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _locked(file: Path) -> BinaryIO:

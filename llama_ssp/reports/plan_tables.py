@@ -236,9 +236,8 @@ def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
     if time["round_ms"] is not None:
         steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
         if tree:
-            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
-        other = f", other {time['other_ms']:.2f}" if time["other_ms"] >= LEAST_SHOWN_MS else ""
-        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}{other}")
+            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms']:.2f}"
+        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}")
     return lines
 
 

@@ -1,6 +1,7 @@
 """Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,14 @@ class Source:
     """One model of the run, checked but not loaded.
 
     `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
+    `generation` has the fields of its generation_config.json, and is None without that file.
     """
 
     entry: ModelConfig
     origin: WeightSource
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
+    generation: Mapping[str, Any] | None
     dtype: torch.dtype | None
     precision: Precision
 
@@ -84,6 +87,7 @@ def find_sources(
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
                 folder = hub.resolve(entry)
+                hub.resolve_adapter(entry)
                 if entry.verify:
                     verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with raise_on_all_ranks(world.comm):
@@ -157,7 +161,8 @@ def _inspect(entry: ModelConfig) -> WeightSource:
     """Inspect the files of a model and of its adapter, and compare them with the shape in its catalogue entry."""
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    return checkpoint if entry.adapter is None else with_adapter(checkpoint, read_path(entry.adapter))
+    adapter = hub.resolve_adapter(entry)
+    return with_adapter(checkpoint, adapter) if adapter else checkpoint
 
 
 def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:
@@ -193,10 +198,11 @@ def _check(
         _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
     folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
+    generation = loaded.weights.generation if loaded.weights else read_generation(folder)
     return Source(
         entry=entry, origin=origin,
         tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
-        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(folder),
+        eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
             quantization=entry.quantization, int8_threshold=entry.int8_threshold,
@@ -223,15 +229,20 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
+def read_generation(folder: Path) -> Mapping[str, Any] | None:
+    """The fields of a folder's generation config; None without one."""
+    file = folder / GENERATION_CONFIG_FILE
+    return read_json(file) if file.is_file() else None
+
+
+def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
     """The tokens that end a text, as transformers finds them, whatever the tokenizer names.
 
     A generation config alone says so, even by silence. Without one the model config does: its own field, else that of
     the inner config that comes first.
     """
-    file = folder / GENERATION_CONFIG_FILE
-    if file.is_file():
-        return as_eos_ids(read_json(file).get("eos_token_id"))
+    if generation is not None:
+        return as_eos_ids(generation.get("eos_token_id"))
     content = read_json(folder / CONFIG_FILE)
     inner: dict[str, Any] = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
     given = content.get("eos_token_id")

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
@@ -27,7 +28,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule

@@ -153,6 +153,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{key}={value} must be {required}"
+    for name in {*config.sampling.from_model} - schema.FROM_MODEL:
+        yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 
@@ -213,10 +215,6 @@ def _pair(config: RunConfig) -> Iterator[str]:
         )
 
 
-_WITH_WINDOWS = {"gemma2", "gemma3_text", "gpt_neo"}
-"""Families whose models always have layers with a sliding window."""
-
-
 def _tree(config: RunConfig) -> Iterator[str]:
     """Why a run cannot draft trees."""
     speculation, draft, placement = config.speculation, config.draft, config.placement
@@ -228,8 +226,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         yield f"speculation.tree={speculation.tree}: {error}"
         return
     rule, kind = config.verification.rule, placement.target.kind
-    families = {model.name: model.shape.model_type for _, _, model in _chosen_models(config) if model.shape}
-    windowed = [name for name, family in families.items() if family in _WITH_WINDOWS]
     needed = {
         f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
         f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
@@ -244,7 +240,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
             placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
         f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
-        f"models without sliding windows, and {', '.join(windowed)} has some": bool(windowed),
     }  # fmt: skip
     yield from (f"speculation.tree={speculation.tree} needs {sentence}" for sentence, lacks in needed.items() if lacks)
 
@@ -479,6 +474,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
+    ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
     ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (

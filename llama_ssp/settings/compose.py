@@ -36,6 +36,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
@@ -210,7 +211,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
     """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
-    is_figure = key.startswith("hardware.") and bool(config.get("hardware"))
+    is_figure = (key.startswith("hardware.") and bool(config.get("hardware"))) or key.startswith("chat_arguments.")
     if key not in keys and not is_figure:
         yield _unknown_key(key, keys)
         return
@@ -219,7 +220,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure)
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
@@ -280,6 +281,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
     task_of(run).fill_in(run, explicit)
     return run
 
@@ -326,14 +328,12 @@ def register(root: str = "config") -> None:
 
 @cache
 def run_id() -> str:
-    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the current time.
+    """Name this run: $RUN_ID, which launch/slurm.sbatch sets, else torchrun's run id, else the current time.
 
     The clocks of ranks can differ by a second, so all ranks use the folder that rank 0 creates.
     """
     if name := os.environ.get("RUN_ID"):
         return name
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"slurm-{job}"
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
@@ -486,6 +486,8 @@ def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[s
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif name.endswith(GGUF):
+        yield f"{group}={name} {GGUF_ALONE}"
     elif not is_hub_id(name):
         yield (
             f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "

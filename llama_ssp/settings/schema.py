@@ -22,6 +22,8 @@ AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
 """The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
 LAUNCHER = "hydra.launcher"
 """Where Hydra keeps a `SlurmConfig`."""
+FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+"""Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
@@ -141,7 +143,8 @@ class ModelConfig:
     hub_id: str | None = None  # repository on the Hugging Face hub.
     revision: str | None = None  # its branch, tag or commit; null takes the newest.
     path: str | None = None  # a folder to read instead of the hub.
-    # a folder with a LoRA adapter as PEFT writes it, which is merged into the weights while they are loaded.
+    # a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while they are
+    # loaded.
     adapter: str | None = None
     shipped: bool = False  # whether the weights come with the package.
     # fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files stay
@@ -263,8 +266,10 @@ class SamplingConfig:
     min_p: float | None = None  # only tokens with at least this share of the highest probability.
     # above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
     repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that it stands in prompt and text.
-    presence_penalty: float = 0.0  # taken off the logit of every token in prompt and text.
+    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that the new text has it.
+    presence_penalty: float = 0.0  # taken off the logit of every token that the new text has.
+    # of these settings, those that take the values of the model's generation_config.json, unless you give them.
+    from_model: list[str] = field(default_factory=list)
 
     @property
     def truncates(self) -> bool:
@@ -340,6 +345,14 @@ class Resume(Enum):
     anyway = "anyway"
 
 
+class TooLong(Enum):
+    """What becomes of a prompt that leaves no room for its new tokens in the context."""
+
+    refuse = "refuse"
+    skip = "skip"
+    truncate = "truncate"
+
+
 @dataclass(kw_only=True)
 class TaskConfig:
     """The task of a run; each task adds its own fields and a default for `name` (`settings.tasks`)."""
@@ -376,7 +389,12 @@ class RunConfig:
     # prompt after the other, until Ctrl-D; a line that ends with \ goes on in the next.
     prompts: str | None = None
     prompts_column: str | None = None  # another column or field of that file.
+    # a prompt without room for its new tokens in the context ends the run (refuse), is left out with the turns that
+    # follow it (skip), or loses its beginning (truncate).
+    too_long: TooLong = TooLong.refuse
     chat: bool = False  # true puts each prompt into the model's chat template.
+    # arguments of the model's chat template, such as {enable_thinking: false}; its text says which it reads.
+    chat_arguments: dict[str, Any] = field(default_factory=dict)
     ignore_eos: bool = False  # true continues after the end-of-sequence token.
     # texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line break, \t a tab.
     stop_strings: list[str] = field(default_factory=list)

@@ -332,9 +332,6 @@ class CalibrateConfig(TaskConfig):
     name: str = "calibrate"
     # file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
     output: str | None = None
-    # true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that has become
-    # faster or slower.
-    refresh: bool = False
 
 
 register(

@@ -12,11 +12,9 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
+from llama_ssp.settings.formats import FP4_GROUP, FP4_NUMBERS, FP4_SCALED
 from llama_ssp.weights import byte_rows, int4_rows
 
-NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""Of the codes."""
 SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 """The number formats of scales, by storage format."""
 _CODE_BYTES = FP4_GROUP // 2
@@ -51,8 +49,8 @@ def rounded(storage: str, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
         scales_OS = (largest_OS.frexp().exponent + 124).clamp_(0, 254).to(torch.uint8).view(SCALES[storage])
     else:
         most = torch.finfo(SCALES[storage]).max
-        factors_O = (largest_OS.amax(1) / (NUMBERS[7] * most)).clamp_(min=tiny)
-        scales_OS = (largest_OS / (NUMBERS[7] * factors_O[:, None])).clamp_(max=most).to(SCALES[storage])
+        factors_O = (largest_OS.amax(1) / (FP4_NUMBERS[7] * most)).clamp_(min=tiny)
+        scales_OS = (largest_OS / (FP4_NUMBERS[7] * factors_O[:, None])).clamp_(max=most).to(SCALES[storage])
     steps_OS = (scales_OS.float() * factors_O[:, None]).clamp_(min=tiny)
     numbers_OSI = groups_OSI / steps_OS[..., None]
     return pack(codes_of(numbers_OSI.flatten(1)), scales_OS.view(torch.uint8), factors_O), factors_O

@@ -18,13 +18,13 @@ from pathlib import Path
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
     AGREEMENT_FILE,
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.weights.adapter import ADAPTER_FILE
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, summary
 
 MANIFEST_FILE = "sha256.json"

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from llama_ssp.ranks.comms import recording
+from llama_ssp.cpu.sums import recording
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
@@ -99,7 +99,7 @@ def _without_outside(log: _Log) -> list[tuple[Any, tuple[Any, ...], dict[str, An
     own = {tensor.untyped_storage().data_ptr() for *_, made in log.calls for tensor in made}
 
     def weak(value: Any) -> Any:  # noqa: ANN401 - any leaf
-        is_outside = isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in own
+        is_outside = isinstance(value, Tensor) and value.numel() > 0 and value.untyped_storage().data_ptr() not in own
         return _Outside.of(value) if is_outside else value
 
     return [(func, tree_map(weak, args), tree_map(weak, kwargs), made) for func, args, kwargs, made in log.calls]

@@ -23,7 +23,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import DOTS, Kernel, Linear, make_linear, native_linear
+from llama_ssp.cpu.kinds import DOTS
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE, format_of

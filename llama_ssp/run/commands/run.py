@@ -16,7 +16,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.run import startup
 from llama_ssp.run.commands import completion, topics, torchrun
-from llama_ssp.run.commands.points import check_here, for_all, points_of
+from llama_ssp.run.commands.points import check_here, for_all, points_of, repeated
 from llama_ssp.run.commands.program import Options, until_unread
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import catalogue, checks
@@ -26,8 +26,6 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
-EXIT_CODE_FILE = "EXIT_CODE_FILE"
-"""Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
@@ -70,8 +68,6 @@ def main(
                 raise
             _failures.append(known)
             exit_code = fail(known, ranks)
-    if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
-        Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
 
 
@@ -161,6 +157,8 @@ def _show(options: argparse.Namespace) -> None:
 def _is_submitted(composed: Sequence[Composed], ranks: Ranks) -> bool:
     """Check all points of a sweep, and submit them if they are jobs."""
     points, launcher = points_of(composed), composed[0].launcher
+    for sentence in repeated(points) if ranks.rank == 0 else ():
+        complain(f"warning: {sentence}")
     if launcher is None:
         for_all(points, lambda point: check_here(point, ranks))
         return False

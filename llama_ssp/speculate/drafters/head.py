@@ -21,7 +21,6 @@ from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
@@ -105,7 +104,7 @@ class HeadDrafter(StepwiseDrafter):
                 newest_B1, level.first, level.depth, level.sees_BMA, bucket=bucket
             )
             above_BM1 = level.parents_BM[..., None]
-            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, static_shape(hidden_BME)[2]))
+            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, hidden_BME.shape[2]))
             hidden_BME, logits_BMV = self._head.extend(
                 level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
             )

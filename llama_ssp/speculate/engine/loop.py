@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
@@ -30,7 +31,6 @@ from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
 
 

@@ -76,8 +76,10 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         ("link", 5, "must be a mapping"),
         ("flops_per_s", {}, "at least one number format"),
         ("sources", "web", "where each figure is from"),
-        ("profiles", {"num_ranks": 1}, "must be a list"),
-        ("profiles", [{"num_ranks": 1}], "hardware.profiles[0].linear is missing"),
+        ("sums", {"num_ranks": 1}, "hardware.sums must be a list"),
+        ("sums", [{"num_ranks": 2}], "hardware.sums[0].num_bytes is missing"),
+        ("sums", [{"num_ranks": 2.5, "num_bytes": 8, "s": 1}], "hardware.sums[0].num_ranks=2.5 must be a whole number"),
+        ("sums", [{"num_ranks": 2, "num_bytes": 8, "s": "fast"}], "hardware.sums[0].s=fast must be a number, above 0"),
         ("memory_bytes", "40 GB", "must be a whole number"),
         ("memory_bytes", float("nan"), "must be a whole number"),
         ("gpu", 7, "must be text"),
@@ -94,21 +96,3 @@ def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one(
     assert hardware.problems_of(["p4d"]) == ["hardware must be a mapping of figures, not ['p4d']"]
     with pytest.raises(ConfigError, match=r"unknown hardware '8xh10': .*did you mean 8xh100"):
         hardware.load("8xh10")
-
-
-def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
-    parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
-    profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
-    faulty = [{"rows": 1.5, "width": 0, "s": -1}, {"rows": 1, "s": "fast", "speed": 2}]
-    figures = _figures() | {"profiles": [profile | {"layer": faulty}]}
-    assert sorted(hardware.problems_of(figures)) == [
-        "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0",
-        "hardware.profiles[0].layer[0].s=-1 must be above 0",
-        "hardware.profiles[0].layer[0].width=0 must be above 0",
-        "hardware.profiles[0].layer[1].s=fast must be a number, above 0",
-        "hardware.profiles[0].layer[1].width is missing",
-        "unknown figure of hardware.profiles[0].layer[1] 'speed': there are rows, s, width",
-    ]
-    figures["profiles"][0] |= {"layer": [], "composition": [{"rows": 1, "working_set_bytes": 8, "ratio": 2.0}]}
-    assert hardware.problems_of(figures) == [], "what earlier versions wrote is ignored"
-    assert hardware.build(figures).profiles[0].forward_ratio == 1.0

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp import load as load_pair
+from llama_ssp.cpu.kinds import DOTS
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
+from llama_ssp.kernels.linear import PlainLinear, product_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import OwnLinear, check_model, load_modules

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from llama_ssp.run.commands import manifest
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.model_files import ADAPTER_FILE
 from llama_ssp.weights import hub
-from llama_ssp.weights.adapter import ADAPTER_FILE
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy

@@ -40,7 +40,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from llama_ssp.kernels.emit import (
+from llama_ssp.cpu.emit import (
     F32,
     F32S,
     HALVES,
@@ -60,10 +60,8 @@ from llama_ssp.kernels.emit import (
     i64,
     wholes,
 )
-from llama_ssp.kernels.linear import FP4, FP8, GROUPS, NIBBLES, SHRUNK
-from llama_ssp.settings.formats import WORD_BYTES
-from llama_ssp.weights.fp4_rows import NUMBERS
-from llama_ssp.weights.int4_rows import ZERO_BITS
+from llama_ssp.cpu.kinds import FP4, FP8, GROUPS, NIBBLES, SHRUNK
+from llama_ssp.settings.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
 _ONE_SCALE = {"singles", "halves", FP8, NIBBLES}
@@ -97,7 +95,7 @@ def emit(kind: str) -> ir.Module:
         for blocks in _numbers_of_blocks(kind, rows)
     }
     part = _part(module, kind, tiles, _finish(module, kind))
-    part.linkage = "external"  # `layer_cpu` calls it too
+    part.linkage = "external"  # `cpu.layer` calls it too
     _entry(module, kind, _preparation(module, kind), part)
     return module
 
@@ -393,7 +391,7 @@ def _sums_of_groups(
             found = _sums(code, kind, bodies, inputs, group)
             scales = [code.read(head, F32S) for head in heads]
         elif kind in FP4:
-            found = _sums_of_codes(code, group, bodies, inputs, NUMBERS)
+            found = _sums_of_codes(code, group, bodies, inputs, FP4_NUMBERS)
             scales = [_scales(code, kind, code.read(head, I8S)) for head in heads]
         else:
             found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
@@ -410,8 +408,8 @@ def _sums_of_zeroed_codes(
     all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
     for block, head in enumerate(heads):
         word = code.read(head, I32S)
-        scales.append(code.bitcast(code.and_(word, wholes(~ZERO_BITS)), F32S))
-        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(ZERO_BITS))), F32S)
+        scales.append(code.bitcast(code.and_(word, wholes(~INT4_ZERO_BITS)), F32S))
+        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(INT4_ZERO_BITS))), F32S)
         for row, total in enumerate(all_inputs):
             at = row * len(heads) + block
             found[at] = code.fused(zeros, total, found[at])

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from llama_ssp import Pair, load
+from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.jobs import encode
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.engine.threads import ThreadChoice
 from tests.helpers.decoders import complete
 
 ROUND_S = {2: 0.5e-3, 1: 0.75e-3}

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 
 import torch
@@ -35,7 +35,7 @@ def find_operator(
     """
     name = signature.partition("(")[0]
     try:
-        from llama_ssp.kernels import compiled  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.cpu import compiled  # noqa: PLC0415 - imports LLVM
 
         if not compiled.has_features(needs):
             return None
@@ -45,8 +45,16 @@ def find_operator(
         compiled.add_operator(name, partial(emit, *kinds), entry, shared=shared)
         operator: Operator = getattr(torch.ops.llama_ssp, name).default
         check(operator)
+    except ModuleNotFoundError:
+        _say_what_is_missing()
+        return None
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         _log.warning("continuing %s, which is slower: %s", instead, reason)
         return None
     return operator
+
+
+@cache
+def _say_what_is_missing() -> None:
+    _log.warning("continuing without llvmlite, which is slower: pip install llvmlite, or the extra `cpu`, brings it")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp.ranks import shared_memory
-from llama_ssp.ranks.shared_memory import SharedMemoryGroup
+from llama_ssp.cpu import shared_memory
+from llama_ssp.cpu.shared_memory import SharedMemoryGroup
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
 
@@ -24,7 +24,7 @@ import json, os, random, signal, sys, time
 from itertools import count
 from pathlib import Path
 import torch
-from llama_ssp.ranks import shared_memory
+from llama_ssp.cpu import shared_memory
 
 def exchange(rank, size, folder, steps):
     def gather_text(text):

@@ -11,7 +11,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from llama_ssp.kernels.emit import F32, F32S, I64, INT64, LANES, Code, Operator, Value, i64
+from llama_ssp.cpu.emit import F32, F32S, I64, INT64, LANES, Code, Operator, Value, i64
 
 _F64 = ir.DoubleType()
 _I64S = ir.VectorType(I64, LANES)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from llvmlite import ir
 
-from llama_ssp.kernels.emit import (
+from llama_ssp.cpu.emit import (
     E4M3_SHRINK,
     F32,
     F32S,
@@ -72,7 +72,7 @@ def emit(kind: str, head_dim: int) -> ir.Module:
     """The operator for a kind of rows, and heads of D dimensions, a multiple of 16; its entry is `attend`."""
     module = ir.Module(name=f"attention of {kind} and {head_dim}")
     place, units = _place(module, kind, head_dim), _units(module, kind, head_dim)
-    place.linkage = units.linkage = "external"  # `layer_cpu` calls them too
+    place.linkage = units.linkage = "external"  # `cpu.layer` calls them too
     _entry(module, head_dim, place, units)
     return module
 
@@ -169,7 +169,8 @@ def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
     num_heads, num_kv, row_tokens = given["num_heads"], given["num_kv"], given["row_tokens"]
     group, queries = code.sdiv(num_heads, num_kv), _queries_of_row(code, given)
     passes = _passes(code, queries)
-    pointers, places, seen = code.slot(POINTER, QUERIES), code.slot(I64, QUERIES), code.slot(POINTER, QUERIES)
+    pointers, seen = code.slot(POINTER, QUERIES), code.slot(POINTER, QUERIES)
+    places, positions = code.slot(I64, QUERIES), code.slot(I64, QUERIES)
     num_behind = given["num_behind"]
     with code.loop(begin, end, 1) as (number,):
         head_of_row, first = code.sdiv(number, passes), code.mul(code.srem(number, passes), i64(QUERIES))
@@ -183,6 +184,7 @@ def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
             at = code.mul(code.add(code.mul(token, num_heads), own_head), dim)
             code.write(code.at(given["out"], at, F32), pointers, query)
             code.write(code.read(given["own_slots"], I64, token), places, query)
+            code.write(code.read(given["positions"], I64, token), positions, query)
             code.write(code.at(given["sees"], code.mul(token, num_behind)), seen, query)
         first_slot = code.sub(code.read(given["slots"], I64, first_token),
                               code.read(given["own_slots"], I64, first_token))  # fmt: skip
@@ -192,7 +194,7 @@ def _units(module: ir.Module, kind: str, head_dim: int) -> Value:
             _row(code, kind, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
             for part in (head, code.add(head, num_kv))
         )
-        code.call(unit, [keys, values, pointers, places, count, given["window"], seen, num_behind, root])
+        code.call(unit, [keys, values, pointers, places, positions, count, given["window"], seen, num_behind, root])
     return code.end()
 
 
@@ -275,7 +277,8 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
 def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
     """Attend from some queries of a row to a head.
 
-    (keys, values, queries, their slots, count, window, what each sees from the root on, of how many slots, the root)
+    (keys, values, queries, their slots, their positions, count, window, what each sees from the root on, of how many
+    slots, the root)
     """
     lay = _lay(module, kind, head_dim)
     scores_of = {number: _scores(module, kind, head_dim, number) for number in (1, 2, 4, 8)}
@@ -283,8 +286,8 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
     values_of = {number: _values(module, kind, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
     soften_of = {number: _soften(module, number) for number in (1, 2, 4)}
     finish = _finish(module, head_dim)
-    code, (keys, values, queries, places, count, window, seen, num_behind, root) = function(
-        module, "unit", [POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
+    code, (keys, values, queries, places, positions, count, window, seen, num_behind, root) = function(
+        module, "unit", [POINTER, POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
     )
     laid, scores = code.slot(F32, (head_dim + 1) * LANES), code.slot(F32, QUERIES * CHUNK)
     sums, states = code.slot(F32, QUERIES * head_dim), code.slot(F32, QUERIES * _STATE)
@@ -296,7 +299,7 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
         code.write(f32(_LOWEST), state, i64(_MOST))
         with code.loop(i64(0), i64(head_dim), LANES) as (index,):
             code.write(floats(0.0), sums, code.add(code.mul(query, i64(head_dim)), index))
-    start, stop = _range(code, places, count, window)
+    start, stop = _range(code, places, positions, count, window)
     behind = code.add(root, num_behind)
     with code.loop(start, stop, CHUNK) as (chunk,):
         length = code.smaller(code.sub(stop, chunk), i64(CHUNK))
@@ -319,7 +322,7 @@ def unit_of(module: ir.Module, kind: str, head_dim: int) -> Value:
             line, state = (
                 code.at(room, code.mul(query, i64(size)), F32) for room, size in ((scores, CHUNK), (states, _STATE))
             )
-            call(line, length, code.at(places, query, I64), chunk, window, state)
+            call(line, length, code.at(places, query, I64), code.at(positions, query, I64), chunk, window, state)
         first = _row(code, kind, head_dim, values, chunk)
         for query, call in _tiles(code, count, values_of):
             call(first, length, *(code.at(room, code.mul(query, i64(size)), F32)
@@ -345,12 +348,11 @@ def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tu
         start = stop
 
 
-def _range(code: Code, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
+def _range(code: Code, places: Value, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
     """The first chunk that one of the queries sees, and the slot behind the last that one sees."""
-    some = code.read(positions, I64)
-    with code.loop(i64(0), count, 1, [some, some]) as values:
-        position = code.read(positions, I64, values[0])
-        values[1:] = [code.smaller(values[1], position), code.larger(values[2], position)]
+    with code.loop(i64(0), count, 1, [code.read(positions, I64), code.read(places, I64)]) as values:
+        position, place = (code.read(each, I64, values[0]) for each in (positions, places))
+        values[1:] = [code.smaller(values[1], position), code.larger(values[2], place)]
     _, least, last = values
     behind = code.larger(code.sub(code.add(least, i64(1)), window), i64(0))
     start = code.sub(behind, code.srem(behind, i64(CHUNK)))
@@ -410,16 +412,17 @@ def _scores(module: ir.Module, kind: str, head_dim: int, num_queries: int) -> Va
 
 
 def _soften(module: ir.Module, num_queries: int) -> Value:
-    """Turn scores of a chunk into exponentials: (scores, their number, positions, first slot, window, states).
+    """Turn scores of a chunk into exponentials: (scores, their number, slots, positions, first slot, window, states).
 
     Of several queries at once, since each step of one waits for the step before.
     """
-    code, (scores, length, positions, chunk, window, states) = function(
-        module, f"soften_{num_queries}", [POINTER, I64, POINTER, I64, I64, POINTER]
+    code, (scores, length, places, positions, chunk, window, states) = function(
+        module, f"soften_{num_queries}", [POINTER, I64, POINTER, POINTER, I64, I64, POINTER]
     )
     numbers, has_window = range(num_queries), code.icmp_signed(">", window, i64(0))
-    own = [code.sub(code.read(positions, I64, i64(number)), chunk) for number in numbers]
-    firsts = [code.select(has_window, code.sub(last, window), i64(-(2**31))) for last in own]
+    own, at = ([code.sub(code.read(each, I64, i64(number)), chunk) for number in numbers]
+               for each in (places, positions))  # fmt: skip
+    firsts = [code.select(has_window, code.sub(position, window), i64(-(2**31))) for position in at]
     firsts, lasts = ([code.splat(code.trunc(slot, I32)) for slot in slots] for slots in (firsts, own))
     states = [code.at(states, i64(number * _STATE), F32) for number in numbers]
 
@@ -428,11 +431,11 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
         is_near = code.and_(code.icmp_signed("<=", lanes, lasts[number]), code.icmp_signed(">", lanes, firsts[number]))
         return code.select(code.and_(is_near, code.fcmp_unordered("!=", score, floats(_LOWEST))), value, instead)
 
-    def places(index: Value) -> list[Value]:
+    def lines(index: Value) -> list[Value]:
         return [code.add(index, i64(number * CHUNK)) for number in numbers]
 
     with code.loop(i64(0), length, LANES, [floats(_LOWEST)] * num_queries) as values:
-        for number, place in enumerate(places(values[0])):
+        for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)
             score = seen(values[0], number, score, score, floats(_LOWEST))
             values[1 + number] = code.maximum(values[1 + number], score)
@@ -443,7 +446,7 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
     sums = [code.fmul(code.read(state, F32S), factor) for state, factor in zip(states, factors, strict=True)]
     shifts = [code.splat(each) for each in most]
     with code.loop(i64(0), length, LANES, sums) as values:
-        for number, place in enumerate(places(values[0])):
+        for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)
             weight = code.exponential(code.fsub(score, shifts[number]))
             weight = seen(values[0], number, score, weight, floats(0.0))

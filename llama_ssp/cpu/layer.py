@@ -8,7 +8,7 @@
     gated    pairs of blocks                   middle, normed   gated
     down     blocks of 16 outputs              gated, middle    y
 
-The steps run the functions of `linear_cpu` and `attention_cpu`, which the operators of a product and of attention run
+The steps run the functions of `cpu.linear` and `cpu.attention`, which the operators of a product and of attention run
 too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
@@ -25,9 +25,10 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from llama_ssp.kernels import attention_cpu, linear_cpu
-from llama_ssp.kernels.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
-from llama_ssp.kernels.layer import PARTS, PRODUCTS, TENSORS
+from llama_ssp.cpu import attention as attending
+from llama_ssp.cpu import linear
+from llama_ssp.cpu.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
+from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
 
 STEPS = ("qkv", "place", "attend", "output", "gated", "down")
 _SERIAL = 2**16
@@ -113,10 +114,10 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     with code.loop(i64(0), i64(num_words), 1) as (place,):
         code.write(i64(0), counters, place)
     words = code.stored(_CONTEXT, given | {
-        "counters": counters, "attention": code.stored(attention_cpu.CONTEXT, attention),
+        "counters": counters, "attention": code.stored(attending.CONTEXT, attention),
         "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": operator.pointer(y),
         "num_threads": num_threads, "num_places": num_rows, "least_qkv": least_qkv, "least_gated": least_gated,
-        "num_units": attention_cpu.num_units(code, attention, num_rows),
+        "num_units": attending.num_units(code, attention, num_rows),
     })  # fmt: skip
     operator.share(num_threads, i64(1), steps, words)
     operator.give(y)
@@ -172,8 +173,8 @@ def _product(
     sizes = given["num_rows"], given[f"{name}_num_inputs"]
     own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias", "num_groups")}
     own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
-    rows = linear_cpu.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
-    words = code.stored(linear_cpu.CONTEXT, own | rows)
+    rows = linear.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
+    words = code.stored(linear.CONTEXT, own | rows)
     of_unit = code.add(gates, i64(1))
     count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
     fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])

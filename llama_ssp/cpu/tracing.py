@@ -13,27 +13,25 @@ repeats.
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import Lock
-from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from llama_ssp.models.cache import OwnBuckets, PerBucket, Workspace
-from llama_ssp.ranks.comms import recording, take_error
+from llama_ssp.cpu.sums import recording, take_error
+from llama_ssp.workspaces import Leaf, find_tensors
 
-Leaf = Tensor | torch.ScriptObject  # weights in a packed format of torch
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
 _log = logging.getLogger(__name__)
 _one_at_a_time = Lock()
 _is_optimizing, _set_optimizing = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
 _CANNOT = (RuntimeError, AttributeError, TypeError)  # an operator cannot be traced, or torch's private API has changed
-_NOT_WALKED = ("builtins", "torch", "transformers", "llama_ssp.settings", "llama_ssp.ranks")
 
 
 class Traced(Generic[_Result]):
@@ -113,7 +111,7 @@ class Traced(Generic[_Result]):
         inputs = *(argument.clone() for argument in arguments), *moving
         names = [f"input_{number}" for number in range(len(inputs))]
         try:
-            with _one_at_a_time, recording(), warnings.catch_warnings():
+            with _one_at_a_time, recording(), _Recordable(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
                 graph, _ = torch._C._create_graph_by_tracing(
                     lambda *tensors: self._function(*tensors[: len(arguments)]),
@@ -129,45 +127,39 @@ class Traced(Generic[_Result]):
         return found
 
 
-def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
-    """Find all tensors that objects hold, each once, in an order that depends only on the objects' structure.
-
-    Returns weights, which stay in place, and tensors of each `Workspace`, which `allocate` may replace.
-    """
-    weights: list[Leaf] = []
-    moving: list[Tensor] = []
-    seen: set[int] = set()
-
-    def visit(value: object, *, moves: bool, bucket: int) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, OwnBuckets):
-            bucket = value.own_bucket(bucket)
-        if isinstance(value, Tensor) and moves:
-            moving.append(value)
-        elif isinstance(value, Leaf):
-            weights.append(value)
-        else:
-            for part in [value[bucket]] if isinstance(value, PerBucket) else _parts(value):
-                visit(part, moves=moves or isinstance(value, Workspace), bucket=bucket)
-
-    visit(roots, moves=False, bucket=bucket)
-    return weights, moving
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("product(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+_library.define("as_bits(Tensor values, ScalarType dtype) -> Tensor", "CONSERVATIVE")
+_shape = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
-def _parts(value: object) -> Iterable[object]:
-    """The members of an object that may be or hold tensors."""
-    if isinstance(value, nn.Module):
-        return (*value.parameters(), *value.buffers())
-    if isinstance(value, dict):
-        return tuple(value.values())
-    if isinstance(value, list | tuple):
-        return value
-    is_code = isinstance(value, type | FunctionType | MethodType)
-    if is_code or not hasattr(value, "__dict__") or type(value).__module__.startswith(_NOT_WALKED):
-        return ()
-    return tuple(vars(value).values())
+class _Recordable(TorchFunctionMode):
+    """Calls what a trace can hold in place of what it cannot, and makes shapes constants: the key covers them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if func == _shape:
+            return tuple(int(size) for size in func(*args))
+        if func is Tensor.size:
+            sizes = tuple(int(size) for size in args[0].shape)
+            return sizes[args[1]] if args[1:] else sizes
+        if func is Tensor.view and isinstance(args[1], torch.dtype):
+            return torch.ops.llama_ssp.as_bits(*args)
+        if func is torch.ops.mkldnn._linear_pointwise.default:
+            return torch.ops.llama_ssp.product(*args[:3])
+        return func(*args, **kwargs)
+
+
+def _product(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """OneDNN's product on a packed weight, without the list argument that a trace cannot hold."""
+    y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
+    return y_MO
+
+
+for _kind_of_weight in ("CPU", "MkldnnCPU"):
+    _library.impl("product", _product, _kind_of_weight)
+_library.impl("as_bits", lambda values, dtype: values.view(dtype), "CPU")
 
 
 def _holder(weights: Sequence[Leaf]) -> object:

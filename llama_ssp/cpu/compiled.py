@@ -25,7 +25,6 @@ from llvmlite import binding, ir
 
 from llama_ssp.settings import formats, layout
 from llama_ssp.settings.catalogue import cache_dir
-from llama_ssp.weights import fp4_rows, int4_rows
 
 _HASH_BYTES = hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = 0o022
@@ -67,7 +66,7 @@ def has_features(names: tuple[str, ...]) -> bool:
 def _decides_code() -> str:
     """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [inspect.getsource(module) for module in (formats, layout, fp4_rows, int4_rows)]
+    sources += [inspect.getsource(module) for module in (formats, layout)]
     features = binding.get_host_cpu_features().flatten()
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), features, *sources])
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -14,7 +15,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.executors import TracedExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
