@@ -21,7 +21,8 @@ from typing import cast
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.run.commands import program, topics
+from llama_ssp.run.commands import help as help_page
+from llama_ssp.run.commands import program
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
@@ -42,7 +43,7 @@ def read_settings(settings: list[str]) -> PlanConfig:
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    own = topics.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
+    own = help_page.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
     parser = program.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
