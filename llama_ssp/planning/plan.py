@@ -22,7 +22,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
     waiting_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded
 
@@ -104,6 +104,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
+            *notes_on_contexts(job),
             *unmeasured(job, hardware),
             *advice.notes(job, hardware, heads, fullest),
             *advice.better_draft(job, hardware, timed),

@@ -317,7 +317,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [
         (model.shape.max_position_embeddings, group)
-        for group, _, model in chosen
+        for group, _, model in (chosen if config.speculation.overlap else chosen[:1])
         if model.shape and not model.shape.is_head
     ]
     if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
@@ -349,11 +349,12 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config):
         if model.shape is None:
             continue
+        limits = group == "model" or config.speculation.overlap
         for each in fields(model.shape):
             value, least = getattr(model.shape, each.name), int(each.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
                 yield f"{group}={model.name}: shape.{each.name}={value} must be at least {least}"
-        if context > model.shape.max_position_embeddings and not model.shape.is_head:
+        if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"

@@ -360,6 +360,11 @@ class SpeculationConfig:
         return tree_shape(self.tree) if self.tree else None
 
     @property
+    def most_steps(self) -> int:
+        """The most drafted tokens that follow one another in a round."""
+        return self.tree_shape.depth if self.tree_shape else self.most_draft_tokens
+
+    @property
     def most_draft_tokens(self) -> int:
         """K, the largest one of an adaptive run, or the nodes of a tree."""
         if shape := self.tree_shape:
