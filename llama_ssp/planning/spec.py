@@ -42,7 +42,6 @@ from llama_ssp.settings.schema import (
     PlanConfig,
     RunConfig,
     TargetKind,
-    TextKind,
     WeightsKind,
 )
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
@@ -210,7 +209,6 @@ class PlanSpec:
     adapts: bool = False
     overlap: bool = False
     temperature: float | None = None
-    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
@@ -358,7 +356,6 @@ def make_job(
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,
-        text=speculation.text,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size,

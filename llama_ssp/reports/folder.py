@@ -22,7 +22,7 @@ from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
 CHANGEABLE = (
-    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
+    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
     "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
