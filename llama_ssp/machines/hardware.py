@@ -7,12 +7,13 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.fields import made, required, setting
 from llama_ssp.settings.schema import Dtype
 
 
@@ -42,52 +43,41 @@ class MeasuredSum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
-    """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
-
-    usd_per_hour: dict[int, float]  # by number of GPUs, for example {1: 4.29, 8: 31.92}; other numbers do not exist.
-    vendor: str | None = None  # who rents it out.
-    date: str | None = None  # when the price was read, for example 2025-06.
-
-    def of(self, num_gpus: int) -> float | None:
-        """The price of the smallest machine with `num_gpus`; None if all are smaller."""
-        return next((usd for size, usd in sorted(self.usd_per_hour.items()) if size >= num_gpus), None)
-
-    def document(self) -> dict[str, Any]:
-        """The price for JSON, whose keys are text."""
-        return asdict(self) | {"usd_per_hour": {str(size): usd for size, usd in sorted(self.usd_per_hour.items())}}
-
-
-@dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes."""
 
-    name: str  # name of the entry.
-    device: str  # `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
-    # compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
-    capability: float = 8.0
-    gpu: str  # name of its GPUs, or of the processor.
-    num_gpus: int  # GPUs of a node, or ranks of a CPU.
-    num_nodes: int = 1  # nodes; several need network.
-    memory_bytes: int  # usable memory of one GPU; on a CPU, of the node.
-    system_bytes: int = 0  # of a CPU's memory, the share of the operating system and of other programs.
-    context_bytes: int  # memory of a process before its first model.
-    collective_bytes: int  # communication buffers per rank, if there are several ranks.
-    bandwidth_bytes_per_s: float  # memory bandwidth from the data sheet.
-    copy_bytes_per_s: float | None = None  # measured memory bandwidth of a plain copy.
-    flops_per_s: dict[str, float]  # dense matrix rate by number format, from the data sheet.
-    flops_share: float = 0.6  # share of that rate that prompts and large batches reach.
-    # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
-    slowdown: dict[str, float] = field(default_factory=dict)
-    # of a CPU: what its first run measures too, by storage format, and by number format of unquantized weights.
-    products: dict[str, Speed] = field(default_factory=dict)
-    kernel_s: float  # fixed time of a kernel inside a CUDA graph.
-    launch_s: float  # fixed time of an operator launched from Python.
-    link: Link  # links inside a node.
-    network: Link | None = None  # links between nodes.
-    price: Price | None = None  # on-demand list price; None where none is known.
-    sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
-    sums: list[MeasuredSum] = field(default_factory=list)  # what task=calibrate measured, in place of `link`.
+    name: str = required("name of the entry.")
+    device: str = required('`cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.')
+    capability: float = setting(
+        8.0, "compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache."
+    )
+    gpu: str = required("name of its GPUs, or of the processor.")
+    num_gpus: int = required("GPUs of a node, or ranks of a CPU.")
+    num_nodes: int = setting(1, "nodes; several need network.")
+    memory_bytes: int = required("usable memory of one GPU; on a CPU, of the node.")
+    system_bytes: int = setting(0, "of a CPU's memory, the share of the operating system and of other programs.")
+    context_bytes: int = required("memory of a process before its first model.")
+    collective_bytes: int = required("communication buffers per rank, if there are several ranks.")
+    bandwidth_bytes_per_s: float = required("memory bandwidth from the data sheet.")
+    copy_bytes_per_s: float | None = setting(None, "measured memory bandwidth of a plain copy.")
+    flops_per_s: dict[str, float] = required("dense matrix rate by number format, from the data sheet.")
+    flops_share: float = setting(0.6, "share of that rate that prompts and large batches reach.")
+    slowdown: dict[str, float] = made(
+        dict, "by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes."
+    )
+    products: dict[str, Speed] = made(
+        dict,
+        "of a CPU: what its first run measures too, by storage format, and by number format of unquantized weights.",
+    )
+    kernel_s: float = required("fixed time of a kernel inside a CUDA graph.")
+    launch_s: float = required("fixed time of an operator launched from Python.")
+    link: Link = required("links inside a node.")
+    network: Link | None = setting(None, "links between nodes.")
+    usd_per_hour: float | None = setting(
+        None, "what you pay for all nodes; a plan then has the price of a million tokens."
+    )
+    sources: dict[str, str] = made(dict, "where each figure is from.")
+    sums: list[MeasuredSum] = made(list, "what task=calibrate measured, in place of `link`.")
 
     def __hash__(self) -> int:
         """Equal descriptions have equal hashes; tables of measurements are left out."""
@@ -109,12 +99,6 @@ class HardwareConfig:
         if self.device == "cuda":
             return self.memory_bytes
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """The price of all nodes; None where none is known."""
-        usd = self.price.of(self.num_gpus) if self.price else None
-        return None if usd is None else self.num_nodes * usd
 
     @property
     def unit(self) -> str:
@@ -216,8 +200,6 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
             return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
-    if kind == dict[int, float] and not found:
-        return {int(size): usd for size, usd in value.items()}
     return int(value) if kind is int and not found else value
 
 
@@ -226,13 +208,6 @@ def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  
         yield f"{path} must be a list, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
-    elif kind == dict[int, float]:
-        sizes: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {"": value}
-        if not all(str(size).isdecimal() and int(size) for size in sizes):
-            yield f"{path}={value} must give a price for each number of GPUs, for example {{1: 4.29, 8: 31.92}}"
-            return
-        for size, usd in sizes.items():
-            yield from _problems_of_number(usd, f"{path}.{size}")
     elif kind == dict[str, str]:
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"

@@ -4,12 +4,14 @@ Hydra composes the options that the words choose, such as `model=7B`, from the f
 Every other word sets a value in the result, so that all mistakes are reported at once.
 """
 
+import io
 import os
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -18,6 +20,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose as compose_options
 from hydra import initialize_config_dir
+from hydra import main as hydra_main
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -42,8 +45,8 @@ from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.manifest", "model.adapter", "draft.model.path",
-    "draft.model.manifest", "draft.model.adapter",
+    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
+    "draft.model.adapter",
 }  # fmt: skip
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -220,7 +223,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in {"prices", "chat_arguments"})
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
@@ -324,6 +327,19 @@ def register(root: str = "config") -> None:
     if _OptionFolders not in plugins.discover(SearchPathPlugin):
         plugins.register(_OptionFolders)
         plugins.register(_ModelOptions)
+
+
+COMPLETIONS = ["=".join(words) for words in product(("install", "uninstall", "query"), ("bash", "zsh", "fish"))]
+"""The questions of a shell that completes names with Tab."""
+
+
+def complete(question: str) -> None:
+    """Let Hydra print a script for the shell, or the candidates for the line in COMP_LINE; nothing if it cannot."""
+    register()
+    os.environ["COMP_LINE"] = re.sub(r"(llama-ssp) +run\b", r"\1", os.environ.get("COMP_LINE", ""), count=1)
+    sys.argv[1:] = ["--shell-completion", question]
+    with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
+        hydra_main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
 
 
 @cache
