@@ -106,7 +106,7 @@ def test_gpus_are_counted_without_those_that_are_hidden_and_without_amds_cpus(
 @pytest.mark.parametrize(
     ("described", "words", "sentence"),
     [
-        ({"quant_method": "gptq", "bits": 5, "group_size": 128, "sym": True}, [], "cannot be read (bits 5)"),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 128, "sym": True}, [], "cannot be read (bits 5"),
         ({"quant_method": "fbgemm_fp8"}, ["model.quantization=nf4"], "holds fp8_weight_only weights, "),
     ],
 )
