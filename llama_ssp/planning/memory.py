@@ -40,6 +40,7 @@ from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, mo
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
 from llama_ssp.settings.stored import PackedLayout
+from llama_ssp.words import said
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -266,7 +267,7 @@ def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
     if format_of(quantization).is_quantized:
         raise PlacementError(
             f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
-            f"{quantization}: use model.quantization=none on unquantized files, or no offload"
+            f"{quantization}: use {said('model.quantization', 'none')} on unquantized files, or no offload"
         )
     if offload is Offload.cpu and device == "cpu":
         message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"

@@ -19,6 +19,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
 from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.patterns import Pattern
+from llama_ssp.words import said
 
 QUANTIZATION = "quantization_config"
 READ = (
@@ -360,8 +361,8 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
     """
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
-            f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "
-            "given: leave it out (draft.model.quantization of a draft)"
+            f"{where} holds {storage} weights, which are read as they are, and "
+            f"{said('model.quantization', quantization)} was given: leave it out"
         )
     return storage or quantization
 
