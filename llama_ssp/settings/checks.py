@@ -162,7 +162,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         for name in key.split("."):
             value = getattr(value, name, None)
         if value is not None and not holds(value):
-            yield f"{said(key, value)} must be {required}"
+            yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
     if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
         yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
