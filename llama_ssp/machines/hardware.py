@@ -266,4 +266,4 @@ def _problems_of_number(value: Any, path: str, *, is_whole: bool = False) -> Ite
     if not is_number or (is_whole and not float(value).is_integer()):
         yield f"{said(path, value)} must be {wanted}, {least}"
     elif value < 0 or (value == 0 and not may_be_zero):
-        yield f"{path}={value} must be {least}"
+        yield f"{said(path, value)} must be {least}"

@@ -20,7 +20,7 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperatu
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
-from llama_ssp.words import key_of, said
+from llama_ssp.words import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
