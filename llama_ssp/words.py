@@ -44,9 +44,13 @@ def said(name: str, value: object) -> str:
     """A setting with its value."""
     if to_library() and (name, value) in _PHRASES:
         return _PHRASES[name, value]
-    if not to_library() and (value is None or isinstance(value, bool)):
-        value = {None: "null", True: "true", False: "false"}[value]
-    return f"{key_of(name)}={value}"
+    return f"{key_of(name)}={value_of(value)}"
+
+
+def value_of(value: object) -> str:
+    """A value, as the user writes it."""
+    is_word = not to_library() and (value is None or isinstance(value, bool))
+    return {"None": "null", "True": "true", "False": "false"}[str(value)] if is_word else str(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -120,7 +120,7 @@ _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
 _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
-_SHARE = "above 0 and at most 1; left out, it is off"
+_SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -128,7 +128,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
-    ("sampling.top_k", lambda k: k >= 1, "at least 1; left out, the whole vocabulary counts"),
+    ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
     ("sampling.min_p", lambda p: 0 < p <= 1, _SHARE),
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
@@ -151,7 +151,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("task.repetitions", lambda n: n >= 1, "at least 1"),
     ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
     ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
-    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or null for the number format's own"),
+    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )
 """Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
@@ -321,8 +321,8 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
                 f"{said('model', target.name)} has {num_layers}: choose a head of this target"
             )
     if drafters.matching_of(config.draft):
-        own = said("draft.tokenizer", "own")
-        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave {own} out"
+        tokenizer = said("draft.tokenizer", "own")
+        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave {tokenizer} out"
     if config.speculation.overlap:
         yield (
             f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
