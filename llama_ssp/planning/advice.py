@@ -38,6 +38,7 @@ from llama_ssp.planning.search import (
     has_its_own_number,
     length_setting,
     placement_settings,
+    without_draft,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
@@ -352,13 +353,7 @@ def _placed(step: _Way) -> Iterator[_Way]:
         others.append(replace(job, draft_whole=WholeParts.none))
     for other in others:
         yield step.then(*placement_settings(replace(other, num_replicas=1)), job=other)
-    yield step.then("draft=none", job=_without_draft(job))
-
-
-def _without_draft(job: PlanSpec) -> PlanSpec:
-    """The job without a draft, whose own ranks the target has then."""
-    ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
-    return replace(job, draft=None, matching=None, draft_ranks=(), target_ranks=ranks)
+    yield step.then("draft=none", job=without_draft(job))
 
 
 def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -428,22 +423,19 @@ def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 
 
 def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
-    """The job on every rented size of the other machines of the catalogue; those with the least memory come first."""
+    """The job on each other machine of the catalogue; those with the least memory come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return []
-    found, is_changed = [], not has_its_own_number(hardware)
+    found = []
     for machine in map(machines.load, machines.names()):
-        if machine.device != "cuda" or machine.gpu == hardware.gpu:
+        size, rest = divmod(machine.num_gpus, job.num_replicas)
+        if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(job, size)):
             continue
-        for size in block_sizes(machine.num_gpus // job.num_replicas):
-            num_gpus, other = size * job.num_replicas, same_kind(job, size)
-            if other and (machine.price is None or num_gpus in machine.price.usd_per_hour):
-                settings = [f"hardware={machine.name}"]
-                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
-                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
-                smaller = replace(machine, num_gpus=num_gpus)
-                start = _Way(kind="machine", loss=Loss.more, job=job, hardware=smaller)
-                found.append(start.then(*settings, job=other))
+        settings = [f"hardware={machine.name}"]
+        settings += [] if has_its_own_number(hardware) else [f"hardware.num_gpus={machine.num_gpus}"]
+        settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
+        start = _Way(kind="machine", loss=Loss.more, job=job, hardware=machine)
+        found.append(start.then(*settings, job=other))
     return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
 
 
@@ -503,7 +495,7 @@ def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         target = planned_model(catalogue.load(name), device=job.device)
         other, settings = replace(job, target=replace(target, by_library=job.target.by_library)), [f"model={name}"]
         if job.draft and job.draft.name not in _smaller(name):
-            other = _without_draft(other)
+            other = without_draft(other)
             settings.append("draft=none")
         steps.append(_Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
     return _first_with_room(steps)

@@ -686,8 +686,8 @@ def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096)
 
 
 def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
-    """The longest row (prompt and new tokens) that fits at this batch size and in the models' contexts."""
-    models = [job.target, *([job.draft] if job.draft else [])]
+    """The longest row (prompt and new tokens) that fits at this batch size and in the context."""
+    models = [job.target, *([job.draft] if job.draft and job.overlaps else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
     prompt = largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
     return prompt + job.max_new_tokens if prompt else 0

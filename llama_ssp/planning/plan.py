@@ -22,12 +22,13 @@ from llama_ssp.planning.memory import (
     model_bytes,
     waiting_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded, said
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 GIB = 2**30
+_SECONDS_PER_HOUR, _MILLION = 3600, 10**6
 _FINDINGS = "docs/findings/gpus.md"
 
 
@@ -62,6 +63,15 @@ class Plan:
         """The rank with the least free memory."""
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """The price of new tokens in the faster mode, with the time of their prompts; None without a price."""
+        usd, timed, job = self.hardware.usd_per_hour, self.timing, self.job
+        run_s = timed.speculative_run_s if (timed.speedup or 0.0) > 1 else timed.plain_run_s
+        if usd is None or run_s is None:
+            return None
+        return usd / _SECONDS_PER_HOUR * _MILLION * run_s / (job.batch_size * job.num_replicas)
+
     def __repr__(self) -> str:
         job, machine, full, timed = self.job, self.hardware, self.fullest, self.timing
         drafted = job.draft.name if job.draft else job.free_draft
@@ -94,6 +104,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
+            *notes_on_contexts(job),
             *unmeasured(job, hardware),
             *advice.notes(job, hardware, heads, fullest),
             *advice.better_draft(job, hardware, timed),
@@ -144,14 +155,13 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
-    job, figures = plan.job, asdict(plan.hardware)
-    price = plan.hardware.price
+    job = plan.job
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
-        "usd_per_hour": plan.hardware.usd_per_hour,
-        "hardware": figures | {"price": price and price.document()},
+        "usd_per_million_tokens": plan.usd_per_million_tokens,
+        "hardware": asdict(plan.hardware),
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),

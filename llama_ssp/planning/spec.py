@@ -17,7 +17,7 @@ from llama_ssp.architectures.family import check_ranks, check_servable, inventor
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
+from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of, outgrown
 from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -44,7 +44,6 @@ from llama_ssp.settings.schema import (
     PlanConfig,
     RunConfig,
     TargetKind,
-    TextKind,
     WeightsKind,
     WholeParts,
 )
@@ -217,7 +216,6 @@ class PlanSpec:
     adapts: bool = False
     overlap: bool = False
     temperature: float | None = None
-    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
@@ -370,7 +368,6 @@ def make_job(
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,
-        text=speculation.text,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size,
@@ -544,6 +541,15 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
                 f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates; a run compares "
                 f"{model.shape.model_type} models with transformers before it begins"
             )
+
+
+def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
+    """Say from where on rows go on without the draft."""
+    if job.draft and not (job.has_head or job.matching or job.overlaps):
+        longest = job.prompt_tokens + job.max_new_tokens
+        context = job.draft.shape.max_position_embeddings
+        if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
+            yield note
 
 
 def notes_on_storage(job: PlanSpec) -> Iterator[str]:

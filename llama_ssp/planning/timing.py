@@ -77,8 +77,6 @@ Ends: TypeAlias = tuple[float, float]
 NEAR, FAR = (0.93, 1.23), (0.70, 2.24)
 """Factors of forecasts near what most sources measured, and of all others: prompts, many rows, 8 and 4 bits, short
 steps, in which an engine's host shows, and other GPUs."""
-PAIR = (0.67, 1.54)
-"""Factors of the speculative time of a pair that nobody has measured, of what follows from its acceptance."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 """The most rows, and the least time of a plain step, that are near."""
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
@@ -734,9 +732,8 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
-    ends = [fast[place], slow[place], *(times(speculative_s, PAIR) if acceptance.is_forecast else ())]
     most_s = plain.plain_s if job.adapts else math.inf
-    by_acceptance = min(*ends, most_s), min(max(ends), most_s)
+    by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),

@@ -60,11 +60,6 @@ def check_plan(config: PlanConfig) -> None:
     """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
     of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
-    for name, price in config.prices.items():
-        if name not in hardware.names():
-            problems.append(unknown_name("machine in prices", name, hardware.names()))
-        elif not 0 < price < math.inf:
-            problems.append(f"prices.{name}={price} must be above 0, for example 20")
     if not of_machine:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
@@ -139,10 +134,6 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
-    ("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
-    ("max_first_token_ms", lambda ms: 0 < ms < math.inf, "above 0, for example 500"),
-    ("concurrency", lambda rows: rows >= 1, "at least 1 row"),
-    ("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
     ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     ("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
@@ -163,8 +154,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
-    if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
-        yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
@@ -338,7 +327,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [
         (model.shape.max_position_embeddings, group)
-        for group, _, model in chosen
+        for group, _, model in (chosen if config.speculation.overlap else chosen[:1])
         if model.shape and not model.shape.is_head
     ]
     if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
@@ -370,11 +359,12 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config):
         if model.shape is None:
             continue
+        limits = group == "model" or config.speculation.overlap
         for each in fields(model.shape):
             value, least = getattr(model.shape, each.name), int(each.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
                 yield f"{said(group, model.name)}: shape.{each.name}={value} must be at least {least}"
-        if context > model.shape.max_position_embeddings and not model.shape.is_head:
+        if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {said(group, model.name)} has {model.shape.max_position_embeddings} tokens"

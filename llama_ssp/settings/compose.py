@@ -224,7 +224,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in {"prices", "chat_arguments"})
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"

@@ -331,15 +331,6 @@ class VerificationConfig:
     )
 
 
-class TextKind(Enum):
-    """Kinds of text, as far as the acceptance depends on them."""
-
-    any = "any"
-    prose = "prose"
-    code = "code"
-    copy = "copy"
-
-
 @dataclass(kw_only=True)
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
@@ -348,9 +339,8 @@ class SpeculationConfig:
         4, "K, the number of drafted tokens per round, or auto, which chooses it for each round."
     )
     acceptance: float | None = setting(
-        None, "probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it."
+        None, "probability of acceptance that the forecast assumes; null takes a measured figure, or the default."
     )
-    text: TextKind = setting(TextKind.any, "for that forecast: prose, code, copy (summaries, edits), any.")
     tree: str | None = setting(
         None,
         "a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: "
@@ -368,6 +358,11 @@ class SpeculationConfig:
     def tree_shape(self) -> TreeShape | None:
         """The shape of a tree, if rounds draft trees; raises ValueError as `trees.tree_shape`."""
         return tree_shape(self.tree) if self.tree else None
+
+    @property
+    def most_steps(self) -> int:
+        """The most drafted tokens that follow one another in a round."""
+        return self.tree_shape.depth if self.tree_shape else self.most_draft_tokens
 
     @property
     def most_draft_tokens(self) -> int:
@@ -500,15 +495,6 @@ class PlanFormat(Enum):
     json = "json"
 
 
-class Objective(Enum):
-    """Order of a comparison of machines."""
-
-    latency = "latency"
-    throughput = "throughput"
-    price = "price"
-    hourly = "hourly"
-
-
 @dataclass(kw_only=True)
 class PlanConfig(RunConfig):
     """A run that is not started, on a machine that is only described."""
@@ -524,37 +510,6 @@ class PlanConfig(RunConfig):
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )
-    objective: Objective | None = setting(
-        None,
-        "order of a comparison of machines: latency, throughput, price per million tokens, or hourly price; null "
-        "stands for hourly with a limit of time, and for latency without.",
-    )
-    concurrency: int | None = setting(
-        None,
-        "rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries"
-        " smaller batches too.",
-    )
-    max_ms_per_token: float | None = setting(None, "machines that need more time per token are left out.")
-    max_first_token_ms: float | None = setting(
-        None, "machines that need more time for the prompts of a batch are left out."
-    )
-    max_price: float | None = setting(None, "machines that cost more US dollars per hour are left out.")
-    prices: dict[str, float] = made(
-        dict,
-        "US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.",
-    )
-
-    @property
-    def order(self) -> Objective:
-        """The objective, also where none is given: what is fast enough is asked for its price."""
-        is_limited = self.max_ms_per_token is not None or self.max_first_token_ms is not None
-        return self.objective or (Objective.hourly if is_limited else Objective.latency)
-
-    @property
-    def compares(self) -> bool:
-        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
-        limits = self.max_ms_per_token, self.max_first_token_ms, self.max_price, self.concurrency
-        return bool(self.objective or self.prices) or any(limit is not None for limit in limits)
 
 
 @dataclass(kw_only=True)

@@ -170,9 +170,11 @@ class Rule:
         given = logits_BV[:, None] if self.needs_context else logits_BV
         scores = self.process(given, context)
         scores_BV = scores[:, 0] if self.needs_context else scores
-        if self._verify is None:
-            return scores_BV.argmax(-1, keepdim=True), None
-        return draw(scores_BV, uniforms_BP), scores_BV
+        return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+
+    def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+        """Draw one token per row (B, 1) from the output of `process` at one position."""
+        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else draw(scores_BV, uniforms_BP)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""

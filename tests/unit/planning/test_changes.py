@@ -10,7 +10,7 @@ from llama_ssp.planning import advice as changes
 from llama_ssp.planning.advice import Change, Loss, changes_that_fit
 from llama_ssp.planning.memory import fits, fullest_rank, memory
 from llama_ssp.planning.plan import make_plan, shortage
-from llama_ssp.planning.search import placement_settings
+from llama_ssp.planning.search import placement_settings, without_draft
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.schema import DraftLayout, TargetKind, WholeParts
 from llama_ssp.words import rounded
@@ -74,7 +74,7 @@ def test_a_smaller_batch_is_tried_before_another_model() -> None:
     found = next(change for change in changes_that_fit(job, A10G) if change.settings[0].startswith("batch_size="))
     assert found.settings[1:] in {(), ("draft=none",)}
     rows = int(found.settings[0].removeprefix("batch_size="))
-    without = changes._without_draft(job) if found.settings[1:] else job
+    without = without_draft(job) if found.settings[1:] else job
     assert fits(replace(without, batch_size=rows), A10G)
     assert not fits(replace(without, batch_size=rows + 1), A10G)
 
@@ -104,11 +104,10 @@ def test_a_warning_of_the_plan_that_was_asked_for_rules_out_no_change() -> None:
     assert ("hardware.num_gpus=2",) in [change.settings for change in changes_that_fit(packed, ONE_A10G)]
 
 
-def test_only_machines_that_are_rented_with_so_many_gpus_are_named() -> None:
-    """One A100-40GB would be enough, and is not rented; the first machine with room for 40 GB that is has an L40S."""
+def test_machines_are_named_as_they_are_the_one_with_the_least_memory_first() -> None:
     named = [_settings(change) for change in changes_that_fit(make_job("13B"), replace(ONE_A10G, network=None))]
     machines = [(each["hardware"], each.get("hardware.num_gpus")) for each in named if "hardware" in each]
-    assert machines == [("4xl40s", "1")]
+    assert machines == [("1xa100_80gb", "1")]
 
 
 def test_another_format_of_as_many_bits_is_tried() -> None:

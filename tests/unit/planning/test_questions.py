@@ -1,4 +1,4 @@
-"""The planner answers `questions.yaml` and `rentals.yaml` as an expert does; of each, 28 of 30 must agree."""
+"""The planner answers `questions.yaml` and `rentals.yaml` as an expert does; of each, all but two must agree."""
 
 import json
 from collections.abc import Iterator
@@ -80,7 +80,7 @@ def _other_words(content: dict[str, Any], key: str, wanted: str) -> Iterator[str
 
 
 def _is_agreed(contents: Iterator[dict[str, Any]], questions: list[dict[str, Any]]) -> None:
-    assert len(questions) == len({one["question"] for one in questions}) == 30
+    assert len(questions) == len({one["question"] for one in questions}) >= 25
     assert all(one["arithmetic"] and (one.get("answer") or one["holds"]) for one in questions)
     found = {one["question"]: [*_differences(content, one)] for content, one in zip(contents, questions, strict=True)}
     wrong = {question: points for question, points in found.items() if points}
@@ -92,7 +92,7 @@ def test_the_planner_agrees_with_the_expert() -> None:
 
 
 @pytest.mark.seconds
-def test_the_planner_rents_as_the_expert_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_knows_prompts_batches_and_prices_as_the_expert_does(capsys: pytest.CaptureFixture[str]) -> None:
     def answers() -> Iterator[dict[str, Any]]:
         for one in RENTALS:
             command.main([*one["command"].split(), "format=json"])

@@ -62,7 +62,7 @@ BAD = {
     "draft.model.quantization=nf5": "unknown draft.model.quantization 'nf5': ",
     "model.quantization=nf4 model.int8_threshold=6": "model.int8_threshold has no effect without",
     "draft.model.int8_threshold=6": "draft.model.int8_threshold has no effect without draft.model.quantization=int8",
-    "max_new_tokens=2048": "max_new_tokens=2048 leaves no room for a prompt: the context of the draft is 2048 tokens",
+    "max_new_tokens=2048": "max_new_tokens=2048 leaves no room for a prompt: the context of the model is 2048 tokens",
     "chat=true": "model=tiny has none: use phi_4, qwen3_0.6B, qwen3_14B",
     "placement.target.ranks=[0]": "rank 1 would hold nothing: the target is on rank 0, the draft on rank 0; name",
     "task=generate draft=none placement.target.tp_size=1": "rank 1 would hold nothing: the target is on rank 0; name",
