@@ -20,7 +20,6 @@ from llama_ssp.planning.memory import (
     largest_context,
     memory,
     model_bytes,
-    waiting_bytes,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
@@ -167,11 +166,9 @@ def document(plan: Plan) -> dict[str, Any]:
             "ranks": list(job.target_ranks),
             "devices": list(job.target_devices),
             "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_devices],
-            "offload": job.offload.name,
-            "offloaded_bytes": waiting_bytes(job),
         },
         "draft": _model(job.draft, plan, prefix="draft")
-        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks), "whole": job.draft_whole.name}
+        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
         if job.draft
         else None,
         "job": {

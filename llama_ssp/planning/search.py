@@ -33,10 +33,8 @@ from llama_ssp.settings.schema import (
     ADAPTIVE,
     ADAPTIVE_LENGTHS,
     DraftLayout,
-    DraftPlacement,
     ModelConfig,
     TargetKind,
-    WholeParts,
 )
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.words import rounded
@@ -54,7 +52,7 @@ def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> 
     """The job in every layout of `num_ranks`; its own ranks and draft kind are ignored.
 
     It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between, and its ranks hold each of `WholeParts` whole.
+    has one rank or all; if `thorough` also every number between.
     """
     most = num_ranks // job.num_replicas
     for size in block_sizes(most) if divides else [most]:
@@ -72,15 +70,7 @@ def placement_settings(job: PlanSpec) -> list[str]:
     num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
     if len(job.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")
-    if whole := _unusual_whole(job):
-        settings.append(f"placement.draft.whole={whole.name}")
     return settings
-
-
-def _unusual_whole(job: PlanSpec) -> WholeParts | None:
-    """What the ranks that share a draft hold whole; None by default, and where no ranks share it."""
-    is_shared = job.draft is not None and job.draft_kind is not DraftLayout.replicated and len(job.draft_ranks) > 1
-    return job.draft_whole if is_shared and job.draft_whole is not DraftPlacement().whole else None
 
 
 def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
@@ -164,8 +154,7 @@ def _described(job: PlanSpec) -> str:
     target = f"{copies}the target on {named(job.target_ranks)}"
     if not job.draft:
         return target
-    whole = f", {each.name} whole" if (each := _unusual_whole(job)) else ""
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
     return f"{target} and the draft on {named(job.draft_ranks)}{kind}"
 
 

@@ -24,7 +24,7 @@ COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
 CHANGEABLE = (
     "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
-    "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
+    "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""

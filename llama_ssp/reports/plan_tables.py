@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama_ssp.settings.formats import formats
-from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, DraftPlacement
+from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.words import rounded, visible
 
 GIB, MIB = 2**30, 2**20
@@ -147,10 +147,7 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
-    if len(ranks) == 1:
-        return f"on rank {ranks[0]}"
-    is_usual = draft["kind"] == DraftLayout.replicated.name or draft["whole"] == DraftPlacement().whole.name
-    return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
+    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
 
 
 def _memory_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
@@ -230,7 +227,7 @@ def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
     """What a plain step and a round are made of; lines, since a terminal of 80 columns has no room beside the table."""
     time, tree = plan["time"], plan["job"]["tree"]
     forward = time["target_forward"]
-    names = ("matrices", "attention", "operators", "collectives", "offload")
+    names = ("matrices", "attention", "operators", "collectives")
     parts = [f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS]
     lines = [f"plain step, ms: {', '.join(parts)}"] if parts else []
     if time["round_ms"] is not None:

@@ -129,8 +129,6 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
-    ("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
-    ("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
@@ -403,7 +401,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.splits_batch and not placement.draft.whole.keeps_attention:
+    if config.draft.model and not laid_out.splits_batch:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 
@@ -421,18 +419,6 @@ def _never_drafts(config: RunConfig) -> bool:
 
 def _has_no_draft_model(config: RunConfig) -> bool:
     return config.draft.model is None and not task_of(config).needs_draft
-
-
-def _cuts_no_draft(config: RunConfig) -> bool:
-    """Whether each rank with the draft holds all of it, as far as the settings say."""
-    draft = config.placement.draft
-    has_one_rank = draft.kind is schema.DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
-    return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
-
-
-def _takes_threshold(model: ModelConfig) -> bool:
-    storage = FORMATS.find(model.quantization)
-    return storage is not None and "int8_threshold" in storage.settings
 
 
 def _draws_by_position(config: RunConfig) -> bool:
@@ -459,11 +445,6 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "without draft.tokenizer=own",
     ),
     ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
-    (
-        "placement.draft.whole",
-        lambda c: not c.placement.auto and _cuts_no_draft(c),
-        "with a draft that is whole on its ranks anyway: use it with placement=sharded",
-    ),
     (
         "placement.target.experts",
         lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
@@ -500,10 +481,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
-    ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
-        "path hub_id revision verify adapter",
+        "path hub_id revision adapter",
         lambda c, m: is_synthetic(c) and m.shape is not None,
         "with weights=synthetic, which reads no files",
     ),

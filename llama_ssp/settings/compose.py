@@ -46,8 +46,8 @@ from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.manifest", "model.adapter", "draft.model.path",
-    "draft.model.manifest", "draft.model.adapter",
+    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
+    "draft.model.adapter",
 }  # fmt: skip
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}

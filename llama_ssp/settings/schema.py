@@ -61,7 +61,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
+    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -76,6 +76,9 @@ class WholeParts(Enum):
     def keeps_attention(self) -> bool:
         """Whether attention is whole."""
         return self is WholeParts.attention
+
+
+DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 class DeviceKind(Enum):
@@ -162,7 +165,7 @@ class ModelConfig:
     quantization: str = setting(
         NO_QUANTIZATION,
         "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
-        " int4_weight_only, fp8_weight_only, mxfp4 and nvfp4. Each rank quantizes its own slice while it reads it. "
+        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
         "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
         "bitsandbytes).",
     )
@@ -170,17 +173,6 @@ class ModelConfig:
         OWN_DTYPE,
         "format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale"
         " for each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.",
-    )
-    int8_threshold: float = setting(
-        0.0,
-        "with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, "
-        "rows of a batch depend on each other.",
-    )
-    verify: bool = setting(
-        False, "true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json."
-    )
-    manifest: str | None = setting(
-        None, "another file with those hashes; both work for model.path and for files of the hub."
     )
     default_draft: str | None = setting(None, "entry that draft=default stands for.")
     target: str | None = setting(None, "of a draft head: entry with the sizes of the model that it was trained for.")
@@ -222,14 +214,6 @@ class ExpertParts(Enum):
     spread = "spread"
 
 
-class Offload(Enum):
-    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
-
-    none = "none"
-    cpu = "cpu"
-    disk = "disk"
-
-
 @dataclass(kw_only=True)
 class TargetPlacement:
     """Ranks of the target."""
@@ -247,12 +231,6 @@ class TargetPlacement:
         "with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the "
         "others.",
     )
-    offload: Offload = setting(
-        Offload.none,
-        "with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run "
-        "folder; each forward reads them again.",
-    )
-    max_memory_gb: float | None = setting(None, "with offload, GB (1e9 bytes) of weights that each device may hold.")
 
 
 @dataclass(kw_only=True)
@@ -271,11 +249,6 @@ class DraftPlacement:
         "last (own_gpu).",
     )
     tp_size: int | None = setting(None, "or how many, for sharded and own_gpu; null takes as many as the target, or 1.")
-    whole: WholeParts = setting(
-        WholeParts.embedding,
-        "held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which is "
-        "that and all attention with its cache.",
-    )
 
 
 @dataclass(kw_only=True)

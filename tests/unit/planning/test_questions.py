@@ -11,7 +11,7 @@ import yaml
 from llama_ssp import plan
 from llama_ssp.planning.plan import document
 from llama_ssp.run.commands import plan as command
-from llama_ssp.settings.schema import Offload, PlacementConfig, TargetKind, TargetPlacement
+from llama_ssp.settings.schema import PlacementConfig, TargetKind, TargetPlacement
 
 QUESTIONS, RENTALS = (
     yaml.safe_load(Path(__file__).with_name(name).read_text()) for name in ("questions.yaml", "rentals.yaml")
@@ -23,8 +23,7 @@ def _plan(arguments: dict[str, Any]) -> dict[str, Any]:
     placement = arguments.get("placement")
     if isinstance(placement, dict):
         target = dict(placement["target"])
-        kind, offload = TargetKind[target.pop("kind")], Offload[target.pop("offload")]
-        placement = PlacementConfig(target=TargetPlacement(kind=kind, offload=offload, **target))
+        placement = PlacementConfig(target=TargetPlacement(kind=TargetKind[target.pop("kind")], **target))
     return document(plan(**arguments | {"placement": placement}))
 
 
