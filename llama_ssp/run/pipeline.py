@@ -22,7 +22,7 @@ from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
-from llama_ssp.run.decoders import load_models
+from llama_ssp.run.decoders import context_of, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.jobs import JobMaker, PromptTask
@@ -35,6 +35,7 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.drafters import outgrown
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -42,7 +43,6 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     RunConfig,
     TargetPlacement,
-    WholeParts,
 )
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
@@ -121,7 +121,7 @@ def _load(
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     target = sources[0]
     maker = JobMaker(
-        tokenizer=target.tokenizer, context=min(source.origin.context for source in sources if source),
+        tokenizer=target.tokenizer, context=context_of(sources, config),
         vocab_size=target.origin.shape.vocab_size,
     )  # fmt: skip
     jobs = _read_jobs(config, world, terminal, folder, maker)
@@ -134,6 +134,12 @@ def _load(
     with terminal.loading() as progress, memory.closely():
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
+    if models.draft_context and config.draft.model:
+        requests = [job.request for job in jobs or ()]
+        longest = max([len(each.prompt_ids) + each.max_new_tokens for each in requests], default=models.context)
+        said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
+        if said:
+            terminal.say(said)
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})
     session = Session(
@@ -149,12 +155,12 @@ def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     def choose() -> list[object]:
         job, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
         terminal.say(sentence)
-        return [job.target_ranks, job.draft_ranks, job.draft_kind.name, job.draft_whole.name]
+        return [job.target_ranks, job.draft_ranks, job.draft_kind.name]
 
-    target_ranks, draft_ranks, kind, whole = from_rank_0(world.comm, choose)
+    target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
     config.placement = PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
-        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None, whole=WholeParts[whole]),
+        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
     )
 

@@ -84,6 +84,19 @@ class ModelDraftConfig(DrafterConfig):
     )
 
 
+def most_drafted_for(context: int, num_steps: int) -> int:
+    """The longest text that a draft of this context drafts so many tokens for, in sequence."""
+    return max(context - num_steps + 1, 2)
+
+
+def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
+    """From where on the longest rows of a job go on without a draft of this context; None if it serves them all."""
+    most = most_drafted_for(context, num_steps)
+    if longest <= most:
+        return None
+    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
+
+
 def drafts_greedily(draft: DrafterConfig) -> bool:
     """Whether a draft model takes its most probable tokens at every temperature."""
     return isinstance(draft, ModelDraftConfig) and draft.greedy

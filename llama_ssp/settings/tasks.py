@@ -235,7 +235,8 @@ def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Itera
         yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
     if config.placement.num_replicas > 1:
         yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
-    contexts = [m.shape.max_position_embeddings for m in (config.model, config.draft.model) if m and m.shape]
+    limiting = (config.model, config.draft.model if config.speculation.overlap else None)
+    contexts = [model.shape.max_position_embeddings for model in limiting if model and model.shape]
     if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
         yield (
             f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "

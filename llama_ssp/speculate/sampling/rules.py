@@ -27,6 +27,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
+from llama_ssp.words import said
 
 _HINT_OF_TARGET = 2.0**-50
 
@@ -169,9 +170,11 @@ class Rule:
         given = logits_BV[:, None] if self.needs_context else logits_BV
         scores = self.process(given, context)
         scores_BV = scores[:, 0] if self.needs_context else scores
-        if self._verify is None:
-            return scores_BV.argmax(-1, keepdim=True), None
-        return draw(scores_BV, uniforms_BP), scores_BV
+        return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+
+    def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+        """Draw one token per row (B, 1) from the output of `process` at one position."""
+        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else draw(scores_BV, uniforms_BP)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
@@ -203,8 +206,9 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, bre
         return Rule(processor(sampling, breaks_ties=breaks_ties), record.load_verify(), penalize=penalize)
     *others, last = at_every_temperature()
     raise ConfigError(
-        f"verification={record.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
-        f"distribution: {record.name} verification needs temperature 0 (sampling=greedy); "
+        f"{said('verification', record.name)} with {said('sampling.temperature', f'{sampling.temperature:g}')} would "
+        f"not keep the target's distribution: {record.name} verification needs temperature 0 "
+        f"({said('sampling', 'greedy')}); "
         f"{', '.join(others)} and {last} keep it at every temperature"
     )
 

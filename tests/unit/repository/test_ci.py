@@ -1,5 +1,6 @@
-"""Each lane runs its tests, on as many workers as it should, and a grid loses no case."""
+"""Lanes of the tests, and who runs them; the last word of `.ci/run` is that of the tests."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,19 @@ from tests.helpers.lanes import grid
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
+
+
+@pytest.mark.heavy
+def test_the_time_of_all_steps_stands_before_the_summary_of_the_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    outside = {name: value for name, value in os.environ.items() if name != "CI_STARTED_S"}  # of .ci/run itself
+    said = [
+        subprocess.run(command, cwd=ROOT, env=outside | words, capture_output=True, text=True, check=True).stdout
+        for words in ({}, {"CI_STARTED_S": "1e9"})
+    ]
+    assert ["all steps of .ci/run took" in text for text in said] == [False, True]
+    assert "1 passed" in said[1].splitlines()[-1]
 
 
 JOB = "tests/distributed/test_lanes.py"
