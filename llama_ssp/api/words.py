@@ -12,7 +12,7 @@ from llama_ssp.errors import SspError
 _GROUPS = {
     "sampling": "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty",
     "speculation": "num_draft_tokens tree acceptance text", "verification": "rule", "hardware": "num_gpus num_nodes",
-    "draft": "tokenizer matching",
+    "draft": "tokenizer",
     **dict.fromkeys(("model", "draft.model"), "dtype quantization cache_dtype revision shape"),
 }  # fmt: skip
 """Settings by their group: as arguments they have none."""

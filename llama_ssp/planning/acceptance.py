@@ -21,7 +21,7 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import draft_name, matching_of
+from llama_ssp.settings.drafters import draft_name, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
 from llama_ssp.settings.tasks import LOCAL
@@ -126,7 +126,7 @@ def pair_of_job(job: PlanSpec) -> DraftedPair:
     draft, shape = (job.draft.name, job.draft.shape) if job.draft else (str(job.free_draft), None)
     return _pair(
         job.target.name, job.target.shape, draft, shape, has_model=job.draft is not None,
-        temperature=job.temperature, text=job.text, rule=job.rule, own_tokenizer=job.matching is not None,
+        temperature=job.temperature, text=job.text, rule=job.rule, own_tokenizer=job.own_tokenizer,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def pair_of_run(config: RunConfig) -> DraftedPair:
     return _pair(
         config.model.name, config.model.shape, str(draft_name(config.draft)), model.shape if model else None,
         has_model=model is not None, temperature=config.sampling.temperature, text=config.speculation.text,
-        rule=config.verification.rule, own_tokenizer=matching_of(config.draft) is not None,
+        rule=config.verification.rule, own_tokenizer=has_own_tokenizer(config.draft),
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
     if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return
-    own = " draft.tokenizer=own" if job.matching is not None else ""
+    own = " draft.tokenizer=own" if job.own_tokenizer else ""
     command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"
 

@@ -142,7 +142,7 @@ def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if job.draft is None or job.matching is not None or job.tree or not timed.by_num_draft_tokens:
+    if job.draft is None or job.own_tokenizer or job.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(job.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=job.device) for name in _smaller(job.target.name)):
@@ -358,7 +358,7 @@ def _placed(step: _Way) -> Iterator[_Way]:
 def _without_draft(job: PlanSpec) -> PlanSpec:
     """The job without a draft, whose own ranks the target has then."""
     ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
-    return replace(job, draft=None, matching=None, draft_ranks=(), target_ranks=ranks)
+    return replace(job, draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks)
 
 
 def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:

@@ -336,13 +336,15 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
     for model in _series(job.target, known):
         drafts = [draft for entry in _drafts_of(model, known) for draft in _in_formats(entry, device=hardware.device)]
         is_asked = model.name == _unquantized(job.target.name)
-        if job.draft and job.matching is None and is_beyond and is_asked:
+        if job.draft and not job.own_tokenizer and is_beyond and is_asked:
             drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
         for quantization in formats():
             target = planned_model(replace(model, quantization=quantization), device=hardware.device)
             if not target.can_be(quantization):
                 continue
-            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False, tree=None)
+            plain = replace(
+                job, target=target, draft=None, own_tokenizer=False, draft_ranks=(), overlap=False, tree=None
+            )
             for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
                 yield base
                 for draft in drafts if fits(base, hardware) else ():
@@ -599,13 +601,13 @@ def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
     """
     alone = replace(machine, num_gpus=1, num_nodes=1)
     asked = job_of_plan(replace(config, placement=PlacementConfig()), alone)
-    plain = replace(asked, draft=None, free_draft=None, matching=None, draft_ranks=())
+    plain = replace(asked, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=())
     if not config.search:
         return [asked, plain] if asked.drafts else [plain]
     drafting = [asked] if asked.free_draft else []
     if config.speculation.text is TextKind.copy and asked.free_draft is None:
         drafting.append(replace(plain, free_draft=NGRAM_DRAFT))
-    if asked.matching is None:
+    if not asked.own_tokenizer:
         drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
     elif asked.draft:
         drafting.append(asked)

@@ -196,7 +196,7 @@ def test_a_folder_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ("sampling.top_k=0 must be at least 1, or null", "top_k=0 must be at least 1, or None"),
         ("draft.model.path=DIR is required", "the folder of a checkpoint is required"),
         ("unknown model.quantization 'a' of model.safetensors", "unknown quantization 'a' of model.safetensors"),
-        ("verification=greedy keeps, give draft.matching=text", "rule=greedy keeps, give matching=text"),
+        ("verification=greedy keeps, give draft.tokenizer=own", "rule=greedy keeps, give tokenizer=own"),
         ("chat=true needs model=7B, another model.revision", "chat=True needs target=7B, another revision"),
         ("3 problems in the configuration: stop_strings", "3 problems in the arguments: stop"),
     ],
