@@ -56,7 +56,6 @@ def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
 
 _whole, _number, _text, _flag = _of(Integral, int), _of(Real, float), _of(str, str), _of(bool, bool)
 _whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
-_prices = _of(Mapping, lambda prices: {_text(name): _number(price) for name, price in prices.items()})
 _texts = _of(Sequence, lambda texts: [texts] if isinstance(texts, str) else [_text(text) for text in texts])
 _ENOUGH = "a number, for example"
 _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
@@ -84,12 +83,6 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
     "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
     "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
-    "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
-    "max_first_token_ms": (_number_or_none, f"{_ENOUGH} 500, or None"),
-    "concurrency": (_whole_or_none, "a whole number of rows, or None"),
-    "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
-    "prices": (_prices, "US dollars per hour by machine, for example {'8xh100': 20}"),
-    "search": (_flag, "True or False"),
     "num_gpus": (_whole_or_none, "a whole number, or None"),
     "num_nodes": (_whole_or_none, "a whole number, or None"),
 }  # fmt: skip

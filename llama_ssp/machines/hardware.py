@@ -7,7 +7,7 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
@@ -43,23 +43,6 @@ class MeasuredSum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
-    """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
-
-    usd_per_hour: dict[int, float]  # by number of GPUs, for example {1: 4.29, 8: 31.92}; other numbers do not exist.
-    vendor: str | None = None  # who rents it out.
-    date: str | None = None  # when the price was read, for example 2025-06.
-
-    def of(self, num_gpus: int) -> float | None:
-        """The price of the smallest machine with `num_gpus`; None if all are smaller."""
-        return next((usd for size, usd in sorted(self.usd_per_hour.items()) if size >= num_gpus), None)
-
-    def document(self) -> dict[str, Any]:
-        """The price for JSON, whose keys are text."""
-        return asdict(self) | {"usd_per_hour": {str(size): usd for size, usd in sorted(self.usd_per_hour.items())}}
-
-
-@dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes."""
 
@@ -90,7 +73,9 @@ class HardwareConfig:
     launch_s: float = required("fixed time of an operator launched from Python.")
     link: Link = required("links inside a node.")
     network: Link | None = setting(None, "links between nodes.")
-    price: Price | None = setting(None, "on-demand list price; None where none is known.")
+    usd_per_hour: float | None = setting(
+        None, "what you pay for all nodes; a plan then has the price of a million tokens."
+    )
     sources: dict[str, str] = made(dict, "where each figure is from.")
     sums: list[MeasuredSum] = made(list, "what task=calibrate measured, in place of `link`.")
 
@@ -114,12 +99,6 @@ class HardwareConfig:
         if self.device == "cuda":
             return self.memory_bytes
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """The price of all nodes; None where none is known."""
-        usd = self.price.of(self.num_gpus) if self.price else None
-        return None if usd is None else self.num_nodes * usd
 
     @property
     def unit(self) -> str:
@@ -221,8 +200,6 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
             return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
-    if kind == dict[int, float] and not found:
-        return {int(size): usd for size, usd in value.items()}
     return int(value) if kind is int and not found else value
 
 
@@ -231,13 +208,6 @@ def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  
         yield f"{path} must be a list, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
-    elif kind == dict[int, float]:
-        sizes: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {"": value}
-        if not all(str(size).isdecimal() and int(size) for size in sizes):
-            yield f"{path}={value} must give a price for each number of GPUs, for example {{1: 4.29, 8: 31.92}}"
-            return
-        for size, usd in sizes.items():
-            yield from _problems_of_number(usd, f"{path}.{size}")
     elif kind == dict[str, str]:
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"

@@ -474,7 +474,7 @@ def check_model(
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where those fit, as on a CPU without `int8_threshold`.
+    `compiles` says that layers take compiled products where those fit, as on a CPU.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.

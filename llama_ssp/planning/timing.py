@@ -57,7 +57,7 @@ from llama_ssp.planning.acceptance import (
     tokens_per_round,
     tree_tokens,
 )
-from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, step_bytes, waiting_bytes
+from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
 from llama_ssp.settings.layout import (
@@ -68,7 +68,7 @@ from llama_ssp.settings.layout import (
     Kernels,
 )
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
@@ -76,8 +76,6 @@ Ends: TypeAlias = tuple[float, float]
 NEAR, FAR = (0.93, 1.23), (0.70, 2.24)
 """Factors of forecasts near what most sources measured, and of all others: prompts, many rows, 8 and 4 bits, short
 steps, in which an engine's host shows, and other GPUs."""
-PAIR = (0.67, 1.54)
-"""Factors of the speculative time of a pair that nobody has measured, of what follows from its acceptance."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 """The most rows, and the least time of a plain step, that are near."""
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
@@ -119,7 +117,7 @@ UNPACKING_S = 0.8e-9
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), by which forwards are priced once for all jobs of a search.
 
-    Each forward reads offloaded layers for `waiting_s`. Each rank holds the parts `whole` whole. The target of the
+    Each rank holds the parts `whole` whole. The target of the
     job is on `target_ranks`.
     """
 
@@ -128,7 +126,6 @@ class ModelPlacement:
     ranks: tuple[int, ...]
     cuda_graphs: bool
     target_ranks: tuple[int, ...] = ()
-    waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
 
@@ -155,12 +152,11 @@ class ForwardTime:
     attention_s: float
     operators_s: float
     collectives_s: float
-    offload_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Sum of the parts, which do not overlap."""
-        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s + self.offload_s
+        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
 
 
 def bandwidth(hardware: HardwareConfig) -> float:
@@ -192,7 +188,6 @@ def forward_time(
         ),
         operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware),
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
-        offload_s=placement.waiting_s,
     )
 
 
@@ -460,11 +455,9 @@ class CostModel:
             _placement, cuda_graphs=job.cuda_graphs, target_ranks=job.target_devices,
             kernels=job.kernels,
         )  # fmt: skip
-        # Offloaded layers are read without overlap with compute.
-        waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
-        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
+        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
         self.draft = place(model=job.draft) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
@@ -733,9 +726,8 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
-    ends = [fast[place], slow[place], *(times(speculative_s, PAIR) if acceptance.is_forecast else ())]
     most_s = plain.plain_s if job.adapts else math.inf
-    by_acceptance = min(*ends, most_s), min(max(ends), most_s)
+    by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),

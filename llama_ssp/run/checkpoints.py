@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,9 +15,8 @@ from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
-from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import NO_MTP, has_own_tokenizer
-from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
+from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.model_files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -25,19 +24,24 @@ from llama_ssp.settings.model_files import (
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.settings.schema import Dtype, ExpertParts, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.settings.schema import (
+    DRAFT_WHOLE,
+    Dtype,
+    ExpertParts,
+    ModelConfig,
+    RunConfig,
+    TargetKind,
+    WeightsKind,
+    WholeParts,
+)
 from llama_ssp.settings.stored import kept_format
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers
-from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource, storage_of
-
-if TYPE_CHECKING:  # the library's models take seconds to import
-    from llama_ssp.models.huggingface.device_map import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +78,9 @@ def find_sources(
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
-    and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
-    model cannot be quantized, and PlacementError if one cannot be split over these ranks, or not in its precision.
+    The first rank of each node downloads missing files. `loaded` is for target and draft. Raises CheckpointError for a
+    missing or faulty checkpoint, ConfigError if the tokenizers differ or a model cannot be quantized, and
+    PlacementError if one cannot be split over these ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind, device = config.placement.target.kind, world.device.type
@@ -86,10 +90,8 @@ def find_sources(
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
-                folder = hub.resolve(entry)
+                hub.resolve(entry)
                 hub.resolve_adapter(entry)
-                if entry.verify:
-                    verify(folder, read_path(entry.manifest) if entry.manifest else None)
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.synthetic:
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
@@ -114,13 +116,11 @@ def find_sources(
         target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
         draft = None
         if len(entries) > 1:
-            whole = config.placement.draft.whole
-            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, whole, device=device)
+            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, DRAFT_WHOLE, device=device)
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
-            place, quantization = device_map_place(config, world), target.entry.quantization
-            check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
+            check_device_map(world.free_devices, target.entry.quantization)
         if draft and not isinstance(draft.origin, HeadSource):
             _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
@@ -141,20 +141,6 @@ def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]
 def _member(dtype: torch.dtype) -> Dtype:
     """The config's name of a number format; fp32 for a format it lacks, as planning assumes."""
     return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
-
-
-def device_map_place(config: RunConfig, world: World) -> "Place":
-    """Where this rank's layer-wise target goes; layers on disk go into this rank's folder in the run folder."""
-    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - slow import
-
-    target, folder = config.placement.target, offload_folder(config, world)
-    max_bytes = max_device_bytes(target)
-    return Place(devices=world.free_devices, offload=target.offload, max_bytes=max_bytes, folder=folder)
-
-
-def offload_folder(config: RunConfig, world: World) -> Path:
-    """Folder of this rank's layers on disk during the run."""
-    return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
 
 
 def _inspect(entry: ModelConfig) -> WeightSource:
@@ -192,7 +178,7 @@ def _check(
 ) -> Source:
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
-    compiles = device == "cpu" and not entry.int8_threshold
+    compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     if _has_mtp(origin):
         _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
@@ -205,8 +191,7 @@ def _check(
         eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
-            quantization=entry.quantization, int8_threshold=entry.int8_threshold,
-            is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
+            quantization=entry.quantization, is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
         ),
     )  # fmt: skip
 

@@ -14,11 +14,11 @@ from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
-from llama_ssp.run.checkpoints import Source, device_map_place
+from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.jobs import JobMaker
 from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica, may_capture
-from llama_ssp.settings.schema import RunConfig, TargetKind
+from llama_ssp.settings.schema import DRAFT_WHOLE, RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
@@ -130,7 +130,7 @@ def load_models(
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
-                load = partial(load_device_map, place=device_map_place(config, world))
+                load = partial(load_device_map, devices=world.free_devices)
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
@@ -138,7 +138,7 @@ def load_models(
             target = loaded("target", target_source, load)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=config.placement.draft.whole)
+            load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
             if layout.draft_ranks == layout.target_ranks:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)

@@ -6,7 +6,6 @@
 import logging
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +20,6 @@ from llama_ssp.ranks.process import read_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, processor, versions
-from llama_ssp.run.checkpoints import offload_folder
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings.schema import RunConfig, to_yaml
 from llama_ssp.settings.tasks import task_of
@@ -66,7 +64,6 @@ def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termin
             with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
                 if task_of(config).needs_models:
                     folder = _open_folder(config, world, stack)
-                    stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
                     run_dir = Path(str(config.run_dir))
                     _log_ranks(world, folder)
                 yield world, terminal, folder, phase

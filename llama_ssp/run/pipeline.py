@@ -43,7 +43,6 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     RunConfig,
     TargetPlacement,
-    WholeParts,
 )
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
@@ -156,12 +155,12 @@ def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     def choose() -> list[object]:
         job, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
         terminal.say(sentence)
-        return [job.target_ranks, job.draft_ranks, job.draft_kind.name, job.draft_whole.name]
+        return [job.target_ranks, job.draft_ranks, job.draft_kind.name]
 
-    target_ranks, draft_ranks, kind, whole = from_rank_0(world.comm, choose)
+    target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
     config.placement = PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
-        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None, whole=WholeParts[whole]),
+        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
     )
 

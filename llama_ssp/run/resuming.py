@@ -13,24 +13,21 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.jobs import JobMaker, ids_of
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
-from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint, fingerprint_of_adapter
+from llama_ssp.weights.hashes import fingerprint, fingerprint_of_adapter
 
 _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """The files of a model: their `hashes.fingerprint`, and the hashes of a manifest that they were compared with."""
+    """The files of a model: their `hashes.fingerprint`."""
 
     files: dict[str, str]
-    manifest: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +66,10 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
 
 
 def _files_of(source: Source, config: RunConfig) -> _Files:
-    """The files of a model; a manifest says something of them only where it has been verified."""
-    folder = source.origin.folder
-    manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
-    is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
-    files = fingerprint(folder)
+    files = fingerprint(source.origin.folder)
     if config.weights is WeightsKind.checkpoint and (adapter := hub.resolve_adapter(source.entry)):
         files |= fingerprint_of_adapter(adapter)
-    return _Files(files=files, manifest=read_json(manifest) if is_verified else {})
+    return _Files(files=files)
 
 
 def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[str]:
@@ -87,10 +80,10 @@ def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[s
     ):
         if old is None or new is None:  # the settings, which are the same, say whether there is a draft
             continue
-        both = [(old.files, new.files)] + ([(old.manifest, new.manifest)] if old.manifest and new.manifest else [])
-        others = {name for a, b in both for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
-        for name in sorted(others):
-            is_new, is_gone = name not in old.files | old.manifest, name not in new.files | new.manifest
+        for name in sorted(old.files.keys() | new.files.keys()):
+            if old.files.get(name) == new.files.get(name):
+                continue
+            is_new, is_gone = name not in old.files, name not in new.files
             yield f"{name} of {words} {'is new' if is_new else 'is missing' if is_gone else 'differs'}"
 
 

@@ -59,11 +59,6 @@ def check_plan(config: PlanConfig) -> None:
     """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
     of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
-    for name, price in config.prices.items():
-        if name not in hardware.names():
-            problems.append(unknown_name("machine in prices", name, hardware.names()))
-        elif not 0 < price < math.inf:
-            problems.append(f"prices.{name}={price} must be above 0, for example 20")
     if not of_machine:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
@@ -133,15 +128,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
-    ("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
-    ("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
-    ("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
-    ("max_first_token_ms", lambda ms: 0 < ms < math.inf, "above 0, for example 500"),
-    ("concurrency", lambda rows: rows >= 1, "at least 1 row"),
-    ("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
     ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     ("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
@@ -162,8 +151,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{key}={value} must be {required}"
-    if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
-        yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
@@ -404,7 +391,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.splits_batch and not placement.draft.whole.keeps_attention:
+    if config.draft.model and not laid_out.splits_batch:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 
@@ -422,18 +409,6 @@ def _never_drafts(config: RunConfig) -> bool:
 
 def _has_no_draft_model(config: RunConfig) -> bool:
     return config.draft.model is None and not task_of(config).needs_draft
-
-
-def _cuts_no_draft(config: RunConfig) -> bool:
-    """Whether each rank with the draft holds all of it, as far as the settings say."""
-    draft = config.placement.draft
-    has_one_rank = draft.kind is schema.DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
-    return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
-
-
-def _takes_threshold(model: ModelConfig) -> bool:
-    storage = FORMATS.find(model.quantization)
-    return storage is not None and "int8_threshold" in storage.settings
 
 
 def _draws_by_position(config: RunConfig) -> bool:
@@ -455,11 +430,6 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     ("draft.tokenizer", _has_no_draft_model, _NO_DRAFT_MODEL),
     ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
-    (
-        "placement.draft.whole",
-        lambda c: not c.placement.auto and _cuts_no_draft(c),
-        "with a draft that is whole on its ranks anyway: use it with placement=sharded",
-    ),
     (
         "placement.target.experts",
         lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
@@ -496,10 +466,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
-    ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
-        "path hub_id revision verify adapter",
+        "path hub_id revision adapter",
         lambda c, m: is_synthetic(c) and m.shape is not None,
         "with weights=synthetic, which reads no files",
     ),

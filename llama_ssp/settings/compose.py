@@ -45,8 +45,8 @@ from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.manifest", "model.adapter", "draft.model.path",
-    "draft.model.manifest", "draft.model.adapter",
+    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
+    "draft.model.adapter",
 }  # fmt: skip
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -223,7 +223,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key in {"prices", "chat_arguments"})
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"

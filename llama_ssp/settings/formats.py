@@ -1,8 +1,8 @@
 """Storage formats of linear layers, and formats of the cache: their records, which planner, checks and runs read."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -27,8 +27,6 @@ class StorageFormat:
     # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
-    # the kernel's keyword arguments, by the field of the model entry that sets them.
-    settings: Mapping[str, str] = field(default_factory=dict)
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
@@ -43,6 +41,7 @@ class StorageFormat:
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
     # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
     fp32_on_cpus: bool = False
+    is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
     # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
     package: Package | None = None  # the package that the kernel needs, and the command that installs it.
@@ -143,7 +142,6 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
         name="int8",
         order=1,
         kernel="llama_ssp.models.quantization.precision:int8_linear",
-        settings={"int8_threshold": "threshold"},
         weight_bytes=1,
         row_bytes=WORD_BYTES,
         fp32_on_cpus=True,
@@ -196,7 +194,7 @@ _INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
 )  # fmt: skip
 _INT8_GROUPS = replace(  # the same per group: for checkpoints that are stored so; every product unpacks it
     _INT4, name="int8_groups", order=9, short_name=None, kernel=f"{_KERNELS}:int8_groups_linear", weight_bytes=1,
-    change_weight=None, gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
+    change_weight=None, is_stored_alone=True, gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
     fp32_on_cpus=False, loading_copies=2,
 )  # fmt: skip
 _FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
@@ -205,7 +203,7 @@ _FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: f
 )  # fmt: skip
 _MXFP4 = replace(  # E2M1, a float of 4 bits, a power of two per 32 weights in a byte, and a scale per output
     _FP8, name="mxfp4", order=7, short_name=None, kernel=f"{_KERNELS}:mxfp4_linear", weight_bytes=0.5,
-    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,),
+    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,), is_stored_alone=True,
 )  # fmt: skip
 _NVFP4 = replace(  # E4M3 per 16 weights in its place
     _MXFP4, name="nvfp4", order=8, kernel=f"{_KERNELS}:nvfp4_linear", word_bytes=2,

@@ -61,7 +61,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
+    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -76,6 +76,9 @@ class WholeParts(Enum):
     def keeps_attention(self) -> bool:
         """Whether attention is whole."""
         return self is WholeParts.attention
+
+
+DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 class DeviceKind(Enum):
@@ -162,7 +165,7 @@ class ModelConfig:
     quantization: str = setting(
         NO_QUANTIZATION,
         "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
-        " int4_weight_only, fp8_weight_only, mxfp4 and nvfp4. Each rank quantizes its own slice while it reads it. "
+        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
         "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
         "bitsandbytes).",
     )
@@ -170,17 +173,6 @@ class ModelConfig:
         OWN_DTYPE,
         "format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale"
         " for each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.",
-    )
-    int8_threshold: float = setting(
-        0.0,
-        "with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, "
-        "rows of a batch depend on each other.",
-    )
-    verify: bool = setting(
-        False, "true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json."
-    )
-    manifest: str | None = setting(
-        None, "another file with those hashes; both work for model.path and for files of the hub."
     )
     default_draft: str | None = setting(None, "entry that draft=default stands for.")
     target: str | None = setting(None, "of a draft head: entry with the sizes of the model that it was trained for.")
@@ -222,14 +214,6 @@ class ExpertParts(Enum):
     spread = "spread"
 
 
-class Offload(Enum):
-    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
-
-    none = "none"
-    cpu = "cpu"
-    disk = "disk"
-
-
 @dataclass(kw_only=True)
 class TargetPlacement:
     """Ranks of the target."""
@@ -247,12 +231,6 @@ class TargetPlacement:
         "with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the "
         "others.",
     )
-    offload: Offload = setting(
-        Offload.none,
-        "with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run "
-        "folder; each forward reads them again.",
-    )
-    max_memory_gb: float | None = setting(None, "with offload, GB (1e9 bytes) of weights that each device may hold.")
 
 
 @dataclass(kw_only=True)
@@ -271,11 +249,6 @@ class DraftPlacement:
         "last (own_gpu).",
     )
     tp_size: int | None = setting(None, "or how many, for sharded and own_gpu; null takes as many as the target, or 1.")
-    whole: WholeParts = setting(
-        WholeParts.embedding,
-        "held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which is "
-        "that and all attention with its cache.",
-    )
 
 
 @dataclass(kw_only=True)
@@ -331,15 +304,6 @@ class VerificationConfig:
     )
 
 
-class TextKind(Enum):
-    """Kinds of text, as far as the acceptance depends on them."""
-
-    any = "any"
-    prose = "prose"
-    code = "code"
-    copy = "copy"
-
-
 @dataclass(kw_only=True)
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
@@ -348,9 +312,8 @@ class SpeculationConfig:
         4, "K, the number of drafted tokens per round, or auto, which chooses it for each round."
     )
     acceptance: float | None = setting(
-        None, "probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it."
+        None, "probability of acceptance that the forecast assumes; null takes a measured figure, or the default."
     )
-    text: TextKind = setting(TextKind.any, "for that forecast: prose, code, copy (summaries, edits), any.")
     tree: str | None = setting(
         None,
         "a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: "
@@ -505,15 +468,6 @@ class PlanFormat(Enum):
     json = "json"
 
 
-class Objective(Enum):
-    """Order of a comparison of machines."""
-
-    latency = "latency"
-    throughput = "throughput"
-    price = "price"
-    hourly = "hourly"
-
-
 @dataclass(kw_only=True)
 class PlanConfig(RunConfig):
     """A run that is not started, on a machine that is only described."""
@@ -529,37 +483,6 @@ class PlanConfig(RunConfig):
     search: bool = setting(
         False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
     )
-    objective: Objective | None = setting(
-        None,
-        "order of a comparison of machines: latency, throughput, price per million tokens, or hourly price; null "
-        "stands for hourly with a limit of time, and for latency without.",
-    )
-    concurrency: int | None = setting(
-        None,
-        "rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries"
-        " smaller batches too.",
-    )
-    max_ms_per_token: float | None = setting(None, "machines that need more time per token are left out.")
-    max_first_token_ms: float | None = setting(
-        None, "machines that need more time for the prompts of a batch are left out."
-    )
-    max_price: float | None = setting(None, "machines that cost more US dollars per hour are left out.")
-    prices: dict[str, float] = made(
-        dict,
-        "US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.",
-    )
-
-    @property
-    def order(self) -> Objective:
-        """The objective, also where none is given: what is fast enough is asked for its price."""
-        is_limited = self.max_ms_per_token is not None or self.max_first_token_ms is not None
-        return self.objective or (Objective.hourly if is_limited else Objective.latency)
-
-    @property
-    def compares(self) -> bool:
-        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
-        limits = self.max_ms_per_token, self.max_first_token_ms, self.max_price, self.concurrency
-        return bool(self.objective or self.prices) or any(limit is not None for limit in limits)
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,15 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import (
+    FP4_GROUP,
+    FP4_SCALED,
+    FP8_GROUP,
+    INT4_GROUPS,
+    NF4_GROUP,
+    NO_QUANTIZATION,
+    format_of,
+)
 from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.patterns import Pattern
 
@@ -356,8 +364,13 @@ class StoredFormat:
 def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
     """The storage format of a run: that of the files, if they have one, else the one that was asked for.
 
-    ConfigError if both are given and differ.
+    ConfigError if both are given and differ, or weights are not quantized to what was given.
     """
+    if not storage and format_of(quantization).is_stored_alone:
+        raise ConfigError(
+            f"{where} holds no {quantization} weights, and model.quantization={quantization} is for checkpoints that "
+            "do: use int4_weight_only, or another checkpoint"
+        )
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
             f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "

@@ -321,13 +321,10 @@ class _Fp4WeightOnly(_Int4WeightOnly):
 
 
 def _fp4_linear(kind: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of floats of 4 bits, of `fp4_rows`; numbers are rounded to them."""
-    rows_OGW = weight_OI
-    if weight_OI.dtype is not torch.uint8:
-        rows_OGW, _ = quantize_by_blocks(weight_OI, partial(fp4_rows.rounded, kind))
-    codes_OI, scales_OS, factors_O = fp4_rows.split(rows_OGW)
+    """A layer of floats of 4 bits, of `fp4_rows`."""
+    codes_OI, scales_OS, factors_O = fp4_rows.split(weight_OI)
     if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(kind, rows_OGW, factors_O, bias_O)
+        return NativeLinear(kind, weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(fp4_rows.SCALES[kind])
     return _Fp4WeightOnly((codes_OI, scales_SO, factors_O), bias_O, find_few_rows(kind, weight_OI.device.type))
 

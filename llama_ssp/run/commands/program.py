@@ -21,12 +21,11 @@ HELP = """\
     llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
     llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
     llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
-    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
     llama-ssp --version
 
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
 INTERRUPTED = 4
-COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
+COMMANDS = ("calibrate", "plan", "report", "run")
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:

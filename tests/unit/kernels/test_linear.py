@@ -29,8 +29,9 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.models.quantization.precision import Precision, int8_linear
 from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
-from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS
 from llama_ssp.weights import int4_rows
+from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
@@ -57,7 +58,7 @@ def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinea
     if not has_features(kinds.NEEDS[kind]):
         pytest.skip("this processor has no such product")
     kernel = Precision(quantization=QUANTIZED[kind]).kernel if kind in QUANTIZED else partial(native_floats, kind)
-    found = native_of(make_linear(weight, bias, kernel=kernel))
+    found = native_of(make_linear(rounded(kind, weight) if kind in FP4_SCALED else weight, bias, kernel=kernel))
     assert found
     return found
 

@@ -1,7 +1,5 @@
 """The catalogue of machines, and what is said of a file that is wrong."""
 
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ REQUIRED = {
     "1xa100_80gb", "1xh100", "1xrtx3090", "1xrtx4090", "1xl4", "8xmi300x", "g6e_48xlarge", "p5_48xlarge",
     "p5e_48xlarge", "8xb200", "g5_48xlarge", "g6_12xlarge", "p4de_24xlarge",
 }  # fmt: skip
-WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "price", "profiles"}
+WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "profiles"}
 
 
 def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
@@ -25,15 +23,12 @@ def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_every_figure_of_an_entry_has_a_source_and_a_price_its_month(name: str) -> None:
+def test_every_figure_of_an_entry_has_a_source(name: str) -> None:
     figures, machine = _figures(name), hardware.load(name)
     wanted = {key for key, value in figures.items() if value is not None} - WITHOUT_SOURCE
     wanted |= {f"{link}.{key}" for link in ("link", "network") if link in figures for key in figures[link]}
-    wanted |= {"price.usd_per_hour"} if machine.price else set()
     assert wanted - machine.sources.keys() == set()
     assert machine.name == name
-    assert machine.price is None or re.fullmatch(r"20\d\d-\d\d", machine.price.date or "")
-    assert machine.price is None or machine.price.vendor
 
 
 def test_machines_of_an_architecture_share_what_it_has() -> None:
@@ -53,15 +48,6 @@ def test_machines_of_an_architecture_share_what_it_has() -> None:
 def test_an_unknown_machine_is_answered_with_its_own_gpus(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown hardware '{name}': .*; did you mean {meant}\?$"):
         hardware.load(name)
-
-
-def test_the_price_is_that_of_the_smallest_machine_with_enough_gpus() -> None:
-    machine = hardware.load("g5_12xlarge")
-    of_size = {number: replace(machine, num_gpus=number).usd_per_hour for number in (1, 2, 4, 8, 9)}
-    assert of_size == {1: 1.006, 2: 5.672, 4: 5.672, 8: 16.288, 9: None}
-    assert replace(machine, num_nodes=2).usd_per_hour == 2 * 5.672
-    assert replace(hardware.load("1xh200"), num_gpus=2).usd_per_hour == 2 * 4.59
-    assert replace(machine, price=None).usd_per_hour is None
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
@@ -97,15 +83,7 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         ("memory_bytes", "40 GB", "must be a whole number"),
         ("memory_bytes", float("nan"), "must be a whole number"),
         ("gpu", 7, "must be text"),
-        ("price", 3, "hardware.price must be a mapping"),
-        ("price", {"usd_per_hour": {1: 0}}, "hardware.price.usd_per_hour.1=0 must be above 0"),
-        ("price", {"vendor": "AWS"}, "hardware.price.usd_per_hour is missing"),
-        ("price", {"usd_per_hour": 2}, "hardware.price.usd_per_hour=2 must give a price for each number of GPUs"),
-        ("price", {"usd_per_hour": {}}, "must give a price for each number of GPUs, for example {1: 4.29, 8: 31.92}"),
-        ("price", {"usd_per_hour": {"eight": 2}}, "must give a price for each number of GPUs"),
-        ("price", {"usd_per_hour": {8: 2}, "per": "gpu"}, "unknown figure of hardware.price 'per'"),
         ("device", ["cuda"], "hardware.device=['cuda'] must be one of cuda, cpu"),
-        ("price", {"usd_per_hour": {1: 2}, "date": 2025}, "hardware.price.date=2025 must be text"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object, complaint: str) -> None:

@@ -28,7 +28,6 @@ from llama_ssp.settings.schema import (
     DraftPlacement,
     ModelConfig,
     PlacementConfig,
-    WholeParts,
 )
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model, times_of
@@ -233,16 +232,15 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     given = dict(setting.split("=", 1) for setting in settings)
     kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
     size = given.get("placement.draft.tp_size")
-    whole = WholeParts[given.get("placement.draft.whole", DraftPlacement().whole.name)]
     placement = PlacementConfig(
-        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None, whole=whole),
+        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
     job = PAIR if has_draft else ALONE
     return replace(
         job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
-        draft_ranks=laid_out.draft_ranks, draft_kind=kind, draft_whole=whole,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
     )  # fmt: skip
 
 
@@ -269,22 +267,6 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
     least, rival = times_of(chosen, A100).speculative_run_s, times_of(other, A100).speculative_run_s
     assert least <= rival
     assert f"{rounded(1e3 * least)} ms per token" in sentence
-
-
-@pytest.mark.parametrize("latency_s", [1e-6, 15e-6])
-def test_attention_stays_whole_where_a_collective_takes_longer_than_reading_it(latency_s: float) -> None:
-    machine = replace(A100, link=replace(A100.link, latency_s=latency_s))
-    job = make_job("30B", "tinyllama_1B", num_ranks=8)
-    sharded = make_job("30B", "tinyllama_1B", num_ranks=8, draft_kind=DraftLayout.sharded)
-    step_s = {whole: times_of(replace(sharded, draft_whole=whole), machine).draft_forward_s for whole in WholeParts}
-    reads_s = 22 * 2 * (2 * 2048 * 2048 + 2 * 2048 * 256) * 7 / 8 / 1.7e12
-    saved_s = 22 * latency_s
-    saves = step_s[WholeParts.embedding] > step_s[WholeParts.attention]
-    assert saves == (saved_s > reads_s)
-    assert step_s[WholeParts.none] - step_s[WholeParts.embedding] == pytest.approx(latency_s, rel=0.05)
-    chosen, sentence = choose_placement(job, machine, num_ranks=8)
-    assert chosen.draft_whole is (WholeParts.attention if saves else WholeParts.embedding)
-    assert ("attention whole" in sentence) == saves
 
 
 @pytest.mark.parametrize(("model", "is_possible"), [("30B", True), ("65B", False)])

@@ -5,7 +5,7 @@ import yaml
 
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
-from llama_ssp.settings.stored import StoredFormat, stored_format
+from llama_ssp.settings.stored import StoredFormat, kept_format, stored_format
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -210,6 +210,13 @@ def test_a_head_is_quantized_only_where_the_file_says_so() -> None:
     for stored in (tied, *map(found, (quantization_config("int8"), GPTQ, AWQ))):
         assert stored
         assert stored.problem is None
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_groups"])
+def test_weights_are_not_quantized_to_what_checkpoints_alone_are_stored_in(name: str) -> None:
+    assert kept_format("none", name, where="here") == name
+    with pytest.raises(ConfigError, match=f"here holds no {name} weights, and .* is for checkpoints that do: use int4"):
+        kept_format(name, None, where="here")
 
 
 def test_the_settings_of_a_run_do_not_have_what_only_its_files_say() -> None:

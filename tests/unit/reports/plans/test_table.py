@@ -46,33 +46,16 @@ def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = No
     return _printed(document(make_plan(job, machine)), width=200).lstrip().splitlines()[0]
 
 
-def test_the_first_line_is_the_verdict_with_the_faster_mode_and_the_price() -> None:
+def test_the_first_line_is_the_verdict_with_the_faster_mode() -> None:
     machine = replace(hardware.load("8xh100"), num_gpus=2)
     time = document(make_plan(make_job("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
     said = _verdict(machine, "13B", "tinyllama_1B")
     ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     assert time["speedup"] > 1
     between = " to ".join(rounded(end) for end in time["speculative_ms_per_token_range"])
-    assert (
-        said
-        == f"fits: speculative {ms} ms/token ({between}), {rate} tokens/s with prompts; 8.38 USD/h (Lambda 2026-09)"
-    )
+    assert said == f"fits: speculative {ms} ms/token ({between}), {rate} tokens/s with prompts"
     plain = document(make_plan(make_job("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
     assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: plain {rounded(plain)} ms/token (")
-
-
-def test_the_verdict_says_what_is_rented_instead_and_what_is_not() -> None:
-    g5 = hardware.load("g5_12xlarge")
-    said = {number: _verdict(replace(g5, num_gpus=number)).partition("; ")[2] for number in (1, 2, 16)}
-    assert said == {
-        1: "1.01 USD/h (AWS 2026-09)",
-        2: "5.67 USD/h (AWS 2026-09, of 4 GPUs: 2 are not rented)",
-        16: "not rented with 16 GPUs (AWS 2026-09: 1, 4, 8)",
-    }
-    assert _verdict(replace(g5, price=None)).endswith(" with prompts")
-    assert re.match(r"does not fit: rank 0 needs 2\d\.\d of 22\.2 GiB; 1\.01 USD/h", _verdict(
-        replace(g5, num_gpus=1), "13B"
-    ))  # fmt: skip
 
 
 def test_a_best_k_is_named_only_where_it_gains() -> None:

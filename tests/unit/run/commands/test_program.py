@@ -55,7 +55,7 @@ def test_the_version_comes_with_those_that_decide_results(words: list[str]) -> N
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["rnu"], "unknown command 'rnu': there are calibrate, manifest, plan, report, run; did you mean run?"),
+        (["rnu"], "unknown command 'rnu': there are calibrate, plan, report, run; did you mean run?"),
         (["model=30B"], "model=30B follows a command, such as llama-ssp run model=30B; the commands are calibrate, "),
         (["-m", "model=7B,13B"], "-m follows a command, such as llama-ssp run -m; the commands are calibrate, "),
         (["compare", "30B", "7B"], "'compare' is no command: write llama-ssp run task=compare model=30B draft=7B"),
@@ -74,7 +74,7 @@ def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
     assert call("plan", "model=7B", "hardware=8xh100", "format=json").code == 0
     assert call("plan", "model=65B", "draft=7B", "hardware=g5_12xlarge").code == 3
     assert call("report", str(tmp_path)).code == 2
-    assert call("manifest", str(tmp_path / "nothing")).code == 2
+    assert call("report", str(tmp_path / "nothing")).code == 2
     assert call("run", "seed=abc").code == 2
     assert re.search(r"^task:\n  name: calibrate$", call("calibrate", "--cfg", "job").out, re.MULTILINE)
 

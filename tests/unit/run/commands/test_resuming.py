@@ -84,7 +84,6 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert len(again["draft_lengths"]) == again["num_rounds"]
     fast = ended.summary["speculative"]
     assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
-    assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
