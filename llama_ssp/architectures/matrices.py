@@ -19,6 +19,7 @@ from llama_ssp.settings.schema import ModelShape, WholeParts
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
+EVEN_BLOCKS = (64, 32, 16)  # where ranks then have equal parts, which the smallest product allows.
 
 
 def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
@@ -95,7 +96,9 @@ HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
+    **dict.fromkeys(
+        ("q_proj", "q_b_proj", "kv_b_proj", "g_proj", "dt_proj", "o_proj", "out_proj", "dense"), Cut.query_heads
+    ),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
@@ -124,8 +127,9 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in the first of `blocks` that there are enough of. Heads are as wide as the `num_heads` of all ranks
-    make a matrix. With `spreads_experts` this rank has whole experts.
+    Units are cut in the first of `even_blocks` that gives ranks as many of them, else in the first of `blocks` that
+    there are enough of. Heads are as wide as the `num_heads` of all ranks make a matrix. With `spreads_experts` this
+    rank has whole experts.
     """
 
     rank: int
@@ -133,6 +137,7 @@ class RankShard:
     heads: HeadShard
     num_heads: int
     blocks: tuple[int, ...]
+    even_blocks: tuple[int, ...] = ()
     spreads_experts: bool = False
 
     def own_experts(self, num_experts: int) -> range:
@@ -156,7 +161,9 @@ class RankShard:
                 return units, _behind(size // 2, units)
             case Cut.mlp_units | Cut.vocabulary:
                 blocks = self.blocks if cut is Cut.mlp_units else (BLOCK,)
-                block = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
+                least = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                block = next(even, least) if cut is Cut.mlp_units else least
                 return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_features(self, cut: Cut, size: int) -> int:
@@ -191,7 +198,8 @@ def split_model(
         heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
-    blocks = tuple(math.lcm(BLOCK, group) for group in format_of(quantization).groups) or (BLOCK,)
+    storage = format_of(quantization)
+    blocks = tuple(math.lcm(BLOCK, group) for group in storage.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
             rank=rank,
@@ -199,6 +207,7 @@ def split_model(
             heads=heads[rank],
             num_heads=num_heads,
             blocks=blocks,
+            even_blocks=() if storage.is_quantized else EVEN_BLOCKS,
             spreads_experts=shape.spreads_experts,
         )
         for rank in range(num_ranks)
@@ -330,6 +339,7 @@ class Inventory:
     head: Matrix | None  # the output matrix; None if it is tied to the embedding.
     final_vectors: int  # elements of the last norm.
     num_layers: int
+    cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""

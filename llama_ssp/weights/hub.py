@@ -14,7 +14,14 @@ from huggingface_hub import constants, errors, get_token, model_info, snapshot_d
 from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF_ALONE, adapter_alone, read_json
+from llama_ssp.settings.model_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GGUF_ALONE,
+    MODELOPT_FILE,
+    adapter_alone,
+    read_json,
+)
 from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
@@ -47,7 +54,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
 
     `is_enough` says that nothing else will be read, so that an error asks for nothing else.
     """
-    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE]
+    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE, MODELOPT_FILE]
     file = CONFIG_FILE if is_enough else None
     with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.

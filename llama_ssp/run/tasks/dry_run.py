@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -24,15 +25,7 @@ from llama_ssp.planning.search import (
     nothing_left,
     search,
 )
-from llama_ssp.planning.spec import (
-    PlanSpec,
-    check_readable,
-    job_of_plan,
-    make_job,
-    read_config,
-    read_stored_format,
-    resolve_shapes,
-)
+from llama_ssp.planning.spec import PlanSpec, job_of_plan, make_job, resolve_shapes
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError
-from llama_ssp.planning.spec import check_readable, read_config
 from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
 from llama_ssp.weights.source import StoredTensor
@@ -77,7 +77,10 @@ def only_pickles(folder: Path) -> None:
         (edit_config(model_type="lama"), 'model_type "lama", unknown to transformers'),
         (edit_config(model_type="vit"), 'model_type "vit", which is no causal language model'),
         (write_config(model_type="mamba"), "describes no decoder with attention"),
-        (edit_config(auto_map={"AutoConfig": "a.B"}), "Python code from its folder, which is never run"),
+        (
+            edit_config(model_type="lama", auto_map={"AutoConfig": "a.B"}),
+            "code from its folder, which is never run",
+        ),
         (edit_config(quantization_config={"bits": 4}), "describes quantized weights"),
         (edit_config(hidden_size="wide"), 'has hidden_size "wide", and a whole number'),
         (edit_config(hidden_size=65), "config.json is no valid configuration of llama"),
