@@ -314,8 +314,8 @@ with PYTHON=/path/to/python"
     find_gpu
     check_fabric_manager
     check_compiler
-    # The formats int8 and nf4 need it on GPUs.
-    if [ "$gpu" != none ] && [ -z "$extra" ]; then extra="[bitsandbytes]"; fi
+    # The formats int8 and nf4 need bitsandbytes on GPUs, and CPUs compute faster with llvmlite.
+    if [ -z "$extra" ]; then extra=$([ "$gpu" = none ] && echo "[cpu]" || echo "[bitsandbytes]"); fi
     torch_source="$torch_pin $gpu$cuda ${TORCH_INDEX_URL:-}"
     torch_wanted=$torch_pin
     if [ "$cuda" = 12.8 ]; then torch_wanted=$torch_range; fi

@@ -8,7 +8,6 @@ All candidates in turns. llama.cpp takes part where its packages are installed (
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.decoding import ours
@@ -32,7 +31,6 @@ from benchmarks.measured import markdown, page_of, show
 from benchmarks.vllm_cpu import PYTHON, Vllm
 from llama_ssp import Pair, load
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
-from llama_ssp.run.calibration.model_pairs import RandomLlama
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, cut, load_peer
 from llama_ssp.settings import catalogue
@@ -47,10 +45,8 @@ PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP, VLLM = (
     "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp", "vLLM",
 )  # fmt: skip
 BEST = "the better of both"
-LLAMAS = {
-    "random-100M": RandomLlama(width=768, num_layers=8, vocab_size=32000, from_16_bits=True),
-    "random-10M": RandomLlama(width=128, num_layers=2, vocab_size=32000, from_16_bits=True),
-}
+LLAMAS = {"random-100M": (768, 8), "random-10M": (128, 2)}
+"""Width and layers of random Llamas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +108,18 @@ def cases() -> list[Case]:
 
 def random_checkpoint(name: str) -> Path:
     """The folder of a random Llama in 16 bits, written where there is none; its tokenizer is that of `tiny`."""
-    folder, llama = Path("outputs/random") / name, LLAMAS[name]
+    folder, (width, num_layers) = Path("outputs/random") / name, LLAMAS[name]
     if not folder.exists():
         unfinished, tiny = folder.with_name(f"{name}-unfinished"), hub.resolve(catalogue.load("tiny"))
         unfinished.mkdir(parents=True, exist_ok=True)
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copyfile(tiny / file, unfinished / file)
-        config = llama.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-        (unfinished / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")
-        tensors = {each: llama.read(each) for each in llama.tensors}
-        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        config = LlamaConfig(
+            hidden_size=width, num_hidden_layers=num_layers, intermediate_size=4 * width, head_dim=32,
+            num_attention_heads=width // 32, num_key_value_heads=width // 64, vocab_size=32000,
+            max_position_embeddings=1024,
+        )  # fmt: skip
+        LlamaForCausalLM(config).bfloat16().save_pretrained(unfinished)
         unfinished.rename(folder)
     return folder
 

@@ -91,13 +91,14 @@ def load_pair(config: RunConfig) -> Pair:
 
 
 def make_decoder(
-    pair: Pair, *, speculative: bool, temperature: float = 0.8, batch_size: int = 1, cuda_graphs: bool = True
-) -> Decoder:
+    pair: Pair, *, speculative: bool, temperature: float = 0.8, batch_size: int = 1, cuda_graphs: bool = True,
+    speculation: SpeculationConfig | None = None,
+) -> Decoder:  # fmt: skip
     """A decoder over a pair that is in memory."""
     config = replace(
         pair.config,
         sampling=SamplingConfig(temperature=temperature),
-        speculation=SpeculationConfig(num_draft_tokens=4),
+        speculation=speculation or SpeculationConfig(),
         batch_size=batch_size,
         cuda_graphs=cuda_graphs,
     )

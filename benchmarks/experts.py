@@ -13,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from benchmarks.measured import markdown, page_of, show
+from benchmarks.published import implied_acceptance
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.machines.hardware import Speed
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.models.loading import load_model
-from llama_ssp.planning.acceptance import implied_acceptance, tokens_per_round
+from llama_ssp.planning.acceptance import tokens_per_round
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import ModelPlacement, forward_time
 from llama_ssp.ranks.comms import Comm
@@ -57,7 +58,7 @@ def page(folder: Path, num_turns: int, num_threads: int) -> str:
     speed = Speed(bytes_per_s=bandwidth, flops_per_s=flops)
     machine = replace(machine, copy_bytes_per_s=bandwidth, products={"fp16": speed})
     model = PlannedModel(name="experts", shape=shape, dtype=Dtype.fp32, quantization="none", stored=stored)
-    seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False, num_active=1)
+    seat = ModelPlacement(model=model, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=False)
     of = partial(forward_time, seat, machine, batch_size=1, bucket=SLOTS)
     planned = [of(num_positions=number + 1, num_scored=number + 1).total_s for number in LENGTHS]
     rows, best = [], []

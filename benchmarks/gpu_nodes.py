@@ -284,7 +284,7 @@ def round_nodes(case: Case) -> list[Record]:
     comm = group_of(case.num_ranks)
     target = load(case.target, comm)
     kind, whole = DraftLayout.sharded if case.whole else DraftLayout.one_rank, case.whole or WholeParts.embedding
-    placement = PlacementConfig(draft=DraftPlacement(kind=kind, whole=whole))
+    placement = PlacementConfig(draft=DraftPlacement(kind=kind))
     layout = lay_out_replica(placement, world_size=case.num_ranks, has_draft=case.draft is not None)
     holds_all = layout.splits_batch or len(layout.draft_ranks) == 1
     draft_comm = Comm.single() if holds_all else comm

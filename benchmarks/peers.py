@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.measured import Goal, Row, markdown, store, table_of_goals
 from llama_ssp import load
 from llama_ssp.architectures.family import inventory
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.planning.memory import step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.run.calibration.interleave import interleave
@@ -31,7 +32,6 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import BatchState, Request
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.weights import hub
 
 PROMPTS = (

@@ -20,9 +20,9 @@ from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.acceptance import KnownPoint, implied_acceptance, nearest, points, tokens_per_round
+from llama_ssp.planning.acceptance import tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
-from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, PAIR, Ends, bandwidth, decoding_error, timing
+from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
@@ -51,11 +51,6 @@ class Pair:
     draft_ms: float | None
     machine: str | None = None
 
-    @property
-    def row(self) -> str:
-        """Its name in conf/acceptance.yaml, without the mark of a footnote."""
-        return self.name.partition(" [^")[0]
-
 
 PAIRS = (
     Pair("llama-ssp, 8xA100-40GB: 13B with 7B", "13B", "7B", 4, 125, 114, 70),
@@ -75,11 +70,6 @@ PAIRS = (
     Pair("SmolLM2 1.7B with 135M", "smollm2_1.7B", "smollm2_135M", 10, 35.8, 28.4, 10.7),
     Pair("GPT-NeoX 20B with GPT-Neo 1.3B, AMD", "gpt_neox_20B", "gpt_neo_1.3B", 4, 77.2, 57.0, None, "mi250"),
 )
-
-
-def points_by_row() -> dict[str, KnownPoint]:
-    """The points of conf/acceptance.yaml that have a row in the page."""
-    return {point.row: point for point in points() if point.row}
 
 
 def job(
@@ -287,33 +277,13 @@ def draft_cost(pair: Pair) -> tuple[float, str]:
     return draft_s / target_s, "forecast"
 
 
-def publisher_of(pair: Pair) -> str:
-    """Who published a pair."""
-    return points_by_row()[pair.row].publisher
-
-
-def speculative_ms(pair: Pair) -> float:
-    """Milliseconds per token of a pair by those of other sources: of a round, over its expected tokens."""
-    number, (cost_ratio, _) = pair.num_draft_tokens, draft_cost(pair)
-    acceptance = nearest(points_by_row()[pair.row].pair, without=publisher_of(pair)).probability
-    return pair.plain_ms * (1 + number * cost_ratio) / tokens_per_round(acceptance, number)
-
-
-def pair_error(pair: Pair) -> float:
-    """The published time of a pair over the forecast one."""
-    return pair.speculative_ms / speculative_ms(pair)
-
-
-def pair_range(pair: Pair) -> Ends:
-    """The range of the pair's error by the pairs of other sources."""
-    others = [other for other in PAIRS if publisher_of(other) != publisher_of(pair)]
-    return fitted_range((publisher_of(other), pair_error(other)) for other in others)
-
-
-def is_pair_held(pair: Pair) -> bool:
-    """Whether the range by other sources holds a pair."""
-    low, high = pair_range(pair)
-    return low <= pair_error(pair) <= high
+def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
+    """Inverse of `tokens_per_round` by the acceptance; 1 beyond K + 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tokens_per_round(middle, num_draft_tokens) < num_tokens else (low, middle)
+    return high
 
 
 def pair_table() -> str:
@@ -324,15 +294,13 @@ def pair_table() -> str:
         ratio, source = draft_cost(pair)
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
         adds_up = implied <= number + 1
-        low, high = pair_range(pair)
         lines.append((
             pair.name, number, f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}", f"{ratio:.3f} ({source})",
             f"{implied:.2f}", number + 1 if adds_up else f"**{number + 1}: does not add up**",
-            f"{implied_acceptance(implied, number):.2f}" if adds_up else "none", f"{speculative_ms(pair):.1f}",
-            f"{pair_error(pair):.2f}", f"{low:.2f} to {high:.2f}{'' if is_pair_held(pair) else ': **outside**'}",
+            f"{implied_acceptance(implied, number):.2f}" if adds_up else "none",
         ))  # fmt: skip
     heads = ["pair", "K", "ms/token", "c", "implied tokens per round", "of at most K + 1", "implied acceptance"]
-    return markdown([*heads, "forecast ms/token", "time / forecast", "range"], lines)
+    return markdown(heads, lines)
 
 
 def page() -> str:
@@ -356,8 +324,7 @@ def page() -> str:
         for bits, slowdown in READ_SLOWDOWN.items()
     ]  # fmt: skip
     near, far = (fitted_range(errors_of(row for row in judged() if is_near(row) >= one)) for one in (True, False))
-    pairs = fitted_range((publisher_of(pair), pair_error(pair)) for pair in PAIRS)
-    named = ("near", near, NEAR), ("all others", far, FAR), ("with a pair that nobody has measured", pairs, PAIR)
+    named = ("near", near, NEAR), ("all others", far, FAR)
     for name, ends, in_plans in named:
         old, new = (f"{low:.2f} to {high:.2f}" for low, high in (in_plans, ends))
         constants.append((f"80 % range of a time over its forecast, {name}", new, old))
@@ -368,8 +335,6 @@ def page() -> str:
         rows=source_sections(),
         costs=cost_table(machine),
         pairs=pair_table(),
-        held_pairs=sum(map(is_pair_held, PAIRS)),
-        num_pairs=len(PAIRS),
     )
 
 

@@ -1,7 +1,7 @@
 """Speculative sampling on models that are too large for one GPU.
 
-`load`, `plan` and `compare_machines` serve a notebook without a configuration file; `llama-ssp` is the program. All are
-imported on first use, so that planning works without torch.
+`load` and `plan` serve a notebook without a configuration file; `llama-ssp` is the program. Both are imported on first
+use, so that planning works without torch.
 """
 
 from importlib import import_module
@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llama_ssp.api.pair import Completion, Pair, load
-    from llama_ssp.api.planning import compare_machines, plan
+    from llama_ssp.api.planning import plan
 
-__all__ = ["Completion", "Pair", "compare_machines", "load", "plan"]
-_MODULES = {
-    "Completion": "pair", "Pair": "pair", "load": "pair", "compare_machines": "planning", "plan": "planning",
-}  # fmt: skip
+__all__ = ["Completion", "Pair", "load", "plan"]
+_MODULES = {"Completion": "pair", "Pair": "pair", "load": "pair", "plan": "planning"}
 
 
 def __getattr__(name: str) -> object:

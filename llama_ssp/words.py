@@ -8,6 +8,21 @@ def counted(number: int, noun: str) -> str:
     return f"one {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun in figures and tables, as in "1 prompt" and "8 prompts"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def decimal(value: float | None, places: int = 2, *, unit: str = "", missing: str = "-") -> str:
+    """A measured figure of a table with so many decimals; `missing` for one that was not measured."""
+    return missing if value is None else f"{value:.{places}f}{unit}"
+
+
+def share(value: float | None) -> str:
+    """A share of a table in percent."""
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
 def rounded(value: float, digits: int = 3) -> str:
     """A number to so many digits, as in "0.554", "9.40" and "70.0"; a larger one keeps all before the point."""
     has_decimals = abs(value) < 10 ** (digits - 1) - 0.05

@@ -31,15 +31,26 @@ from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
 from llama_ssp.settings.formats import OWN_DTYPE
 from llama_ssp.settings.layout import FIRST_CAPABILITY_BY_LENGTH
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.settings.schema import Dtype, SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.weights.checkpoint import inspect
 
 _T = TypeVar("_T")
-TARGET, DRAFT = "tiny", "tiny-draft"
+TARGET, DRAFT, HEAD = "tiny", "tiny-draft", "tiny-eagle"
+DRAFTED = {
+    "model-2x2x1": (DRAFT, "2x2x1"),
+    "model-dynamic": (DRAFT, "dynamic-20x4x4"),
+    "head-chain": (HEAD, None),
+    "head-2x2x1": (HEAD, "2x2x1"),
+    "head-dynamic": (HEAD, "dynamic-20x4x4"),
+    "ngram-chain": (None, None),
+    "ngram-3x2x1": (None, "3x2x1"),
+}
+"""Draft and tree of further rounds; no model is prompt look-up."""
 FORMATS = {
     "bf16": (Dtype.bf16, "none", OWN_DTYPE, 0.05),
     "fp16": (Dtype.fp16, "none", OWN_DTYPE, 0.01),
@@ -70,6 +81,8 @@ def pair_of(
 ) -> Pair:
     """The shipped models."""
     config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
+    if draft == HEAD:
+        config = replace(config, synthetic=SyntheticConfig())
     return load_pair(replace(config, model=replace(config.model, cache_dtype=cache_dtype)))
 
 
@@ -125,6 +138,30 @@ def same_with_graphs(where: Where, *, dtype: Dtype, batch_size: int, temperature
         expected = texts(where, made(cuda_graphs=False), pair, number=number)
         if any(texts(where, captured, pair, number=number) != expected for _ in range(2)):
             yield f"{mode}: another text with graphs than without"
+        yield from path_faults(where, pair, captured)
+
+
+def same_as_launched(where: Where, *, name: str, dtype: Dtype) -> Iterator[str]:
+    """Rounds of one of DRAFTED: replayed as launched from Python, run twice, and at temperature 0 in fp32 as plain."""
+    if not where.is_gpu and dtype is not Dtype.fp32:
+        skip("rounds in 16 bits are for GPUs")
+    draft, tree = DRAFTED[name]
+    pair = pair_of(where, dtype, draft=draft)
+    if draft is None:
+        pair = replace(pair, config=replace(pair.config, draft=NgramConfig(kind=NGRAM_DRAFT)))
+    speculation = SpeculationConfig(tree=tree)
+    for temperature in (0.0, 0.8):
+        made = partial(make_decoder, pair, batch_size=2, temperature=temperature, speculation=speculation)
+        captured = made(speculative=True)
+        expected = texts(where, made(speculative=True, cuda_graphs=False), pair, number=3)
+        if any(texts(where, captured, pair, number=3) != expected for _ in range(2)):
+            yield f"temperature {temperature:g}: another text with graphs than without"
+        if (
+            temperature == 0
+            and dtype is Dtype.fp32
+            and texts(where, made(speculative=False), pair, number=3) != expected
+        ):
+            yield "greedy text is not the target's own"
         yield from path_faults(where, pair, captured)
 
 
@@ -290,6 +327,11 @@ CHECKS: dict[str, Check] = {
     )
     for dtype in (Dtype.fp32, Dtype.fp16, Dtype.bf16)
     for batch_size, temperature in ((1, 0.0), (3, 0.8))
+}
+CHECKS |= {
+    f"rounds-{name}-{dtype.name}": partial(same_as_launched, name=name, dtype=dtype)
+    for name in DRAFTED
+    for dtype in (Dtype.fp32, Dtype.bf16)
 }
 CHECKS |= {"greedy-text": greedy_text_is_plain_text, "fp32-of-the-cpu": far_from_the_cpu}
 CHECKS |= {f"near-fp32-{name}": partial(far_from_fp32, name=name) for name in FORMATS}

@@ -10,12 +10,12 @@ from llama_ssp.settings.described import (
     DescribedSetting,
     head_of,
     is_schema,
-    meanings,
     settings_of,
     settings_of_plan,
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.fields import help_of
 from llama_ssp.settings.schema import DERIVED, LAUNCHER, DrafterConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import task_specs
 
@@ -75,9 +75,8 @@ def top_settings(schema: type[Any]) -> list[DescribedSetting]:
 
 def hardware_settings() -> Iterator[DescribedSetting]:
     """Describe the figures of a machine."""
-    said = meanings(HardwareConfig)
     for each in dataclasses.fields(HardwareConfig):
-        yield DescribedSetting(key=f"hardware.{each.name}", kind="", default="", meaning=said.get(each.name, ""))
+        yield DescribedSetting(key=f"hardware.{each.name}", kind="", default="", meaning=help_of(each))
 
 
 def described() -> list[DescribedSetting]:

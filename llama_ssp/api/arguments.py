@@ -19,6 +19,8 @@ from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterCo
 _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+FROM_MODEL = "model"
+"""The argument `sampling` that takes the values of the target's files."""
 LOCAL = "local"
 """The entry of the catalogue that needs a folder, and the name of a model from a folder."""
 
@@ -40,6 +42,12 @@ def _of(kind: type, read: _Reader, *, or_none: bool = False) -> _Reader:
     return reader
 
 
+def _sampling(value: object) -> object:
+    if value not in {None, FROM_MODEL}:
+        raise TypeError
+    return value
+
+
 def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
     if value is not None and not (callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))):
         raise TypeError
@@ -48,7 +56,6 @@ def _streamer(value: Any) -> Any:  # noqa: ANN401 - anything with these methods
 
 _whole, _number, _text, _flag = _of(Integral, int), _of(Real, float), _of(str, str), _of(bool, bool)
 _whole_or_none, _number_or_none = _of(Integral, int, or_none=True), _of(Real, float, or_none=True)
-_prices = _of(Mapping, lambda prices: {_text(name): _number(price) for name, price in prices.items()})
 _texts = _of(Sequence, lambda texts: [texts] if isinstance(texts, str) else [_text(text) for text in texts])
 _ENOUGH = "a number, for example"
 _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
@@ -64,22 +71,18 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "repetition_penalty": (_number, f"{_ENOUGH} 1.1; 1 switches it off"),
     "frequency_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
     "presence_penalty": (_number, f"{_ENOUGH} 0.5; 0 switches it off"),
+    "sampling": (_sampling, f"{FROM_MODEL!r}, which takes the target's generation_config.json, or None"),
     "seed": (_whole, "a whole number"),
     "num_samples": (_whole, "a whole number of completions of each prompt"),
     "batch_size": (_whole, "a whole number of rows, for example 8"),
     "stop": (_texts, "a text or a list of texts"),
     "chat": (_flag, "True or False"),
+    "chat_arguments": (_of(Mapping, dict), "arguments of the chat template, for example {'enable_thinking': False}"),
     "plain": (_flag, "True or False"),
     "rule": (_text, "the name of a rule"),
     "streamer": (_streamer, "a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
     "prompt_tokens": (_whole, "a whole number of tokens, for example 128"),
     "acceptance": (_number_or_none, f"{_ENOUGH} 0.8, or None for that of the pair"),
-    "max_ms_per_token": (_number_or_none, f"{_ENOUGH} 30, or None"),
-    "max_first_token_ms": (_number_or_none, f"{_ENOUGH} 500, or None"),
-    "concurrency": (_whole_or_none, "a whole number of rows, or None"),
-    "max_price": (_number_or_none, f"{_ENOUGH} 10, or None"),
-    "prices": (_prices, "US dollars per hour by machine, for example {'8xh100': 20}"),
-    "search": (_flag, "True or False"),
     "num_gpus": (_whole_or_none, "a whole number, or None"),
     "num_nodes": (_whole_or_none, "a whole number, or None"),
 }  # fmt: skip

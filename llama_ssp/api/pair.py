@@ -1,6 +1,7 @@
 """A target and its draft in memory, which complete prompts in one process, as a run decodes them."""
 
 import reprlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.api.arguments import (
+    FROM_MODEL,
     check_types,
     drafter_without_model,
     entry_of,
@@ -31,11 +33,14 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
+from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
+from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.jobs import encode_messages
-from llama_ssp.run.prompts import Message, Prompt
+from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, Matching, draft_name
 from llama_ssp.settings.registry import load_plugins
@@ -57,12 +62,13 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.weights.in_memory import weights_of
 
-AnyPrompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Tensor
+AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase
-_SAMPLING = {each.name for each in fields(SamplingConfig)}
+_SAMPLING = {each.name: each.default for each in fields(SamplingConfig) if each.name != "from_model"}
+_WHOLE = "sampling='model'"
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -165,10 +171,12 @@ class Pair:
     Attributes:
         models: with their caches.
         config: every other setting, at its default.
+        generation: the fields of the target's generation_config.json, if it has that file.
     """
 
     models: Models
     config: RunConfig
+    generation: Mapping[str, Any] | None = None
     _decoders: OrderedDict[Hashable, Decoder] = field(default_factory=OrderedDict, init=False)
 
     @property
@@ -201,10 +209,12 @@ class Pair:
         repetition_penalty: float = 1.0,
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
+        sampling: str | None = None,
         seed: int = 0,
         num_samples: int = 1,
         stop: str | Sequence[str] = (),
         chat: bool = False,
+        chat_arguments: Mapping[str, Any] = NO_ARGUMENTS,
         streamer: BaseStreamer | None = None,
         batch_size: int = 32,
         rule: str = DEFAULT,
@@ -222,13 +232,16 @@ class Pair:
             top_p: keep the most probable tokens that together have this probability.
             min_p: keep tokens with at least this share of the highest probability.
             repetition_penalty: divides the logits of tokens that prompt or text has; 1 switches it off.
-            frequency_penalty: taken off a token's logit for each time the text has it.
-            presence_penalty: taken off the logits of tokens that the text has.
+            frequency_penalty: taken off a token's logit for each time the new text has it.
+            presence_penalty: taken off the logits of tokens that the new text has.
+            sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
+                temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
                 prompts came before it in the list, as in `llama-ssp run`.
             num_samples: completions of each prompt; those of one prompt follow one another in the result.
             stop: texts that end a completion, which keeps them.
             chat: prompts that are texts are a user's messages, for the tokenizer's chat template.
+            chat_arguments: arguments of the chat template, such as {"enable_thinking": False}.
             streamer: of transformers, such as TextStreamer; for one completion only.
             batch_size: the most rows that are decoded together.
             rule: a verification rule.
@@ -242,17 +255,18 @@ class Pair:
         given = {**locals()}
         with in_library_words():
             read = check_types(given)
-            sampling = SamplingConfig(**{name: read[name] for name in _SAMPLING})
-            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat")
+            drawn = self._sampling(read)
+            same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
             config = replace(
-                self.config, sampling=sampling, verification=VerificationConfig(rule=read["rule"]),
+                self.config, sampling=drawn, verification=VerificationConfig(rule=read["rule"]),
                 speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
                 stop_strings=read["stop"],
                 **{name: read[name] for name in same},
             )  # fmt: skip
             check_values(config)
             read_prompts = [
-                _as_prompt(number, prompt, self.tokenizer) for number, prompt in enumerate(_as_list(prompts), start=1)
+                _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
+                for number, prompt in enumerate(_as_list(prompts), start=1)
             ]
             requests = [job.request for job in self.models.job_maker.jobs(read_prompts, config)]
             if streamer and len(requests) != 1:
@@ -270,6 +284,16 @@ class Pair:
                 adapter.end()
             return [_of_row(row, self.tokenizer) for _, row in sorted(done.items())]
 
+    def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
+        """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
+        drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+        if read["sampling"] == FROM_MODEL:
+            drawn.from_model = [name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]]
+        drawn = with_model_sampling(drawn, self.generation, whole=_WHOLE)
+        if note := note_on(drawn, self.generation or {}, group="", whole=_WHOLE):
+            warnings.warn(note, stacklevel=4)
+        return drawn
+
     @contextmanager
     def _decoder(self, config: RunConfig, requests: Sequence[Request], *, plain: bool) -> Iterator[Decoder]:
         """Yield the decoder of a config, with room for the requests; forget it if the block fails.
@@ -281,7 +305,7 @@ class Pair:
         models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
             speculative, config.batch_size, astuple(config.speculation), config.verification.rule,
-            torch.get_num_threads(), astuple(config.sampling),
+            torch.get_num_threads(), str(config.sampling),
         )  # fmt: skip
         decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)
         kept[key] = decoder
@@ -324,7 +348,7 @@ def _plain(prompt: object) -> object:
     return to_list() if callable(to_list) else prompt
 
 
-def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Prompt:
     """Read a prompt, the `number`th counted from 1; raises ConfigError for what is none."""
     if isinstance(prompt, str):
         return Prompt(text=prompt)
@@ -332,11 +356,8 @@ def _as_prompt(number: int, prompt: object, tokenizer: PreTrainedTokenizerBase) 
     if isinstance(prompt, Sequence):
         if all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             ids = tuple(int(token) for token in prompt)
-        elif all(
-            isinstance(each, Mapping) and all(isinstance(each.get(name), str) for name in ("role", "content"))
-            for each in prompt
-        ):
-            ids = encode_messages([dict(message) for message in prompt], tokenizer)
+        elif messages := read_messages(prompt, f"prompt {number}"):
+            ids = encode_messages(messages, tokenizer, arguments)
     if not ids:
         raise ConfigError(f"prompt {number} is {reprlib.repr(prompt)}, and {_WANTED} is required")
     if min(ids) < 0:
@@ -398,7 +419,7 @@ def load(
                 torch.cuda.set_device(gpu)
             world = replace(started, device=gpu or started.device)
             sources = find_sources(config, world, loaded=(loaded_target, loaded_draft))
-            return Pair(models=load_models(config, world, sources), config=config)
+            return Pair(models=load_models(config, world, sources), config=config, generation=sources[0].generation)
 
 
 def _read_model(

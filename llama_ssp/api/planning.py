@@ -1,7 +1,7 @@
-"""Plans a job from a notebook, on one machine or on each of several, before anything is loaded. Imports no torch."""
+"""Plans a job from a notebook before anything is loaded. Imports no torch."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from llama_ssp.api.arguments import (
     entry_of,
     formats_of,
     known_arguments,
-    member,
     model_drafter,
 )
 from llama_ssp.api.words import in_library_words
@@ -21,7 +20,6 @@ from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.plan import Plan
-from llama_ssp.planning.search import MachineChoice, compare
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
 from llama_ssp.settings.drafters import DraftTokenizer, Matching
 from llama_ssp.settings.registry import load_plugins
@@ -29,12 +27,10 @@ from llama_ssp.settings.schema import (
     DraftLayout,
     DraftPlacement,
     Dtype,
-    Objective,
     PlacementConfig,
     PlanConfig,
     SamplingConfig,
     SpeculationConfig,
-    TextKind,
 )
 
 _AUTO = "auto"
@@ -57,7 +53,6 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
     acceptance: float | None = None,
     temperature: float = SamplingConfig.temperature,
-    text: TextKind | str = TextKind.any,
     batch_size: int = PlanConfig.batch_size,
     prompt_tokens: int = PlanConfig.prompt_tokens,
     max_new_tokens: int = PlanConfig.max_new_tokens,
@@ -77,9 +72,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
         matching: how its tokens then become the target's.
         num_draft_tokens: K, or "auto".
-        acceptance: probability that a drafted token is accepted; None takes the figure of the pair, or forecasts it.
-        temperature: of the draws, which that forecast depends on; 0 is greedy.
-        text: what is written, for that forecast: prose, code, copy (summaries, edits), or any.
+        acceptance: probability that a drafted token is accepted; None takes that of the pair, or the default.
+        temperature: of the draws, which that figure depends on; 0 is greedy.
         batch_size: rows that are decoded together.
         prompt_tokens: of the longest prompt.
         max_new_tokens: per completion.
@@ -102,61 +96,8 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         return plan_on(config, machine)
 
 
-@known_arguments
-def compare_machines(  # noqa: PLR0913 - as for `plan`
-    target: str | Path,
-    draft: str | Path | None = None,
-    *,
-    hardware: Sequence[str | HardwareConfig] | None = None,
-    objective: Objective | str | None = None,
-    concurrency: int | None = None,
-    max_ms_per_token: float | None = None,
-    max_first_token_ms: float | None = None,
-    max_price: float | None = None,
-    prices: Mapping[str, float] | None = None,
-    search: bool = False,
-    dtype: Dtype | str | tuple[Dtype | str | None, Dtype | str | None] | None = None,
-    quantization: str | tuple[str | None, str | None] | None = None,
-    cache_dtype: str | tuple[str | None, str | None] | None = None,
-    tokenizer: DraftTokenizer | str = DraftTokenizer.same,
-    matching: Matching | str = Matching.intersection,
-    num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
-    acceptance: float | None = None,
-    temperature: float = SamplingConfig.temperature,
-    text: TextKind | str = TextKind.any,
-    batch_size: int = PlanConfig.batch_size,
-    prompt_tokens: int = PlanConfig.prompt_tokens,
-    max_new_tokens: int = PlanConfig.max_new_tokens,
-) -> list[MachineChoice]:
-    """Compare machines for a job: what fits, how fast, on how many GPUs, and at what price; loads nothing.
-
-    The best by the objective (latency, throughput, price of a million tokens, or hourly price) comes first; None
-    stands for the hourly price with a limit of time, and for latency without. Machines where the job does not fit,
-    or exceeds `max_ms_per_token`, `max_first_token_ms` or `max_price` (US dollars per hour), come last with their
-    `reason`. `concurrency` rows are served at once by all replicas of a machine, in place of `batch_size` by each.
-    `hardware` has names of conf/hardware, or descriptions; None stands for all. `prices` are US dollars per hour by
-    machine, of all its GPUs, in place of those of the hardware files. `search` also tries every storage format of
-    the target, further drafts and their fastest format, K, and smaller batches than `concurrency` asks for. The
-    other arguments are those of `plan`, and errors are raised as there.
-    """
-    given = {**locals(), "prices": prices or {}}
-    with in_library_words():
-        load_plugins()
-        read = check_types(given)
-        named = machines.names() if hardware is None else [hardware] if isinstance(hardware, str) else hardware
-        compared = [_machine(each) for each in named]
-        if not compared:
-            raise ConfigError("hardware=[] names no machine: give names of conf/hardware, or None for all")
-        config = _config(read, compared[0])
-        config.objective = None if objective is None else member(Objective, "objective", objective)
-        for name in ("prices", "search", "concurrency", "max_price", "max_ms_per_token", "max_first_token_ms"):
-            setattr(config, name, read[name])
-        resolve(config)
-        return compare(config, compared)
-
-
 def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
-    """The config of a job, from the arguments that `plan` and `compare_machines` share."""
+    """The config of a job, by the arguments of `plan`."""
     formats = formats_of(read)
     drafter = drafter_without_model(read["draft"])
     if drafter is None:
@@ -166,8 +107,7 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
         model=entry_of("target", read["target"], **formats[0]), draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(
-            num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"],
-            text=member(TextKind, "text", read["text"]),
+            num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]
         ),
         **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
     )  # fmt: skip

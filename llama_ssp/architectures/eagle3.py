@@ -17,6 +17,7 @@ from typing import Any
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.model_files import refuse_other_heads
 from llama_ssp.settings.schema import ModelShape
 
 MODEL_TYPE = "eagle3"
@@ -62,6 +63,7 @@ class HeadConfig:
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
     """Read the config.json of a head; None if it is that of a model. CheckpointError for a faulty one."""
+    refuse_other_heads(content, file)
     kind = content.get(_SPECULATOR)
     classes = content.get("architectures") or []
     if kind is None and "draft_vocab_size" not in content and not any("eagle3" in name.lower() for name in classes):

@@ -17,7 +17,7 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.settings.tasks import GenerateConfig
 
-_SAMPLING = {each.name for each in fields(SamplingConfig)}
+_SAMPLING = {each.name for each in fields(SamplingConfig)} - {"from_model"}
 _OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}
 _WITHOUT_EFFECT = {
     "top_k": (0, -1), "top_p": (0, -1), "min_p": (0,),

@@ -19,9 +19,10 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.harness.arguments import ModelArguments, generation_settings
 from llama_ssp.ranks.gpu import selected
+from llama_ssp.run.chat import in_template
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import check_ids, in_template
-from llama_ssp.run.prompts import Message
+from llama_ssp.run.jobs import check_vocabulary
+from llama_ssp.run.prompts import Message, Prompt
 from llama_ssp.settings.checks import check_values
 from llama_ssp.speculate.engine.likelihoods import ScoredText, log_likelihoods
 from llama_ssp.speculate.engine.state import Request, count_equal_before
@@ -104,7 +105,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
         return ids
 
     def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
-        """Write a conversation in the tokenizer's chat template; see `run.jobs.in_template`."""
+        """Write a conversation in the tokenizer's chat template; see `run.chat.in_template`."""
         return in_template(chat_history, self.tokenizer, goes_on=not add_generation_prompt)
 
     @torch.inference_mode()
@@ -153,7 +154,7 @@ class SpeculativeLM(TemplateLM):  # type: ignore[misc] # the package has no type
             )
         ids = tuple(self.tok_encode(context) or [self.prefix_token_id])[num_new - length :]
         vocab_size = models.target.vocab_size
-        check_ids(ids, max_new_tokens=num_new, context=models.context, vocab_size=vocab_size, prompt=context)
+        check_vocabulary(Prompt(text=context), ids, vocab_size=vocab_size)
         return ids
 
     def _loglikelihood_tokens(

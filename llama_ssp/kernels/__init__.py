@@ -1,13 +1,13 @@
 """Operators that no library has fast enough, one file each: torch's version, which is the reference, and our own.
 
     operator     reference                              compiled for this CPU
-    linear       products of torch, oneDNN and FBGEMM   `linear_cpu`: packed weights, a few rows
-    attention    `attention.by_torch`                   `attention_cpu`: the cache by each row's own length
-    layer        an operator for each part              `layer_cpu`: a whole layer for a few tokens
-    draw         `sampling.processors`                  `draw_cpu`: the draw of a token
+    linear       products of torch, oneDNN and FBGEMM   `cpu.linear`: packed weights, a few rows
+    attention    `attention.by_torch`                   `cpu.attention`: the cache by each row's own length
+    layer        an operator for each part              `cpu.layer`: a whole layer for a few tokens
+    draw         `sampling.processors`                  `cpu.draw`: the draw of a token
 
-`choice.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what its
-reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
+`cpu.operators.find_operator` decides: this CPU has the instructions, llvmlite is there, and the operator computes what
+its reference computes on a small case; otherwise the run goes on with the reference, and one sentence says so.
 
 On a GPU, kernels in Triton replace torch's operators. `choice_gpu.attempt` tries each before its first use:
 

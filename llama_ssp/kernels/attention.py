@@ -1,6 +1,6 @@
 """Attention of a layer with all that stands between the products around it: the rotary turn, the write to the cache.
 
-`by_torch` is the reference; on a CPU in fp32, for heads of whole vectors, `attention_cpu` computes it in one operator.
+`by_torch` is the reference; on a CPU in fp32, for heads of whole vectors, `cpu.attention` computes it in one operator.
 Elsewhere the decoder has its own ways (`models.llama.attention`).
 
 Shapes: B rows, T positions of a row, M = B * T tokens, H query heads, N key-value heads, X = H + 2 N, S slots of all
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice import find_operator
+from llama_ssp.cpu.operators import find_operator
 from llama_ssp.kernels.rows import SINGLES, KeptRows
 from llama_ssp.settings.layout import LANES
 
@@ -30,7 +30,8 @@ Attention = Callable[..., Tensor]
 Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
 (S, 1, P), positions (B, T), slots_M among those of all rows, and the cache (2 N, S, W). Then the slots (B, T) in their
 row, and `sees` (B, T, A), which of the A slots up to a row's last one each token sees, or `ALL`. Then H, what scores
-are multiplied by, and how many positions a token sees, 0 for all. Returns (M, H * D).
+are multiplied by, and how many positions a token sees, 0 for all: of the A slots `sees` knows that already. Returns
+(M, H * D).
 """
 ALL = torch.empty(0, 0, 0, dtype=torch.bool)
 """A token sees all slots up to its own: no trees."""
@@ -51,12 +52,14 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
     last_B1, num_behind = own_slots_BT[:, -1:], sees_BTA.shape[2]
     behind_M = (own_slots_BT - last_B1 + num_behind).flatten()  # a token and how many of the A slots come before
     for token, (slot, own) in enumerate(zip(slots_M.tolist(), own_slots_BT.flatten().tolist(), strict=True)):
-        num_seen = min(own + 1, window or own + 1)
+        position = int(positions_BT.flatten()[token])
+        num_seen = own - max(position - window, -1) if window else own + 1
         keys_NSD, values_NSD = rows.unpack(cache_2NSW[:, slot + 1 - num_seen : slot + 1], qkv.dtype).split(num_kv)
         seen_S = torch.ones(num_seen, dtype=torch.bool)
         if num_behind:
             behind = int(behind_M[token])
-            seen_S[num_seen - behind :] = sees_BTA.flatten(0, 1)[token, :behind]
+            hidden = max(behind - num_seen, 0)
+            seen_S[num_seen - behind + hidden :] = sees_BTA.flatten(0, 1)[token, hidden:behind]
         query_NGD = turned_MXD[token, :num_heads].unflatten(0, (num_kv, -1))
         attended = functional.scaled_dot_product_attention(
             query_NGD, keys_NSD, values_NSD, attn_mask=seen_S[None, None], scale=scale
@@ -77,7 +80,7 @@ def find_attention(
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
         "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
-        "attention_cpu", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
+        "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
         check=partial(_check, rows, head_dim), instead="without compiled attention",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The draw of a token from the weights of a vocabulary, in one operator: `draw_cpu`.
+"""The draw of a token from the weights of a vocabulary, in one operator: `cpu.draw`.
 
 The reference is `draw` of `sampling.processors`, which decides where the operator is used.
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from llama_ssp.kernels.choice import Operator, find_operator
+from llama_ssp.cpu.operators import Operator, find_operator
 
 NEEDS = ("avx512dq",)
 """Instructions of a CPU that the operator needs: others convert one number at a time."""
@@ -23,5 +23,5 @@ def find_draw(check: Callable[[Operator], None]) -> Draw | None:
     """The operator, if `check` finds that it computes the reference's ids; see `find_operator`."""
     return find_operator(
         "draw(Tensor weights, Tensor uniforms, float units, int tokens_of_a_block) -> Tensor",
-        "draw_cpu", entry="draw", needs=NEEDS, check=check, instead="with a draw of twenty operators",
+        "draw", entry="draw", needs=NEEDS, check=check, instead="with a draw of twenty operators",
     )  # fmt: skip

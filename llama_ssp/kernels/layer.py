@@ -1,4 +1,4 @@
-"""A whole layer in one operator: `layer_cpu`, for a few tokens on one rank, where all its parts are compiled.
+"""A whole layer in one operator: `cpu.layer`, for a few tokens on one rank, where all its parts are compiled.
 
 The reference is an operator for each part; the bits are the same.
 
@@ -14,16 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.kinds import GROUPS, TENSORS
+from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.kernels.attention import ALL, Attention, find_attention
-from llama_ssp.kernels.choice import Operator, find_operator
-from llama_ssp.kernels.linear import GROUPS, NativeLinear, sample
+from llama_ssp.kernels.linear import NativeLinear, sample
 from llama_ssp.kernels.rows import SINGLES, KeptRows
-
-PRODUCTS = ("qkv", "output", "gated", "down")
-PARTS = ("weights", "scales", "bias", "norm")
-PLACES = ("turns", "positions", "slots", "cache", "own_slots", "sees")
-TENSORS = ("x", *PLACES, *(f"{name}_{part}" for name in PRODUCTS for part in PARTS))
-"""The operator's arguments, before its numbers."""
 
 
 class TokenPlaces(NamedTuple):
@@ -75,7 +70,7 @@ def _operator_of(kind: str, rows: KeptRows, head_dim: int, attention: Attention)
     return find_operator(
         f"layer_{kind}_{rows.kind}_{head_dim}({tensors}, float least_qkv, float least_gated, int num_heads, "
         "float scale, int window) -> Tensor",
-        "layer_cpu", kind, rows.kind, head_dim, entry="layer",
+        "layer", kind, rows.kind, head_dim, entry="layer",
         check=partial(_check, kind, rows, head_dim, attention), instead="with an operator for each part of a layer",
     )  # fmt: skip
 

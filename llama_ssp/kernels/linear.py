@@ -4,7 +4,7 @@ All kernels compute y = x W^T + b and agree up to rounding. For the few rows of 
 product of a CPU stays far below memory bandwidth. `make_linear` takes the first of these that can be had:
 
     kernel          weights                                                  elsewhere
-    `NativeLinear`  fp32 of whole blocks, in 16 bits where fp16 holds them   `linear_cpu` writes it
+    `NativeLinear`  fp32 of whole blocks, in 16 bits where fp16 holds them   `cpu.linear` writes it
     `HalfLinear`    fp32 that fp16 holds, of any size                        FBGEMM
     `PackedLinear`  others that may be copied (tied ones may not)            oneDNN
     `PlainLinear`   all, and those of GPUs                                   torch
@@ -22,20 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.choice import Operator, find_operator
-from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
+from llama_ssp.cpu.kinds import BLOCK, DOTS, FP4, FP8, GROUPS, NEEDS, NIBBLES, SHRUNK
+from llama_ssp.cpu.operators import Operator, find_operator
+from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
 from llama_ssp.weights import fp4_rows, int4_rows
 
-BLOCK = 16
-"""Outputs of a block, and inputs that a kernel takes at a time: a layer has a multiple of both."""
-DOTS, FP8, NIBBLES = "dots", "fp8", "nibbles"
-FP4 = tuple(FP4_SCALED)
-GROUPS = {FP8: FP8_GROUP, NIBBLES: INT4_GROUPS[-1], **dict.fromkeys(FP4, FP4_GROUP)}
-"""The fewest inputs that share a word, by kind."""
 SIGN_BIT = 128
-SHRUNK = {FP8: 2.0**8, "nvfp4": 2.0**8}
-"""How much smaller `linear_cpu` reads numbers in E4M3."""
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
 
@@ -81,30 +73,18 @@ class PlainLinear(Linear):
         return self(x_MI).add_(residual_MO)
 
 
-def packed_linear(x_MI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    """OneDNN's product on a packed weight, as an operator without a list argument, which a trace cannot hold."""
-    y_MO: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")
-    return y_MO
-
-
-_library = torch.library.Library("llama_ssp", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
-for _kind_of_weight in ("CPU", "MkldnnCPU"):
-    _library.impl("packed_linear", packed_linear, _kind_of_weight)
-
-
 class PackedLinear(Linear):
     """oneDNN's product on a packed weight. The operators are private to torch: check `can_pack` first."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _FEW_ROWS)
         self._bias_O = bias_O
+        self._product = torch.ops.mkldnn._linear_pointwise.default
         self._sum = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        product = torch.ops.llama_ssp.packed_linear if is_recording() else packed_linear
-        y_MO: Tensor = product(x_MI, self._packed, self._bias_O)
+        y_MO: Tensor = self._product(x_MI, self._packed, self._bias_O, "none", [], "")
         return y_MO
 
     def add(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
@@ -136,18 +116,13 @@ class HalfLinear(Linear):
         return y_MO if self._bias_O is None else y_MO.add_(self._bias_O)
 
 
-NEEDS = {"singles": (), "halves": ("f16c",), "bytes": (), DOTS: ("avx512vnni",), FP8: ("f16c",),
-         NIBBLES: ("avx512f",), **dict.fromkeys(FP4, ("avx512f", "f16c"))}  # fmt: skip
-"""Instructions of a CPU that each kind of compiled product needs."""
-
-
 @cache
 def product_of(kind: str) -> Operator | None:
-    """The operator of a kind of `linear_cpu`, compiled at the first call; None where this machine cannot have it."""
+    """The operator of a kind of `cpu.linear`, compiled at the first call; None where this machine cannot have it."""
     return find_operator(
         f"product_{kind}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
         "float least_square, bool gates) -> Tensor",
-        "linear_cpu", kind, entry="product", shared=("part",), needs=NEEDS[kind],
+        "linear", kind, entry="product", shared=("part",), needs=NEEDS[kind],
         check=partial(_check, kind), instead="without compiled kernels for quantized weights",
     )  # fmt: skip
 
@@ -192,7 +167,7 @@ def operands(kind: str, values_OI: Tensor, scales_O: Tensor) -> tuple[Tensor, Te
 
 
 def pack(kind: str, values_OI: Tensor) -> Tensor:
-    """Lay weights in blocks of outputs, as `linear_cpu` draws it."""
+    """Lay weights in blocks of outputs, as `cpu.linear` draws it."""
     num_outputs, num_inputs = values_OI.shape
     if kind == DOTS:
         words = (values_OI.view(torch.uint8) ^ SIGN_BIT).view(-1, BLOCK, num_inputs // 4, 4)  # 128 more, in one copy
@@ -204,7 +179,7 @@ def pack(kind: str, values_OI: Tensor) -> Tensor:
 def pack_groups(kind: str, codes_OI: Tensor, words_OG: Tensor) -> Tensor:
     """Lay the bytes of FP8, or codes (0 to 15, in bytes), and the words of their groups in blocks of outputs.
 
-    `linear_cpu` draws them. In words of FP8 are the scales times 2^8, in those of 4-bit floats their bytes.
+    `cpu.linear` draws them. In words of FP8 are the scales times 2^8, in those of 4-bit floats their bytes.
     """
     num_groups = words_OG.shape[1]
     codes_BOGI = codes_OI.view(-1, BLOCK, num_groups, codes_OI.shape[1] // num_groups)
@@ -227,12 +202,12 @@ def _with_heads(words_OG: Tensor, codes: Tensor) -> Tensor:
 
 
 class NativeLinear(Linear):
-    """A linear layer by the product of `linear_cpu`, of weights that `fits`.
+    """A linear layer by the product of `cpu.linear`, of weights that `fits`.
 
     Rows, sums and results are fp32. In other number formats, rows and results are converted.
 
     Args:
-        kind: of `linear_cpu`.
+        kind: of `cpu.linear`.
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `fp4_rows`.
         scales_O: one an output; of fp16 and fp32 one number; of FP8 those, of int4 the words of all groups.
         bias_O: None for none.

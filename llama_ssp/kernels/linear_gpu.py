@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP
-from llama_ssp.weights.int4_rows import ZERO_BITS
+from llama_ssp.settings.formats import FP4_GROUP, INT4_ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
 {
@@ -86,7 +85,7 @@ _HALVES_TO_BF16 = tl.constexpr(
     .replace("f16x2", "bf16x2")
 )
 """The same in bf16: 0x4300 | code is 128 + code."""
-_ZERO_BITS = tl.constexpr(ZERO_BITS)
+_ZERO_BITS = tl.constexpr(INT4_ZERO_BITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -3,7 +3,7 @@
     no scale   | D numbers |
     a scale    | D numbers of a byte | 4 bytes: the fp32 number that they are multiplied by |
 
-A row depends on its own numbers alone. `pack` and `unpack` are the reference; `attention_cpu` and `attention_gpu` read
+A row depends on its own numbers alone. `pack` and `unpack` are the reference; `cpu.attention` and `attention_gpu` read
 rows as they are.
 
 Shapes: D head dim, W width of a row.

@@ -5,14 +5,15 @@ Units: bytes, bytes/s, FLOP/s and seconds.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
-from llama_ssp.errors import ConfigError, one_message, unknown_name
-from llama_ssp.machines.profile import RETIRED, Profile, points_of
+from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.fields import made, required, setting
 from llama_ssp.settings.schema import Dtype
 
 
@@ -33,62 +34,59 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
-    """List prices in US dollars per hour, by the numbers of GPUs that are rented together."""
+class MeasuredSum:
+    """Measured time of an all-reduce of a size over some ranks of a node, captured as rounds run it."""
 
-    usd_per_hour: dict[int, float]  # by number of GPUs, for example {1: 4.29, 8: 31.92}; other numbers do not exist.
-    vendor: str | None = None  # who rents it out.
-    date: str | None = None  # when the price was read, for example 2025-06.
-
-    def of(self, num_gpus: int) -> float | None:
-        """The price of the smallest machine with `num_gpus`; None if all are smaller."""
-        return next((usd for size, usd in sorted(self.usd_per_hour.items()) if size >= num_gpus), None)
-
-    def document(self) -> dict[str, Any]:
-        """The price for JSON, whose keys are text."""
-        return asdict(self) | {"usd_per_hour": {str(size): usd for size, usd in sorted(self.usd_per_hour.items())}}
+    num_ranks: int
+    num_bytes: int
+    s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
     """One entry of `conf/hardware`: a node, and the number of nodes."""
 
-    name: str  # name of the entry.
-    device: str  # `cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.
-    # compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache.
-    capability: float = 8.0
-    gpu: str  # name of its GPUs, or of the processor.
-    num_gpus: int  # GPUs of a node, or ranks of a CPU.
-    num_nodes: int = 1  # nodes; several need network.
-    memory_bytes: int  # usable memory of one GPU; on a CPU, of the node.
-    system_bytes: int = 0  # of a CPU's memory, the share of the operating system and of other programs.
-    context_bytes: int  # memory of a process before its first model.
-    collective_bytes: int  # communication buffers per rank, if there are several ranks.
-    bandwidth_bytes_per_s: float  # memory bandwidth from the data sheet.
-    copy_bytes_per_s: float | None = None  # measured memory bandwidth of a plain copy.
-    flops_per_s: dict[str, float]  # dense matrix rate by number format, from the data sheet.
-    flops_share: float = 0.6  # share of that rate that prompts and large batches reach.
-    # by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes.
-    slowdown: dict[str, float] = field(default_factory=dict)
-    # of a CPU: what its first run measures, by storage format, and by number format of unquantized weights.
-    products: dict[str, Speed] = field(default_factory=dict)
-    kernel_s: float  # fixed time of a kernel inside a CUDA graph.
-    launch_s: float  # fixed time of an operator launched from Python.
-    link: Link  # links inside a node.
-    network: Link | None = None  # links between nodes.
-    price: Price | None = None  # on-demand list price; None where none is known.
-    sources: dict[str, str] = field(default_factory=dict)  # where each figure is from.
-    profiles: list[Profile] = field(default_factory=list)  # measurements, which replace the figures above.
+    name: str = required("name of the entry.")
+    device: str = required('`cuda` (NVIDIA and AMD) or `cpu`; a "GPU" of a CPU is one rank.')
+    capability: float = setting(
+        8.0, "compute capability of an NVIDIA GPU; 0 for an AMD GPU. It decides how attention reads the cache."
+    )
+    gpu: str = required("name of its GPUs, or of the processor.")
+    num_gpus: int = required("GPUs of a node, or ranks of a CPU.")
+    num_nodes: int = setting(1, "nodes; several need network.")
+    memory_bytes: int = required("usable memory of one GPU; on a CPU, of the node.")
+    system_bytes: int = setting(0, "of a CPU's memory, the share of the operating system and of other programs.")
+    context_bytes: int = required("memory of a process before its first model.")
+    collective_bytes: int = required("communication buffers per rank, if there are several ranks.")
+    bandwidth_bytes_per_s: float = required("memory bandwidth from the data sheet.")
+    copy_bytes_per_s: float | None = setting(None, "measured memory bandwidth of a plain copy.")
+    flops_per_s: dict[str, float] = required("dense matrix rate by number format, from the data sheet.")
+    flops_share: float = setting(0.6, "share of that rate that prompts and large batches reach.")
+    slowdown: dict[str, float] = made(
+        dict, "by number format, the time of a matrix product relative to fp32 arithmetic on as many bytes."
+    )
+    products: dict[str, Speed] = made(
+        dict,
+        "of a CPU: what its first run measures too, by storage format, and by number format of unquantized weights.",
+    )
+    kernel_s: float = required("fixed time of a kernel inside a CUDA graph.")
+    launch_s: float = required("fixed time of an operator launched from Python.")
+    link: Link = required("links inside a node.")
+    network: Link | None = setting(None, "links between nodes.")
+    usd_per_hour: float | None = setting(
+        None, "what you pay for all nodes; a plan then has the price of a million tokens."
+    )
+    sources: dict[str, str] = made(dict, "where each figure is from.")
+    sums: list[MeasuredSum] = made(list, "what task=calibrate measured, in place of `link`.")
 
     def __hash__(self) -> int:
-        """Equal descriptions have equal hashes; lists of measurements are left out."""
-        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes, len(self.profiles)))
+        """Equal descriptions have equal hashes; tables of measurements are left out."""
+        return hash((self.name, self.num_gpus, self.num_nodes, self.memory_bytes))
 
-    def profile_of(self, num_active: int) -> Profile | None:
-        """The profile with the nearest number of active ranks of a node; None for a machine without profiles."""
-        if not self.profiles:
-            return None
-        return min(self.profiles, key=lambda profile: abs(profile.num_ranks - num_active))
+    @property
+    def is_measured(self) -> bool:
+        """Whether `task=calibrate` has measured this machine."""
+        return "task=calibrate" in self.sources.get("all", "")
 
     @property
     def num_ranks(self) -> int:
@@ -103,20 +101,13 @@ class HardwareConfig:
         return max(self.memory_bytes - self.system_bytes, 0) // self.num_gpus
 
     @property
-    def usd_per_hour(self) -> float | None:
-        """The price of all nodes; None where none is known."""
-        usd = self.price.of(self.num_gpus) if self.price else None
-        return None if usd is None else self.num_nodes * usd
-
-    @property
     def unit(self) -> str:
         """The device of a rank in words."""
         return "GPU" if self.device == "cuda" else "rank"
 
 
 _MAY_BE_ZERO = {
-    "capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s", "round_s",
-    "first_draft_s",
+    "capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s",
 }  # fmt: skip
 
 
@@ -125,11 +116,31 @@ def names() -> list[str]:
     return catalogue.names("hardware")
 
 
+def unknown(name: str) -> str:
+    """Report an unknown machine, and the entry that has as many of its GPUs, as in 4xa100, with the settings for it."""
+    number, chip = re.fullmatch(r"(?:(\d+)x)?(.*)", name.casefold(), re.DOTALL).groups()  # type: ignore[union-attr]
+    wanted, words = int(number or 1), re.findall(r"[a-z0-9]+", chip)
+    alike = [
+        machine for machine in map(load, names())
+        if words and all(word in re.sub(r"[\W_]", "", machine.gpu.casefold()) for word in words)
+    ]  # fmt: skip
+    sentence = unknown_name("hardware", name, names())
+    if not alike or (number is None and similar_name(name, names())):
+        return sentence
+    nearest = min(alike, key=lambda one: (one.num_gpus < wanted, abs(one.num_gpus - wanted), words[0] not in one.name))
+    setting = ""
+    if nearest.num_gpus != wanted:
+        num_nodes, rest = divmod(wanted, nearest.num_gpus)
+        setting = f" hardware.num_nodes={num_nodes}" if num_nodes and not rest else f" hardware.num_gpus={wanted}"
+    meant = f"hardware={nearest.name}{setting}" if setting or not similar_name(name, [nearest.name]) else nearest.name
+    return f"{sentence.partition('; did you mean')[0]}; did you mean {meant}?"
+
+
 def load(name: str) -> HardwareConfig:
     """Read one entry; an unknown name raises ConfigError, and so does a file with problems, listing them all."""
     file = catalogue.find("hardware", name) if name in names() else None
     if file is None:
-        raise ConfigError(unknown_name("hardware", name, names()))
+        raise ConfigError(unknown(name))
     machine, problems = _read_machine(catalogue.read(file))
     if problems:
         where = f"{catalogue.shown(file)}: " if catalogue.is_own(file) else ""
@@ -166,7 +177,7 @@ def _part(kind: type[Any], figures: Any, path: str, problems: list[str]) -> Any:
         problems.append(f"{path} must be a mapping of figures, not {figures!r}")
         return None
     known, values = {each.name: each for each in fields(kind)}, {}
-    unknown = figures.keys() - known.keys() - (RETIRED if kind is Profile else set())
+    unknown = figures.keys() - known.keys()
     problems += (unknown_name(f"figure of {path}", str(key), known) for key in unknown)
     for key, each in known.items():
         if figures.get(key) is not None:
@@ -185,28 +196,18 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
         return {str(name): _part(Speed, speed, f"{path}.{name}", problems) for name, speed in value.items()}
     if get_origin(kind) is list:
         (part,) = get_args(kind)
-        items = points_of(value) or value if isinstance(value, str) else value
-        if isinstance(items, list):
-            return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(items)]
+        if isinstance(value, list):
+            return [_part(part, item, f"{path}[{number}]", problems) for number, item in enumerate(value)]
     found = [*_problems_of_figure(kind, value, path)]
     problems += found
-    if kind == dict[int, float] and not found:
-        return {int(size): usd for size, usd in value.items()}
     return int(value) if kind is int and not found else value
 
 
 def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - what a file holds
     if get_origin(kind) is list:
-        yield f"{path} must be a list, or a table with a heading and lines, not {value!r}"
+        yield f"{path} must be a list, not {value!r}"
     elif kind == dict[str, float]:
         yield from _problems_of_rates(value, path)
-    elif kind == dict[int, float]:
-        sizes: Mapping[Any, Any] = value if isinstance(value, Mapping) and value else {"": value}
-        if not all(str(size).isdecimal() and int(size) for size in sizes):
-            yield f"{path}={value} must give a price for each number of GPUs, for example {{1: 4.29, 8: 31.92}}"
-            return
-        for size, usd in sizes.items():
-            yield from _problems_of_number(usd, f"{path}.{size}")
     elif kind == dict[str, str]:
         if not isinstance(value, Mapping):
             yield f"{path} must say where each figure is from, by its name, not {value!r}"

@@ -86,10 +86,10 @@ def _speeds() -> Path:
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
     """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible.
 
-    The ranks of a CPU share its memory and its cores; what is measured of them together is in its profiles.
+    The ranks of a CPU share its memory and its cores.
     """
     if machine.device == "cpu":
-        share = 1.0 if machine.profiles else machine.num_gpus / world_size
+        share = machine.num_gpus / world_size
         return replace(
             machine, num_gpus=world_size, num_nodes=1, bandwidth_bytes_per_s=share * machine.bandwidth_bytes_per_s,
             copy_bytes_per_s=machine.copy_bytes_per_s and share * machine.copy_bytes_per_s,

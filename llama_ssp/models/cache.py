@@ -15,10 +15,9 @@ Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are re
 width of a kept key or value.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,36 +28,7 @@ from llama_ssp.architectures.family import num_positions, record_of
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import OWN_DTYPE
-from llama_ssp.shapes import static_shape
-
-_T = TypeVar("_T")
-
-
-class Workspace:
-    """Base class of what `allocate` makes; unlike weights, its tensors are replaced by the next `allocate`."""
-
-
-class PerBucket(dict[int, _T], Generic[_T]):
-    """Caches values of `make` by bucket, None excepted: making a view costs as much as a copy, and buckets are few."""
-
-    def __init__(self, make: Callable[[int], _T | None]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, bucket: int) -> _T | None:
-        """Make the value of a bucket."""
-        made = self._make(bucket)
-        if made is not None:
-            self[bucket] = made
-        return made
-
-
-class OwnBuckets(ABC):
-    """Base class of what reads other buckets than the round; tracing follows it into objects that it holds."""
-
-    @abstractmethod
-    def own_bucket(self, bucket: int) -> int:
-        """The bucket that its own cache is read at in a round that reads `bucket`."""
+from llama_ssp.workspaces import PerBucket, Workspace
 
 
 class LayerBuffer(NamedTuple):
@@ -290,7 +260,7 @@ class Masks(Workspace):
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
-        batch_size, _ = static_shape(positions_BT)
+        batch_size, _ = positions_BT.shape
         rows_M = (self._last - positions_BT).flatten()
         return {
             window: rows_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
@@ -315,12 +285,13 @@ class Taps:
 
     Attributes:
         layers: the tapped layers, counted from 0.
+        num_allocations: see `Runner`.
     """
 
     def __init__(self, layers: Sequence[int], *, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = tuple(layers)
         self._width, self._dtype, self._device = width, dtype, device
-        self.num_rows = self._num_slots = 0
+        self.num_rows = self._num_slots = self.num_allocations = 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
         """Make room for `batch_size` rows of `num_slots` tokens, unless there is; see `Runner.allocate`."""
@@ -331,6 +302,7 @@ class Taps:
                 kept_BSX = self._in_rows()
                 slots.kept_MX.view(batch_size, num_slots, width)[:, : kept_BSX.shape[1]].copy_(kept_BSX)
             self.num_rows, self._num_slots, self._slots = batch_size, num_slots, slots
+            self.num_allocations += 1
 
     def _in_rows(self) -> Tensor:
         return self._slots.kept_MX.view(self.num_rows, self._num_slots, -1)
@@ -348,7 +320,7 @@ class Taps:
     def read(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The taps (B, T, X) at positions of rows; None for all rows, in order."""
         taps_MX = self._slots.kept_MX.index_select(0, self.slots(positions_BT, rows_B))
-        return taps_MX.view(*static_shape(positions_BT), -1)
+        return taps_MX.view(*positions_BT.shape, -1)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
         """Copy the taps of some slots of each row to others."""

@@ -35,8 +35,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.kernels.linear import BLOCK, COMPILED, Kernel, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
@@ -59,6 +60,12 @@ Progress = Callable[[int, int], None]
 _READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
+_PASSED_OVER = re.compile(
+    r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_"
+    r"|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$"
+)
+"""Stored tensors of parts that are known not to run, and those that follow from the config."""
+_log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
@@ -402,6 +409,18 @@ def find_sources(model: PreTrainedModel, origin: WeightSource) -> dict[str, str]
     return found
 
 
+def _unread(model: PreTrainedModel, origin: WeightSource, sources: Mapping[str, str]) -> list[str]:
+    """The stored tensors that no parameter takes, except those of images, of further tokens, and of constants."""
+    known = [_PASSED_OVER, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+    first, last = origin.shape.num_hidden_layers, origin.shape.num_hidden_layers + num_mtp_layers(origin.config)
+    return [
+        name
+        for name in sorted(origin.tensors.keys() - set(sources.values()))
+        if not any(pattern.search(name) for pattern in known)
+        and not ((layer := _LAYER.search(name)) and first <= int(layer[1]) < last)
+    ]
+
+
 def _check_layers(origin: WeightSource, parameters: Mapping[str, nn.Parameter], stored: Mapping[str, str]) -> None:
     """Reject stored tensors of layers that config.json lacks: named like a parameter, with another layer number.
 
@@ -465,7 +484,7 @@ def check_model(
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where those fit, as on a CPU without `int8_threshold`.
+    `compiles` says that layers take compiled products where those fit, as on a CPU.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -476,7 +495,10 @@ def check_model(
     split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     model = build_empty(origin)
     check_ranks(origin.shape.model_type, num_ranks)
-    kept = check_packed(model, origin, find_sources(model, origin), quantization)
+    sources = find_sources(model, origin)
+    kept = check_packed(model, origin, sources, quantization)
+    if unread := _unread(model, origin, sources):
+        _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(unread))
     packed, storage = packed_of(origin), format_of(quantization)
     group = (packed and packed.group) or storage.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)

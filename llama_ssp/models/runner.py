@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, V vocabulary; M packed tokens, C pieces of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
-from llama_ssp.shapes import static_shape
 
 
 class Pieces(NamedTuple):
@@ -54,17 +53,27 @@ class TreePlaces(NamedTuple):
     @property
     def seen_slots(self) -> Tensor:
         """Which of the slots that are read each of them sees, (B, T, U)."""
-        _, num_nodes, num_behind = static_shape(self.sees_BTA)
+        _, num_nodes, num_behind = self.sees_BTA.shape
         behind_BU = self.slots_U - (self.slots_BT[:, -1:] - (num_behind - 1))
         at_BTU = behind_BU.clamp(0, num_behind - 1)[:, None].expand(-1, num_nodes, -1)
         seen_BTU = self.sees_BTA.gather(2, at_BTU) & (behind_BU < num_behind)[:, None]
         return seen_BTU | (behind_BU < 0)[:, None]
 
 
-def mask_of(tree: TreePlaces, *, dtype: torch.dtype) -> Tensor:
-    """What attention adds to the scores (B, T, U): 0 for a slot that a token sees, minus infinity for others."""
-    seen_BTU = tree.seen_slots
-    return torch.zeros_like(seen_BTU, dtype=dtype).masked_fill_(~seen_BTU, float("-inf"))
+def masks_of(tree: TreePlaces, windows: Iterable[int | None], *, dtype: torch.dtype) -> dict[int | None, Tensor]:
+    """What attention adds to the scores (B, T, U), by window: 0 for a slot that a token sees, else minus infinity."""
+    seen_BTU, masks = tree.seen_slots, {}
+    for window in dict.fromkeys(windows):
+        near_BTU = nearest(seen_BTU, window)
+        masks[window] = torch.zeros_like(near_BTU, dtype=dtype).masked_fill_(~near_BTU, float("-inf"))
+    return masks
+
+
+def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
+    """The last `window` of the slots that each token sees, which are in the order of their positions; None for all."""
+    if window is None:
+        return seen_BTX
+    return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
 class Runner(Protocol):
@@ -214,7 +223,7 @@ class NullRunner:
         self, ids_BT: Tensor, *_positions: Tensor, score_positions_BR: Tensor | None = None, **_options: object
     ) -> Tensor:
         """Return empty logits (B, R, 0)."""
-        num_rows, num_wanted = static_shape(ids_BT if score_positions_BR is None else score_positions_BR)
+        num_rows, num_wanted = (ids_BT if score_positions_BR is None else score_positions_BR).shape
         return torch.empty(num_rows, num_wanted, 0, device=self.device)
 
     def move(self, from_BD: Tensor, to_BD: Tensor) -> None:

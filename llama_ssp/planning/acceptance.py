@@ -1,39 +1,30 @@
-"""How many drafted tokens a target accepts: a figure of the pair, or those of the nearest known pairs.
+"""How many drafted tokens a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
-A figure of the pair is the user's, or what `task=latency` measured, or the package's: every folder of options may have
-`pairs.yaml`, written by hand, and `measured_pairs.yaml`, which `store` writes. For any other pair conf/acceptance.yaml
-has points of known pairs: the nearest one is the figure, and the nearest three say how low and how high it may be.
+Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
+which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
 
 Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import draft_name, matching_of
-from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import ModelShape, RunConfig, TextKind
+from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import LOCAL
 from llama_ssp.settings.trees import TreeShape
 
-PAIRS, MEASURED, POINTS = "pairs.yaml", "measured_pairs.yaml", "acceptance.yaml"
-NUM_NEAREST = 3
-_OTHER_FAMILY, _OTHER_TOKENIZER, _OTHER_TEXT = 1.0, 2.0, 0.5
-"""Distances of pairs, next to the logarithm of size ratios; and of a point by text or rule, next to temperatures."""
+PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
 PER_TEMPERATURE = 0.15
 """Acceptance that a unit of temperature costs: 0.12 to 0.19 from 0.4 to 1, by docs/benchmarks/acceptance.md."""
-_UNKNOWN_RATIO, _UNKNOWN_TEMPERATURE = 8.0, 0.5
 _HEAD = (
     "# Acceptance of pairs as measured here: written by task=latency with task.store=true. pairs.yaml comes first.\n"
 )
@@ -44,26 +35,12 @@ Gain = Callable[[float, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedPair:
-    """A target and its draft, and all that its acceptance depends on; None where it is not known.
-
-    Attributes:
-        target, draft: names; a draft without a model has the name of its kind.
-        size_ratio: parameters of the target over those of the draft.
-        family: `model_type` of the target.
-        own_tokenizer: the draft has a tokenizer of its own.
-        is_head: the draft is a head; heads are compared with heads alone.
-    """
+    """The names of a target and of its draft, which is that of its kind without a model, and the temperature."""
 
     target: str
     draft: str
     has_model: bool = True
-    size_ratio: float | None = None
-    family: str | None = None
     temperature: float | None = None
-    text: TextKind = TextKind.any
-    rule: str = DEFAULT
-    own_tokenizer: bool = False
-    is_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +49,7 @@ class Acceptance:
 
     Attributes:
         source: where it is from.
-        low, high: of the nearest known pairs, or of a file of pairs; None where it is a single figure.
+        low, high: how far it may be off, where the table says so; None for a single figure.
         is_forecast: nobody has measured the pair.
     """
 
@@ -94,61 +71,17 @@ _LIKE_NOTHING = Acceptance(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownPoint:
-    """One figure of a known pair.
-
-    Attributes:
-        row: its row in docs/benchmarks/published.md, if it has one.
-        is_known: its K is published; no other pair is forecast by a point without it.
-    """
-
-    pair: DraftedPair
-    num_draft_tokens: int
-    tokens_per_round: float
-    source: str
-    row: str | None = None
-    is_known: bool = True
-
-    @property
-    def publisher(self) -> str:
-        """Who measured it: the begin of `source`."""
-        return re.split(r"[,:]", self.source)[0]
-
-    @property
-    def acceptance(self) -> float:
-        """The acceptance that the tokens per round imply."""
-        return implied_acceptance(self.tokens_per_round, self.num_draft_tokens)
-
-
 def pair_of_job(job: PlanSpec) -> DraftedPair:
     """The pair of a job with a draft."""
-    draft, shape = (job.draft.name, job.draft.shape) if job.draft else (str(job.free_draft), None)
-    return _pair(
-        job.target.name, job.target.shape, draft, shape, has_model=job.draft is not None,
-        temperature=job.temperature, text=job.text, rule=job.rule, own_tokenizer=job.matching is not None,
-    )  # fmt: skip
+    name = job.draft.name if job.draft else str(job.free_draft)
+    return DraftedPair(target=job.target.name, draft=name, has_model=job.draft is not None, temperature=job.temperature)
 
 
 def pair_of_run(config: RunConfig) -> DraftedPair:
     """The pair of a run with a draft."""
-    model = config.draft.model
-    return _pair(
-        config.model.name, config.model.shape, str(draft_name(config.draft)), model.shape if model else None,
-        has_model=model is not None, temperature=config.sampling.temperature, text=config.speculation.text,
-        rule=config.verification.rule, own_tokenizer=matching_of(config.draft) is not None,
-    )  # fmt: skip
-
-
-def _pair(
-    target: str, target_shape: ModelShape | None, draft: str, draft_shape: ModelShape | None,
-    **others: Any,  # noqa: ANN401 - fields of a pair
-) -> DraftedPair:  # fmt: skip
-    sizes = [inventory(shape).num_parameters for shape in (target_shape, draft_shape) if shape]
     return DraftedPair(
-        target=target, draft=draft, family=target_shape.model_type if target_shape else None,
-        size_ratio=sizes[0] / sizes[1] if target_shape and draft_shape else None,
-        is_head=draft_shape is not None and draft_shape.is_head, **others,
+        target=config.model.name, draft=str(draft_name(config.draft)), has_model=config.draft.model is not None,
+        temperature=config.sampling.temperature,
     )  # fmt: skip
 
 
@@ -160,79 +93,12 @@ def expected_of_job(job: PlanSpec) -> Acceptance:
 
 
 def expected(pair: DraftedPair) -> Acceptance:
-    """The pair's own figure, else that of the nearest; raises ConfigError for a user's file that is wrong."""
-    return known(pair) or (nearest(pair) if pair.has_model else _LIKE_NOTHING)
-
-
-@lru_cache(maxsize=1024)  # a search asks for the same few pairs
-def nearest(pair: DraftedPair, *, without: str | None = None) -> Acceptance:
-    """The figure of the nearest known pair, between the lowest and the highest of the nearest three.
-
-    Pairs of the publisher `without` do not count.
-
-    A draft that is smaller for its target than all three has the lowest. Of several points of a known pair, the nearest
-    in temperature, text and rule counts.
-    """
-    found = _nearest_points(pair, without)
-    figures = [point.acceptance for point in found]
-    first, *others = (
-        f"{point.pair.target} with {point.pair.draft} ({figure:.2f})"
-        for point, figure in zip(found, figures, strict=True)
-    )
-    ratios = [point.pair.size_ratio or 0.0 for point in found]
-    is_smaller = not pair.is_head and pair.size_ratio is not None and pair.size_ratio > max(ratios)
-    smaller = "; the draft is smaller than theirs, and has the lowest" if is_smaller else ""
-    return Acceptance(
-        probability=min(figures) if is_smaller else figures[0], low=min(figures), high=max(figures), is_forecast=True,
-        source=f"no figure of this pair: nearest is {first}, then {' and '.join(others)}{smaller}",
-    )  # fmt: skip
-
-
-def _nearest_points(pair: DraftedPair, without: str | None) -> list[KnownPoint]:
-    others: dict[tuple[str, str], list[KnownPoint]] = {}
-    for point in points():
-        is_alike = point.is_known and point.pair.is_head == pair.is_head and point.publisher != without
-        if is_alike and (point.pair.target, point.pair.draft) != (pair.target, pair.draft):
-            others.setdefault((point.pair.target, point.pair.draft), []).append(point)
-    by_pair = [min(found, key=lambda point: _distance_of_draws(pair, point.pair)) for found in others.values()]
-    return sorted(by_pair, key=lambda point: _distance_of_models(pair, point.pair))[:NUM_NEAREST]
-
-
-def _distance_of_models(one: DraftedPair, other: DraftedPair) -> float:
-    ratios = (each.size_ratio or _UNKNOWN_RATIO for each in (one, other))
-    apart = abs(math.log(next(ratios) / next(ratios))) + _OTHER_FAMILY * (one.family != other.family)
-    return apart + _OTHER_TOKENIZER * (one.own_tokenizer != other.own_tokenizer)
-
-
-def _distance_of_draws(one: DraftedPair, other: DraftedPair) -> float:
-    first, second = (_UNKNOWN_TEMPERATURE if each.temperature is None else each.temperature for each in (one, other))
-    texts = {one.text, other.text} - {TextKind.any}
-    is_greedy = one.temperature == 0  # all rules coincide
-    return (
-        abs(first - second) + _OTHER_TEXT * (len(texts) > 1) + _OTHER_TEXT * (one.rule != other.rule and not is_greedy)
-    )
-
-
-@cache
-def points() -> tuple[KnownPoint, ...]:
-    """All points of conf/acceptance.yaml, by pair."""
-    found = []
-    for entry in catalogue.read(catalogue.conf_dir() / POINTS)["pairs"]:
-        target_size, draft_size = entry["parameters"]
-        for point in entry["points"]:
-            pair = DraftedPair(
-                target=entry["target"], draft=entry["draft"], family=entry["family"],
-                size_ratio=target_size / draft_size, own_tokenizer=entry.get("own_tokenizer", False),
-                is_head=entry.get("head", False),
-                temperature=point["temperature"], text=TextKind[point["text"]], rule=point.get("rule", DEFAULT),
-            )  # fmt: skip
-            found.append(
-                KnownPoint(
-                    pair=pair, num_draft_tokens=point["K"], tokens_per_round=point["tokens_per_round"],
-                    source=point["source"], row=point.get("row"), is_known=point.get("k_is_published", True),
-                )
-            )  # fmt: skip
-    return tuple(found)
+    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong."""
+    if found := known(pair):
+        return found
+    if not pair.has_model:
+        return _LIKE_NOTHING
+    return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 
 def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
@@ -259,32 +125,26 @@ def known(pair: DraftedPair) -> Acceptance | None:
     Of figures at several temperatures, the nearest is taken, and moved to the pair's. None if no file has one; a file
     without the form of the package's raises ConfigError.
     """
-    files = _files(tuple(catalogue.folders()))
     names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
 
     def distance(entry: Mapping[str, Any]) -> float:
         known_at = entry.get("temperature")
         return abs(known_at - pair.temperature) if known_at is not None and pair.temperature is not None else 0.0
 
+    files = _files(tuple(catalogue.folders()))
     of_pair = (
         min((entry for entry in content.get("pairs", []) if (entry["target"], entry["draft"]) == names), key=distance,
             default=None)
         for content in files
     )  # fmt: skip
-    of_draft = (_of_text(content.get("drafts", {}).get(pair.draft), pair.text) for content in files)
-    entry = next(filter(None, (*of_pair, *of_draft, *(content.get("default") for content in files))), None)
-    if entry is None:
-        return None
-    return _at_temperature(entry, pair.temperature)
+    of_draft = (content.get("drafts", {}).get(pair.draft) for content in files)
+    of_user = (content.get("default") for content in files[:-1])
+    entry = next(filter(None, (*of_pair, *of_draft, *of_user)), None)
+    return entry and _figure(entry, pair.temperature)
 
 
-def _of_text(entry: dict[str, Any] | None, text: TextKind) -> dict[str, Any] | None:
-    """The figure of a draft for a kind of text, if it has one of its own."""
-    return entry and entry.get("by_text", {}).get(text.name, entry)
-
-
-def _at_temperature(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
-    """A figure at another temperature than its own."""
+def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
+    """A figure of a table, moved from its own temperature."""
     known_at, source, moved = entry.get("temperature"), entry["source"], 0.0
     if known_at is not None and temperature is not None and known_at != temperature:
         moved = PER_TEMPERATURE * (known_at - temperature)
@@ -318,7 +178,7 @@ def store(entry: Mapping[str, Any]) -> Path:
 
 @cache
 def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The contents of the files of several folders, the first to be asked first."""
+    """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
     named = [folder / name for folder in where for name in (PAIRS, MEASURED)]
     return [_read(file) for file in named if file.is_file()]
 
@@ -332,10 +192,7 @@ def _read(file: Path) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     if not wrong:
         entries = {f"pair {number}": entry for number, entry in enumerate(content.get("pairs", []), start=1)}
-        for name, entry in content.get("drafts", {}).items():
-            texts = entry.get("by_text", {}) if isinstance(entry, dict) else {}
-            of_texts = texts if isinstance(texts, dict) else {"by_text": texts}
-            entries |= {f"draft {name}": entry} | {f"draft {name}, {text}": each for text, each in of_texts.items()}
+        entries |= {f"draft {name}": entry for name, entry in content.get("drafts", {}).items()}
         entries |= {"default": content["default"]} if "default" in content else {}
     problems += [f"{name} {problem}" for name, entry in entries.items() if (problem := _problem(name, entry))]
     if problems:
@@ -409,15 +266,6 @@ def tree_tokens(acceptance: float, tree: TreeShape) -> float:
         level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
         reached += level
     return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1])
-
-
-def implied_acceptance(num_tokens: float, num_draft_tokens: int) -> float:
-    """Inverse of `tokens_per_round` by the acceptance; 1 beyond K + 1."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_round(middle, num_draft_tokens) < num_tokens else (low, middle)
-    return high
 
 
 def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:

@@ -22,15 +22,12 @@ from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import (
     GB,
-    READ_BYTES_PER_S,
     RankMemoryPlan,
     fits,
     fullest_rank,
-    largest,
     largest_batch,
     largest_context,
     model_bytes,
-    waiting_bytes,
 )
 from llama_ssp.planning.search import (
     MOST_NODES,
@@ -38,12 +35,13 @@ from llama_ssp.planning.search import (
     has_its_own_number,
     length_setting,
     placement_settings,
+    without_draft,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import OWN_DTYPE, format_of, formats
-from llama_ssp.settings.schema import DraftLayout, Dtype, Offload, TargetKind, WholeParts
+from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
 from llama_ssp.words import counted, rounded
 
 GIB = 2**30
@@ -60,19 +58,10 @@ def notes(job: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fulle
             f"{hardware.system_bytes / GIB:.3g} of {hardware.memory_bytes / GIB:.3g} GiB are left to the operating "
             "system and other programs (hardware.system_bytes)"
         )
-    is_quantized = any(model and format_of(model.quantization).is_quantized for model in (job.target, job.draft))
-    if hardware.device == "cpu" and hardware.profiles and is_quantized:
-        yield "the times are those of unquantized layers: quantized layers were not measured on this machine"
     if job.target_kind is TargetKind.accelerate:
         num_devices = len(job.target_devices)
         where = "on one device" if num_devices == 1 else f"over {num_devices} GPUs of rank {job.target_ranks[0]}"
         yield f"the target is placed layer-wise {where}; host time in accelerate's hooks is not forecast"
-    if num_bytes := waiting_bytes(job):
-        place = "host memory" if job.offload is Offload.cpu else "disk"
-        yield (
-            f"{num_bytes / GB:.4g} GB of the target are offloaded to {place}, whose capacity is not checked; every "
-            f"forward reads them at an estimated {READ_BYTES_PER_S[job.offload] / GB:g} GB/s"
-        )
     if job.target_kind is TargetKind.deepspeed:
         whole = model_bytes(inventory(job.target.shape), job.target, device=job.device).total_bytes
         yield (
@@ -340,7 +329,6 @@ def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
         yield start.then("model.cache_dtype=int8", job=narrow)
     yield from _first_with_room(_more_ranks(job, hardware))
     yield from _first_with_room(_other_machines(job, hardware))
-    yield from _offloaded(job, hardware)
 
 
 def _placed(step: _Way) -> Iterator[_Way]:
@@ -351,17 +339,9 @@ def _placed(step: _Way) -> Iterator[_Way]:
         return
     places = on_block(job, len(job.layout.ranks)) if job.target_kind is TargetKind.tensor else ()
     others = [other for other in places if other.layout != job.layout]
-    if job.draft_kind is DraftLayout.sharded and len(job.draft_ranks) > 1 and job.draft_whole.keeps_embedding:
-        others.append(replace(job, draft_whole=WholeParts.none))
     for other in others:
         yield step.then(*placement_settings(replace(other, num_replicas=1)), job=other)
-    yield step.then("draft=none", job=_without_draft(job))
-
-
-def _without_draft(job: PlanSpec) -> PlanSpec:
-    """The job without a draft, whose own ranks the target has then."""
-    ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
-    return replace(job, draft=None, matching=None, draft_ranks=(), target_ranks=ranks)
+    yield step.then("draft=none", job=without_draft(job))
 
 
 def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -431,54 +411,20 @@ def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
 
 
 def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
-    """The job on every rented size of the other machines of the catalogue; those with the least memory come first."""
+    """The job on each other machine of the catalogue; those with the least memory come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return []
-    found, is_changed = [], not has_its_own_number(hardware)
+    found = []
     for machine in map(machines.load, machines.names()):
-        if machine.device != "cuda" or machine.gpu == hardware.gpu:
+        size, rest = divmod(machine.num_gpus, job.num_replicas)
+        if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(job, size)):
             continue
-        for size in block_sizes(machine.num_gpus // job.num_replicas):
-            num_gpus, other = size * job.num_replicas, same_kind(job, size)
-            if other and (machine.price is None or num_gpus in machine.price.usd_per_hour):
-                settings = [f"hardware={machine.name}"]
-                settings += [f"hardware.num_gpus={num_gpus}"] if is_changed or num_gpus != machine.num_gpus else []
-                settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
-                smaller = replace(machine, num_gpus=num_gpus)
-                start = _Way(kind="machine", loss=Loss.more, job=job, hardware=smaller)
-                found.append(start.then(*settings, job=other))
+        settings = [f"hardware={machine.name}"]
+        settings += [] if has_its_own_number(hardware) else [f"hardware.num_gpus={machine.num_gpus}"]
+        settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
+        start = _Way(kind="machine", loss=Loss.more, job=job, hardware=machine)
+        found.append(start.then(*settings, job=other))
     return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
-
-
-def _offloaded(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
-    """The target layer-wise on the GPUs of a node, with as many layers outside as must be.
-
-    Only unquantized layers can wait: a GPU's in the host's memory, a CPU's on its disk.
-    """
-    is_quantized = job.target.stored_format or format_of(job.target.quantization).is_quantized
-    if is_quantized or job.num_replicas > 1 or job.offload is not Offload.none:
-        return
-    where = Offload.cpu if job.device == "cuda" else Offload.disk
-    placed = replace(
-        job, target=replace(job.target, by_library=True), target_kind=TargetKind.accelerate, target_ranks=(0,),
-        spare_devices=tuple(range(1, hardware.num_gpus)),
-        draft_kind=DraftLayout.one_rank, draft_ranks=(0,) if job.draft else (), cuda_graphs=False, offload=where,
-    )  # fmt: skip
-
-    def has_room(most_gb: int) -> bool:
-        """Too little room for the embeddings and the head counts as room, so that more is tried."""
-        try:
-            return fullest_rank(replace(placed, max_device_bytes=most_gb * GB), hardware).fits
-        except PlacementError:
-            return True
-
-    most_gb = largest(has_room, hardware.rank_bytes // GB)
-    settings = ["placement.target.kind=accelerate", f"placement.target.offload={where.name}"]
-    settings.append(f"placement.target.max_memory_gb={most_gb}")
-    if job.draft and job.draft_kind is not DraftLayout.one_rank:
-        settings.append(f"placement.draft.kind={DraftLayout.one_rank.name}")
-    start = _Way(kind="offload", loss=Loss.time, job=job, hardware=hardware)
-    yield start.then(*settings, job=replace(placed, max_device_bytes=most_gb * GB))
 
 
 def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
@@ -506,7 +452,7 @@ def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         target = planned_model(catalogue.load(name), device=job.device)
         other, settings = replace(job, target=replace(target, by_library=job.target.by_library)), [f"model={name}"]
         if job.draft and job.draft.name not in _smaller(name):
-            other = _without_draft(other)
+            other = without_draft(other)
             settings.append("draft=none")
         steps.append(_Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
     return _first_with_room(steps)

@@ -9,14 +9,13 @@ Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, 
 Layer-wise placement, which the loader does by `split_row` too:
 
     device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
-    waiting:  layers 28-31, offloaded; every forward reads them into device 0
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle
 from typing import Any
 
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
@@ -38,7 +37,15 @@ from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, ModelShape, Offload, TargetKind, WholeParts
+from llama_ssp.settings.schema import (
+    ADAPTIVE_LENGTHS,
+    DRAFT_WHOLE,
+    DraftLayout,
+    Dtype,
+    ModelShape,
+    TargetKind,
+    WholeParts,
+)
 from llama_ssp.settings.stored import PackedLayout
 
 HALF_BLOCK = 512
@@ -213,97 +220,20 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 
 
 GB = 10**9
-READ_BYTES_PER_S = {Offload.cpu: 12e9, Offload.disk: 2e9}
-"""Estimates for pageable host memory over PCIe 4 x16 and for an NVMe disk, not of the planned machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerPlacement:
-    """Layers held by each device, and the waiting (offloaded) layers, which the first device computes."""
-
-    held: tuple[range, ...]
-    waiting: range
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowBytes:
-    """Bytes of each layer, of what comes before the first, and of what follows the last."""
-
-    layer: int
-    before: int
-    after: int
-
-
-def split_row(num_layers: int, sizes: RowBytes, *, num_devices: int, max_bytes: int | None) -> LayerPlacement:
-    """Split layers evenly; if a device lacks room, fill each device and offload the rest.
-
-    Each device may have `max_bytes` of weights, without limit if None. If embeddings or head do not fit on a device,
-    PlacementError is raised.
-    """
+def split_row(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
+    """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
     used = min(num_devices, num_layers)
-    held = split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
-    if max_bytes is None:
-        return LayerPlacement(held=held, waiting=range(num_layers, num_layers))
-    fixed = [0] * num_devices
-    fixed[0] += sizes.before
-    fixed[-1] += sizes.after
-    if max(fixed) > max_bytes:
-        raise PlacementError(
-            f"placement.target.max_memory_gb={max_bytes / GB:g} has no room for the embeddings and the head, which are "
-            f"never offloaded: give at least {max(fixed) / GB:.4g}"
-        )
-    room = [(max_bytes - part) // sizes.layer for part in fixed]
-    if any(len(part) > most for part, most in zip(held, room, strict=True)):
-        edges = [min(sum(room[:count]), num_layers) for count in range(num_devices + 1)]
-        held = tuple(range(start, stop) for start, stop in pairwise(edges))
-    return LayerPlacement(held=held, waiting=range(held[-1].stop, num_layers))
-
-
-def check_offload(offload: Offload, *, quantization: str, device: str) -> None:
-    """Raise PlacementError for quantized layers, and for a CPU that would offload to its own memory."""
-    if offload is Offload.none:
-        return
-    if format_of(quantization).is_quantized:
-        raise PlacementError(
-            f"placement.target.offload={offload.name} supports only unquantized layers, and those of the target are "
-            f"{quantization}: use model.quantization=none on unquantized files, or no offload"
-        )
-    if offload is Offload.cpu and device == "cpu":
-        message = "placement.target.offload=cpu has no effect where the model is on the CPU: use offload=disk or none"
-        raise PlacementError(message)
-
-
-def layer_placement_of(job: PlanSpec) -> LayerPlacement:
-    """The layer-wise placement of a job's target; raises as `split_row` and `check_offload`."""
-    check_offload(job.offload, quantization=job.target.quantization, device=job.device)
-    sizes, num_devices = row_bytes(job), len(job.target_devices)
-    return split_row(job.target.shape.num_hidden_layers, sizes, num_devices=num_devices, max_bytes=job.max_device_bytes)
-
-
-def row_bytes(job: PlanSpec) -> RowBytes:
-    """Bytes of a job's target in its precision; on several devices the last one has its own tied embedding."""
-    whole, alone = inventory(job.target.shape), len(job.target_devices) == 1
-
-    def size(num_layers: int, *, first: bool, last: bool) -> int:
-        held = whole.of_layers(num_layers, first=first, last=last)
-        return model_bytes(held, job.target, device=job.device).total_bytes
-
-    before = size(0, first=True, last=False)
-    after = size(0, first=True, last=True) - before if alone else size(0, first=False, last=True)
-    return RowBytes(layer=size(1, first=False, last=False), before=before, after=after)
-
-
-def waiting_bytes(job: PlanSpec) -> int:
-    """Bytes of offloaded layers, which every forward reads."""
-    return 0 if job.offload is Offload.none else len(layer_placement_of(job).waiting) * row_bytes(job).layer
+    return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked or
-    offloaded matrix. `beside_bytes` are needed in addition to the weights while loading.
+    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked
+    matrix. `beside_bytes` are needed in addition to the weights while loading.
     """
 
     weights: WeightBytes = WeightBytes()
@@ -321,7 +251,7 @@ _NOTHING = _Part()
 def rank_shares(
     model: PlannedModel, *, num_ranks: int, kind: TargetKind, whole: WholeParts = WholeParts.none
 ) -> tuple[Inventory, ...]:
-    """The parameters on each rank, or layer-wise on each device without offload; PlacementError if impossible.
+    """The parameters on each rank, or layer-wise on each device; PlacementError if impossible.
 
     `whole` is what each rank of our own tensor parallelism holds whole.
     """
@@ -364,20 +294,16 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 
 
 def _layer_wise_parts(job: PlanSpec) -> Iterator[_Part]:
-    """The parts of a layer-wise target by device; the first also computes the offloaded layers."""
-    model, row = job.target, layer_placement_of(job)
+    """The parts of a layer-wise target by device."""
+    model, row = job.target, split_row(job.target.shape.num_hidden_layers, num_devices=len(job.target_devices))
     (whole,) = _parts(
         model, job.device, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size, num_slots=job.num_slots
     )
-    layer = inventory(model.shape).layer
-    read_bytes = DTYPE_BYTES[model.dtype] * max(matrix.num_elements for matrix in layer) if row.waiting else 0
-    for device, held in enumerate(_layer_wise(model, row.held)):
-        weights, is_first = model_bytes(held, model, device=job.device), device == 0
-        num_layers = len(row.held[device]) + (len(row.waiting) if is_first else 0)
+    for layers, held in zip(row, _layer_wise(model, row), strict=True):
+        weights = model_bytes(held, model, device=job.device)
         yield replace(
             whole, weights=weights, beside_bytes=weights.beside_bytes,
-            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * num_layers,
-            working_bytes=max(whole.working_bytes, read_bytes if is_first else 0),
+            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
         )  # fmt: skip
 
 
@@ -432,7 +358,7 @@ def _draft_parts(job: PlanSpec) -> dict[int, _Part]:
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
     parts = _parts(
-        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=job.draft_whole, num_rows=num_rows,
+        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=DRAFT_WHOLE, num_rows=num_rows,
         num_slots=job.draft_slots, has_embedding=not job.shares_embedding,
     )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))
@@ -541,10 +467,13 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
             _activation_bytes(job, hardware, model, part) for model, part in ((job.target, target), (job.draft, draft))
         ),
     }
+    held = [model for model, part in ((job.target, target), (job.draft, draft)) if model and part is not _NOTHING]
+    packages = [format_of(model.quantization).package_bytes for model in held if hardware.device == "cpu"]
+    context_bytes = hardware.context_bytes + max(packages, default=0)
     fixed = {
         "graphs_bytes": _graph_bytes(job, hardware, drafts=draft is not _NOTHING) if job.cuda_graphs else 0,
         "collectives_bytes": hardware.collective_bytes * _num_communicators(job, rank),
-        "context_bytes": hardware.context_bytes,
+        "context_bytes": context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
     loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
@@ -553,7 +482,7 @@ def _rank_memory(job: PlanSpec, hardware: HardwareConfig, rank: int, target: _Pa
         **served,
         **fixed,
         total_bytes=sum(served.values()) + sum(fixed.values()),
-        loading_peak_bytes=loading + hardware.context_bytes + fixed["collectives_bytes"],
+        loading_peak_bytes=loading + context_bytes + fixed["collectives_bytes"],
         capacity_bytes=hardware.rank_bytes,
         target_repeated_bytes=target.weights.on_every_rank_bytes,
         draft_repeated_bytes=draft.weights.on_every_rank_bytes,
@@ -682,8 +611,8 @@ def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096)
 
 
 def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
-    """The longest row (prompt and new tokens) that fits at this batch size and in the models' contexts."""
-    models = [job.target, *([job.draft] if job.draft else [])]
+    """The longest row (prompt and new tokens) that fits at this batch size and in the context."""
+    models = [job.target, *([job.draft] if job.draft and job.overlaps else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
     prompt = largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
     return prompt + job.max_new_tokens if prompt else 0

@@ -20,14 +20,15 @@ from llama_ssp.planning.memory import (
     largest_context,
     memory,
     model_bytes,
-    waiting_bytes,
 )
-from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_families, notes_on_storage
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 GIB = 2**30
+_SECONDS_PER_HOUR, _MILLION = 3600, 10**6
+_FINDINGS = "docs/findings/gpus.md"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,6 +62,15 @@ class Plan:
         """The rank with the least free memory."""
         return min(self.ranks, key=lambda rank: rank.free_bytes)
 
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """The price of new tokens in the faster mode, with the time of their prompts; None without a price."""
+        usd, timed, job = self.hardware.usd_per_hour, self.timing, self.job
+        run_s = timed.speculative_run_s if (timed.speedup or 0.0) > 1 else timed.plain_run_s
+        if usd is None or run_s is None:
+            return None
+        return usd / _SECONDS_PER_HOUR * _MILLION * run_s / (job.batch_size * job.num_replicas)
+
     def __repr__(self) -> str:
         job, machine, full, timed = self.job, self.hardware, self.fullest, self.timing
         drafted = job.draft.name if job.draft else job.free_draft
@@ -93,6 +103,7 @@ def make_plan(job: PlanSpec, hardware: HardwareConfig, *, remark: str | None = N
             *([remark] if remark else []),
             *notes_on_families(*filter(None, (job.target, job.draft))),
             *notes_on_storage(job),
+            *notes_on_contexts(job),
             *unmeasured(job, hardware),
             *advice.notes(job, hardware, heads, fullest),
             *advice.better_draft(job, hardware, timed),
@@ -143,27 +154,21 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
 
 def document(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON document."""
-    job, figures = plan.job, asdict(plan.hardware)
-    profiles, price = figures.pop("profiles"), plan.hardware.price
+    job = plan.job
     return {
         "plan_version": PLAN_VERSION,
         "fits": plan.fits,
         "is_tight": plan.fits and plan.fullest.is_tight,
-        "usd_per_hour": plan.hardware.usd_per_hour,
-        "hardware": figures | {
-            "price": price and price.document(),
-            "measured_for_ranks": [profile["num_ranks"] for profile in profiles],
-        },
+        "usd_per_million_tokens": plan.usd_per_million_tokens,
+        "hardware": asdict(plan.hardware),
         "target": _model(job.target, plan, prefix="target") | {
             "kind": job.target_kind.name,
             "ranks": list(job.target_ranks),
             "devices": list(job.target_devices),
             "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in job.target_devices],
-            "offload": job.offload.name,
-            "offloaded_bytes": waiting_bytes(job),
         },
         "draft": _model(job.draft, plan, prefix="draft")
-        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks), "whole": job.draft_whole.name}
+        | {"kind": job.draft_kind.name, "ranks": list(job.draft_ranks)}
         if job.draft
         else None,
         "job": {
@@ -223,8 +228,10 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 def basis(hardware: HardwareConfig) -> str:
     """What the times rest on."""
     machine = "GPU" if hardware.device == "cuda" else "machine"
-    if hardware.profiles or "task=calibrate" in hardware.sources.get("all", ""):
+    if hardware.is_measured:
         return f"forecast by what task=calibrate measured on this {machine}"
+    if any(_FINDINGS in source for source in hardware.sources.values()):
+        return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
     return f"forecast by data sheet; this engine has not been measured on this {machine}"
 
 
@@ -264,7 +271,6 @@ def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
         "round_ms": ms(timed.round_s),
         "draft_step_ms": ms(timed.draft_forward_s),
         "verify_ms": ms(timed.verify_s),
-        "other_ms": ms(timed.other_s),
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
         "cost_ratio": timed.cost_ratio,

@@ -1,4 +1,4 @@
-"""All ways to use ranks for a job: `placement=auto`, `search=true`, comparisons of machines and advice choose here.
+"""All ways to use ranks for a job: `placement=auto`, `search=true` and advice choose among these layouts.
 
 The ranks form one block per replica, and the blocks have equal sizes. Inside a block:
 
@@ -8,49 +8,33 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
 
 A search ranks them by speed for one machine: the asked model first, then the smaller ones of its series, each in every
-precision, with every draft of its vocabulary and the best K, those that do not fit last.
-
-A comparison ranks machines: what fits, how fast it decodes, on how many GPUs, and at what price. Each number of GPUs
-that is rented together is tried, with replicas of 1, 2, 4, ... of them that fill it; without a price it is the whole
-node. A job that fits no node is tried on several.
+precision, with every draft of its vocabulary and the best K, those that do not fit last. What the user gave stays: a
+search varies no setting of the command line.
 """
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
-from llama_ssp.machines.hardware import HardwareConfig, Price
+from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
-from llama_ssp.planning.spec import (
-    PlannedModel,
-    PlanSpec,
-    block_sizes,
-    job_of_plan,
-    notes_on_families,
-    on_block,
-    planned_model,
-)
-from llama_ssp.planning.timing import Ends, Timing, times, timing
+from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
+from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import NGRAM_DRAFT
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.layout import named
+from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     ADAPTIVE,
     ADAPTIVE_LENGTHS,
     DraftLayout,
-    DraftPlacement,
     ModelConfig,
-    Objective,
-    PlacementConfig,
-    PlanConfig,
-    TextKind,
-    WholeParts,
+    TargetKind,
 )
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.words import rounded
@@ -59,18 +43,16 @@ GIB = 2**30
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
-Cost: TypeAlias = tuple[bool, int, float]
-"""What a choice on a machine is made by, see `_cost`."""
-NO_COST: Cost = (True, 0, math.inf)
 FEW_ROWS = 4
 """Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
+_OF_SEARCHES = frozenset({"search", "format", "figure"})
 
 
 def layouts(job: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
     """The job in every layout of `num_ranks`; its own ranks and draft kind are ignored.
 
     It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between, and its ranks hold each of `WholeParts` whole.
+    has one rank or all; if `thorough` also every number between.
     """
     most = num_ranks // job.num_replicas
     for size in block_sizes(most) if divides else [most]:
@@ -88,15 +70,7 @@ def placement_settings(job: PlanSpec) -> list[str]:
     num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(job.draft_kind, len(job.target_ranks))
     if len(job.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(job.draft_ranks)}")
-    if whole := _unusual_whole(job):
-        settings.append(f"placement.draft.whole={whole.name}")
     return settings
-
-
-def _unusual_whole(job: PlanSpec) -> WholeParts | None:
-    """What the ranks that share a draft hold whole; None by default, and where no ranks share it."""
-    is_shared = job.draft is not None and job.draft_kind is not DraftLayout.replicated and len(job.draft_ranks) > 1
-    return job.draft_whole if is_shared and job.draft_whole is not DraftPlacement().whole else None
 
 
 def by_length(job: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
@@ -120,17 +94,6 @@ def length_setting(job: PlanSpec) -> str:
     if job.tree:
         return f"speculation.tree={job.tree.text}"
     return f"speculation.num_draft_tokens={ADAPTIVE if job.adapts else job.num_draft_tokens}"
-
-
-def _of_choice(job: PlanSpec) -> Iterator[str]:
-    """The settings of a job of a search besides the names of its models."""
-    if job.draft and job.draft.setting != NO_QUANTIZATION:
-        yield f"draft.model.quantization={job.draft.setting}"
-    yield from placement_settings(job)
-    if job.drafts:
-        yield length_setting(job)
-    if job.device == "cuda" and not job.cuda_graphs:
-        yield "cuda_graphs=false"
 
 
 def notes_on_guesses(adapts: Iterable[bool]) -> list[str]:
@@ -191,171 +154,227 @@ def _described(job: PlanSpec) -> str:
     target = f"{copies}the target on {named(job.target_ranks)}"
     if not job.draft:
         return target
-    whole = f", {each.name} whole" if (each := _unusual_whole(job)) else ""
-    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name}{whole})"
+    kind = "" if job.draft_kind is DraftLayout.one_rank else f" ({job.draft_kind.name})"
     return f"{target} and the draft on {named(job.draft_ranks)}{kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Priced:
-    """A job with its seconds per token and what it is chosen by (`_cost`), or with why it is ruled out."""
+class Choice:
+    """A job with its seconds per token, or with why it is ruled out."""
 
     job: PlanSpec
     fullest: RankMemoryPlan | None = None
     timed: Timing | None = None
     token_s: float = math.inf
-    cost: Cost = NO_COST
     reason: str | None = None
 
-    @property
-    def order(self) -> tuple[Cost, float]:
-        """Sort key for jobs on the same GPUs."""
-        return self.cost, self.fullest.needed_bytes if self.fullest else math.inf
 
-    def figures(self) -> dict[str, Any]:
-        """What rows of a search and of a comparison have in common."""
-        job, full, fits = self.job, self.fullest, self.reason is None
-        return {
-            "num_replicas": job.num_replicas,
-            "batch_size": job.batch_size,
-            "quantization": job.target.weights_name,
-            "draft": job.draft.name if job.draft else job.free_draft,
-            "draft_quantization": job.draft.weights_name if job.draft else None,
-            "draft_kind": job.draft_kind.name if job.draft else None,
-            "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
-            "adapts": job.drafts and job.adapts,
-            "tree": job.tree and job.tree.text,
-            "ms_per_token": 1e3 * self.token_s if fits else None,
-            "tokens_per_s": job.batch_size * job.num_replicas / self.token_s if fits else None,
-            "needed_bytes": full.needed_bytes if full else None,
-            "is_tight": full is not None and full.is_tight,
-            "reason": self.reason,
-        }
+def priced(job: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> Choice:
+    """Price a job with the best K that fits, and without CUDA graphs where no K has room for them.
 
-
-def _cost(job: PlanSpec, timed: Timing, token_s: float, config: PlanConfig | None, num_rows: int = 1) -> Cost:
-    """Whether it exceeds a limit of time, the batches that rows wait for, and seconds of a token while it is decoded.
-
-    If the objective counts prompts, no batches, and seconds with the prompts over all rows.
-    """
-    if config is None:
-        return False, 0, token_s
-    completion_s = timed.prefill_s + (job.max_new_tokens - 1) * token_s
-    num_earlier = _num_earlier(job, num_rows)
-    first_s = timed.prefill_s + num_earlier * completion_s
-    limits = (config.max_ms_per_token, token_s), (config.max_first_token_ms, first_s)
-    is_beyond = any(most_ms is not None and 1e3 * seconds > most_ms for most_ms, seconds in limits)
-    if config.objective not in {Objective.throughput, Objective.price}:
-        return is_beyond, num_earlier, token_s
-    return is_beyond, 0, completion_s / job.max_new_tokens / job.batch_size
-
-
-def _num_earlier(job: PlanSpec, num_rows: int) -> int:
-    """The batches that the last of `num_rows` rows of a replica wait for."""
-    return max(-(-num_rows // job.batch_size) - 1, 0)
-
-
-def _price(
-    job: PlanSpec, machine: HardwareConfig,
-    *,
-    chooses_k: bool = True, config: PlanConfig | None = None, below: Cost = NO_COST,
-) -> _Priced | None:  # fmt: skip
-    """Price a job, with the best K that fits if it is to be chosen; None if its cost is `below` or more.
-
-    Where no K fits for want of room for CUDA graphs, it is priced without them.
+    `given` are keys of settings that stay as they are.
     """
     try:
         full = asked = fullest_rank(job, machine)
     except PlacementError as error:
-        return _Priced(job=job, reason=str(error))
-    if full.fits or (chooses_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
+        return Choice(job=job, reason=str(error))
+    keeps_k = "speculation.num_draft_tokens" in given
+    if full.fits or (not keeps_k and job.drafts and fits(replace(job, num_draft_tokens=1, adapts=False), machine)):
         timed = timing(job, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
-        ways = by_length(job, timed) if chooses_k else iter(())
+        ways = iter(()) if keeps_k else by_length(job, timed)
         for token_s, way in chain([next(ways, (asked_s, job))], ways):
-            if (cost := _cost(job, timed, token_s, config)) >= below:
-                return None
             if (full := fullest_rank(way, machine)).fits:
-                return _Priced(job=way, fullest=full, timed=timed, token_s=token_s, cost=cost)
-    if chooses_k and job.cuda_graphs and asked.free_bytes + asked.graphs_bytes >= 0:
-        return _price(replace(job, cuda_graphs=False), machine, config=config, below=below)
+                return Choice(job=way, fullest=full, timed=timed, token_s=token_s)
+    if job.cuda_graphs and "cuda_graphs" not in given and asked.free_bytes + asked.graphs_bytes >= 0:
+        return priced(replace(job, cuda_graphs=False), machine, given=given)
     full = full if asked.fits else asked
     reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-    return _Priced(job=job, fullest=full, reason=reason)
+    return Choice(job=job, fullest=full, reason=reason)
 
 
-def search(job: PlanSpec, hardware: HardwareConfig) -> list[dict[str, Any]]:
+def search(job: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Price all candidates for a job like this one: the asked model first, the fastest first, misfits of each last.
 
-    docs/reference/plan-document.md describes the fields.
+    `given` are the settings of the command line. docs/reference/plan-document.md describes the fields.
     """
-    priced = [found for candidate in _candidates(job, hardware) if (found := _price(candidate, hardware))]
+    words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
+    choices = [priced(candidate, hardware, given=words) for candidate in _candidates(job, hardware, words)]
     asked = _unquantized(job.target.name)
     fastest: dict[str, float] = {}
-    for one in priced:
+    for one in choices:
         name = one.job.target.name
         fastest[name] = min(one.token_s, fastest.get(name, math.inf))
 
-    def order(one: _Priced) -> tuple[Any, ...]:
+    def order(one: Choice) -> tuple[Any, ...]:
         name = one.job.target.name
         return name != asked, fastest[name], name, one.token_s, len(one.job.layout.ranks)
 
-    return [{"rank": rank} | _row(one, hardware) for rank, one in enumerate(sorted(priced, key=order), start=1)]
+    return [
+        {"rank": rank} | _row(one, hardware, settings=_settings(one.job, job, words))
+        for rank, one in enumerate(sorted(choices, key=order), start=1)
+    ]
 
 
-_COLUMNS = (
-    "target", "quantization", "draft", "draft_quantization", "draft_kind", "num_draft_tokens", "num_ranks",
-    "num_replicas", "adapts", "tree", "overlaps", "ms_per_token", "tokens_per_s", "first_token_ms", "speedup",
-    "needed_bytes", "capacity_bytes", "is_tight", "reason", "settings",
-)  # fmt: skip
-
-
-def _row(one: _Priced, hardware: HardwareConfig) -> dict[str, Any]:
-    job, quantization, found = one.job, one.job.target.setting, one.figures()
-    settings = [f"model={job.target.name}", f"draft={found['draft'] or 'none'}"]
-    settings += [f"model.quantization={quantization}"] if quantization != NO_QUANTIZATION else []
-    found |= {
+def _row(one: Choice, hardware: HardwareConfig, *, settings: tuple[str, ...]) -> dict[str, Any]:
+    job, full, fitting = one.job, one.fullest, one.reason is None
+    return {
         "target": job.target.name,
+        "quantization": job.target.weights_name,
+        "draft": job.draft.name if job.draft else job.free_draft,
+        "draft_quantization": job.draft.weights_name if job.draft else None,
+        "draft_kind": job.draft_kind.name if job.draft else None,
+        "num_draft_tokens": job.num_draft_tokens if job.drafts else 0,
         "num_ranks": len(job.layout.ranks),
+        "num_replicas": job.num_replicas,
+        "adapts": job.drafts and job.adapts,
+        "tree": job.tree and job.tree.text,
         "overlaps": job.overlaps,
+        "ms_per_token": 1e3 * one.token_s if fitting else None,
+        "tokens_per_s": job.batch_size * job.num_replicas / one.token_s if fitting else None,
         "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
         "speedup": one.timed.plain_s / one.token_s if one.timed else None,
+        "needed_bytes": full.needed_bytes if full else None,
         "capacity_bytes": hardware.rank_bytes,
-        "settings": (*settings, *_of_choice(job)),
+        "is_tight": full is not None and full.is_tight,
+        "reason": one.reason,
+        "settings": settings,
     }
-    return {name: found[name] for name in _COLUMNS}
 
 
-def _candidates(job: PlanSpec, hardware: HardwareConfig) -> Iterator[PlanSpec]:
+def _settings(job: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
+    """The settings of the command line, with those of a choice in place of what it changes."""
+    draft, asked_draft = (one.draft.name if one.draft else one.free_draft for one in (job, asked))
+    settings: list[str] = []
+    replaced = [*_OF_SEARCHES, "model.quantization", "draft.model.quantization", "speculation.overlap"]
+    if job.target.name != asked.target.name or "model" not in words:
+        replaced, settings = [*replaced, "model"], [*settings, f"model={job.target.name}"]
+    if draft != asked_draft or "draft" not in words:
+        replaced, settings = [*replaced, "draft"], [*settings, f"draft={draft or 'none'}"]
+    if job.target.setting != NO_QUANTIZATION:
+        settings.append(f"model.quantization={job.target.setting}")
+    if job.draft and job.draft.setting != NO_QUANTIZATION:
+        settings.append(f"draft.model.quantization={job.draft.setting}")
+    if not _gives_placement(words):
+        settings += placement_settings(job)
+    elif job.overlaps:
+        settings.append("speculation.overlap=true")
+    if job.drafts and "speculation.num_draft_tokens" not in words and "speculation.tree" not in words:
+        settings.append(length_setting(job))
+    if not job.drafts:
+        replaced.append("speculation")
+    if job.device == "cuda" and not job.cuda_graphs and "cuda_graphs" not in words:
+        settings.append("cuda_graphs=false")
+    kept = [
+        setting for key, setting in words.items()
+        if not any(key == other or key.startswith(f"{other}.") for other in replaced)
+    ]  # fmt: skip
+    return *kept, *settings
+
+
+def _candidates(job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
     """Every model, precision, draft and layout; a layout that lacks room for the target alone is tried without drafts.
 
     Entries that are quantized by name are left out: they are the same models with a quantization.
     """
     known = catalogue.entries()
-    is_beyond = not {model.name for model in (job.target, job.draft) if model} <= set(catalogue.names("model"))
     for model in _series(job.target, known):
-        drafts = [draft for entry in _drafts_of(model, known) for draft in _in_formats(entry, device=hardware.device)]
         is_asked = model.name == _unquantized(job.target.name)
-        if job.draft and job.matching is None and is_beyond and is_asked:
-            drafts += [job.draft] if job.draft.name not in {draft.name for draft in drafts} else []
-        for quantization in formats():
-            target = planned_model(replace(model, quantization=quantization), device=hardware.device)
-            if not target.can_be(quantization):
-                continue
-            plain = replace(job, target=target, draft=None, matching=None, draft_ranks=(), overlap=False, tree=None)
-            for base in layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False):
+        drafted = [*_drafted(job, model, known, words, is_asked=is_asked)]
+        for target in _targets(job, model, hardware, words, is_asked=is_asked):
+            plain = without_draft(replace(job, target=target))
+            for base in _placed(plain, job, hardware, words):
                 yield base
-                for draft in drafts if fits(base, hardware) else ():
-                    for drafted in on_block(replace(base, draft=draft), len(base.target_ranks)):
-                        yield drafted
-                        yield from _with_trees(drafted)
-                        if drafted.draft_kind is DraftLayout.own_gpu:
-                            yield replace(drafted, overlap=True)
+                for way in drafted if fits(base, hardware) else ():
+                    yield from _with_draft(base, way, words)
 
 
-def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
+def _targets(
+    job: PlanSpec, model: ModelConfig, hardware: HardwareConfig, words: Mapping[str, str], *, is_asked: bool
+) -> Iterator[PlannedModel]:
+    """A model in every format that it can have, or in the one that was given, with the number formats that were."""
+    for quantization in [job.target.quantization] if "model.quantization" in words else formats():
+        target = planned_model(replace(model, quantization=quantization), device=hardware.device)
+        if is_asked:
+            dtype = job.target.dtype if "model.dtype" in words else target.dtype
+            target = replace(target, dtype=dtype, cache_dtype=job.target.cache_dtype)
+        if target.can_be(quantization):
+            yield target
+
+
+def _drafted(
+    job: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
+) -> Iterator[PlanSpec]:
+    """The job with each draft to try: the one that was given, or those that the catalogue has for a model."""
+    is_given = words.get("draft", "draft=default") != "draft=default"
+    if job.free_draft:
+        yield job
+    others = [] if is_given else _drafts_of(model, known)
+    drafts = [planned_model(entry, device=job.device) for entry in others]
+    is_beyond = not {one.name for one in (job.target, job.draft) if one} <= set(catalogue.names("model"))
+    if job.draft and (is_given or (is_beyond and is_asked)) and job.draft.name not in {draft.name for draft in drafts}:
+        is_smaller = is_asked or (
+            model.shape is not None
+            and inventory(job.draft.shape).num_parameters < inventory(model.shape).num_parameters
+        )
+        drafts += [job.draft] if is_smaller else []
+    for draft in drafts:
+        is_own = job.draft is not None and draft.name == job.draft.name
+        tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=job.device)
+        for one in tried:
+            yield replace(job, draft=one, free_draft=None, matching=job.matching if is_own else None)
+
+
+def _placed(plain: PlanSpec, job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
+    """A job without its draft in all layouts, or in the one that was given."""
+    if _gives_placement(words):
+        yield replace(plain, draft_kind=job.draft_kind)
+    else:
+        yield from layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False)
+
+
+def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
+    """A placed job with the draft of another one, in every place, with trees, and overlapped, where none is given."""
+    drafted = replace(
+        base, draft=way.draft, free_draft=way.free_draft, matching=way.matching, tree=way.tree, overlap=way.overlap
+    )
+    if _gives_placement(words):
+        placed = [replace(drafted, target_ranks=way.target_ranks, draft_ranks=way.draft_ranks)]
+        placed = placed if way.draft is None or way.draft_ranks else []
+    else:
+        placed = [*on_block(drafted, len(base.target_ranks))]
+    kinds = (
+        {DraftLayout.own_gpu}
+        if way.overlap and way.draft
+        else {*DraftLayout} - ({DraftLayout.replicated} if way.tree else set())
+    )
+    for one in placed:
+        if one.draft_kind not in kinds:
+            continue
+        yield one
+        if not {"speculation.tree", "speculation.num_draft_tokens"} & {*words}:
+            yield from _with_trees(one)
+        may_overlap = not (
+            one.has_head or one.tree or one.matching or {"speculation.overlap", "draft.fallback"} & {*words}
+        )
+        if one.draft_kind is DraftLayout.own_gpu and may_overlap:
+            yield replace(one, overlap=True)
+
+
+def _gives_placement(words: Mapping[str, str]) -> bool:
+    return any(key.partition(".")[0] == "placement" for key in words)
+
+
+def without_draft(job: PlanSpec) -> PlanSpec:
+    """The job without a draft, whose own ranks the target has then."""
+    ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
+    return replace(
+        job, draft=None, free_draft=None, matching=None, draft_ranks=(), target_ranks=ranks, tree=None, overlap=False
+    )
+
+
+def _in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
     """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
-    plain = planned_model(draft, device=device)
     yield plain
     if plain.shape.is_head or format_of(plain.quantization).is_quantized:
         return
@@ -367,12 +386,14 @@ def _in_formats(draft: ModelConfig, *, device: str) -> Iterator[PlannedModel]:
     }
     fastest = min(read_bytes, key=read_bytes.__getitem__)
     if read_bytes[fastest] < unquantized:
-        yield planned_model(replace(draft, quantization=fastest), device=device)
+        yield plain.quantized(fastest)
 
 
 def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
     """The job with a few trees, where a head drafts on ranks of the target."""
-    if job.has_head and job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded} and job.batch_size <= FEW_ROWS:
+    is_exact = job.rule in {DEFAULT, AT_ZERO} and not job.counts_tokens and job.matching is None
+    is_placed = job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
+    if job.has_head and is_placed and is_exact and job.batch_size <= FEW_ROWS:
         for tree in TREES:
             yield replace(job, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False)
 
@@ -420,334 +441,17 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
 
 def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
-    """Names of the heads of this entry, or of a model without one: those whose target has its sizes."""
+    """Names of the heads that were trained for a model, or for one of its sizes where it is a folder."""
     entries = {each.name: each for each in known}
     for other in known:
         if not (model.shape and other.shape and other.shape.is_head) or model.shape.is_head:
             continue
-        trained_for = entries.get(other.target or "")
-        if trained_for is None:
+        target = entries.get(other.target or "")
+        if target is None:
             sizes = other.shape.target_hidden_size, other.shape.target_vocab_size
             fits = sizes == (model.shape.hidden_size, model.shape.vocab_size)
         else:
-            fits = trained_for.name == model.name or (model.name not in entries and trained_for.shape == model.shape)
+            trained_for = other.trained_for or target.hub_id
+            fits = target.shape == model.shape and model.hub_id in {None, trained_for}
         if fits:
             yield other.name
-
-
-_SECONDS_PER_HOUR, _MILLION = 3600, 10**6
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineChoice:
-    """One way to use a machine.
-
-    Attributes:
-        num_gpus: GPUs of a replica, over `num_nodes` nodes.
-        num_replicas: replicas on all that is rented.
-        batch_size: rows of each replica.
-        num_draft_tokens: K; 0 for plain decoding, where a draft gains nothing.
-        adapts: K is chosen for each round, up to this one.
-        tree: the shape of drafted trees; None for chains.
-        ms_per_token: of each completion while it is decoded.
-        first_token_ms: of the prompts of a batch, for the draft too; where rows wait for other batches, of the last.
-        ms_per_token_range, first_token_ms_range, usd_per_million_tokens_range: 80 % ranges; None without any.
-        tokens_per_s: of all rows of all replicas, while decoding.
-        run_tokens_per_s: the same with the time of the prompts, one batch after the other.
-        usd_per_hour: of what is rented; None without a known price.
-        usd_per_million_tokens: of new tokens, with the time of their prompts.
-        is_tight: it fits with less than 3 % of a rank's memory left.
-        reason: why the choice is ruled out; None if it is not.
-        settings: those of the plan of this choice.
-    """
-
-    machine: str
-    gpu: str
-    num_gpus: int
-    num_nodes: int
-    num_replicas: int
-    batch_size: int = 1
-    quantization: str
-    draft: str | None = None
-    draft_quantization: str | None = None
-    draft_kind: str | None = None
-    num_draft_tokens: int = 0
-    adapts: bool = False
-    tree: str | None = None
-    ms_per_token: float | None = None
-    first_token_ms: float | None = None
-    tokens_per_s: float | None = None
-    run_tokens_per_s: float | None = None
-    usd_per_hour: float | None = None
-    usd_per_million_tokens: float | None = None
-    ms_per_token_range: Ends | None = None
-    first_token_ms_range: Ends | None = None
-    usd_per_million_tokens_range: Ends | None = None
-    needed_bytes: int | None = None
-    capacity_bytes: int
-    is_tight: bool = False
-    reason: str | None = None
-    settings: tuple[str, ...] = ()
-
-
-def compare(config: PlanConfig, machines: Sequence[HardwareConfig]) -> list[MachineChoice]:
-    """Price all choices on all machines for a checked config; the best by the objective first, those ruled out last.
-
-    On a machine, the objective chooses too, among those within the limits of time.
-    """
-    ways = {device: _ways(config, machine) for device, machine in {one.device: one for one in machines}.items()}
-    found = [
-        _within(choice, config)
-        for machine, sizes in _rented([_with_prices(machine, config.prices) for machine in machines])
-        for choice in _of_machine(ways[machine.device], machine, config, sizes=sizes)
-    ]
-    return sorted(found, key=lambda choice: _rank(choice, config.order))
-
-
-def _with_prices(machine: HardwareConfig, prices: Mapping[str, float]) -> HardwareConfig:
-    """The machine with the price that a setting gives it, of a whole node."""
-    if machine.name not in prices:
-        return machine
-    return replace(machine, price=Price(usd_per_hour={machine.num_gpus: prices[machine.name]}))
-
-
-def _rented(machines: Iterable[HardwareConfig]) -> Iterator[tuple[HardwareConfig, list[int]]]:
-    """Each machine with the numbers of its GPUs that are rented together; what several machines have is tried once."""
-    seen: set[tuple[str, str, int]] = set()
-    for machine in sorted(machines, key=lambda machine: machine.num_gpus):
-        vendor = machine.price.vendor if machine.price else None
-        sizes = {size for size in (machine.price.usd_per_hour if machine.price else ()) if size < machine.num_gpus}
-        offers = {size: (machine.gpu, vendor or machine.name, size) for size in sorted({*sizes, machine.num_gpus})}
-        yield machine, [size for size, offer in offers.items() if size == machine.num_gpus or offer not in seen]
-        seen |= {*offers.values()}
-
-
-def _within(choice: MachineChoice, config: PlanConfig) -> MachineChoice:
-    """The choice, ruled out if it exceeds the limits."""
-    ms, first_ms, usd, reason = choice.ms_per_token, choice.first_token_ms, choice.usd_per_hour, choice.reason
-    if reason or ms is None or first_ms is None:
-        return choice
-    if config.max_ms_per_token is not None and ms > config.max_ms_per_token:
-        reason = f"{ms:.2f} ms/token are more than max_ms_per_token={config.max_ms_per_token:g}"
-    elif config.max_first_token_ms is not None and first_ms > config.max_first_token_ms:
-        reason = f"{first_ms:.0f} ms to the first token are more than max_first_token_ms={config.max_first_token_ms:g}"
-    elif config.max_price is not None and usd is None:
-        reason = f"no price is known: prices={{{choice.machine}:USD_PER_HOUR}} gives one"
-    elif config.max_price is not None and usd is not None and usd > config.max_price:
-        reason = f"{usd:.2f} USD an hour are more than max_price={config.max_price:g}"
-    return replace(choice, reason=reason)
-
-
-def _rank(choice: MachineChoice, objective: Objective) -> tuple[Any, ...]:
-    """Sort key; the price decides between equals, then the number of GPUs."""
-    ms, rate = choice.ms_per_token or math.inf, choice.run_tokens_per_s or 0.0
-    costs = choice.usd_per_million_tokens, choice.usd_per_hour
-    price, hourly = (math.inf if cost is None else cost for cost in costs)
-    by = {
-        Objective.latency: ms, Objective.throughput: -rate, Objective.price: price, Objective.hourly: hourly
-    }[objective]  # fmt: skip
-    return choice.reason is not None, by, hourly, ms, choice.num_gpus, choice.machine
-
-
-def nothing_left(choices: Sequence[MachineChoice]) -> str | None:
-    """An error sentence if every choice is ruled out, with the one that comes closest; else None."""
-    if any(choice.reason is None for choice in choices):
-        return None
-
-    def lacking(choice: MachineChoice) -> tuple[bool, float]:
-        return choice.ms_per_token is None, (
-            choice.ms_per_token or (choice.needed_bytes or math.inf) / choice.capacity_bytes
-        )
-
-    num_machines, nearest = len({choice.machine for choice in choices}), min(choices, key=lacking)
-    which = f"{num_machines} machines" if num_machines > 1 else nearest.machine
-    return f"nothing is left of {which}; the closest is {nearest.num_gpus} x {nearest.gpu}: {nearest.reason}"
-
-
-def comparison_document(
-    choices: Sequence[MachineChoice], config: PlanConfig, machines: Sequence[HardwareConfig]
-) -> dict[str, Any]:
-    """The comparison for JSON: the choices numbered by rank, the prices with their dates, and notes."""
-    priced = [_with_prices(machine, config.prices) for machine in machines]
-    models = [config.model, *([config.draft.model] if config.draft.model else [])]
-    return {
-        "objective": config.order.name,
-        "model": config.model.name,
-        **{name: getattr(config, name) for name in ("batch_size", "concurrency", "prompt_tokens", "max_new_tokens")},
-        "prices": {
-            machine.name: machine.price.document() | {"source": machine.sources.get("price.usd_per_hour")}
-            for machine in priced
-            if machine.price
-        },
-        "notes": [
-            *notes_on_families(*models),
-            *notes_on_guesses(config.search and choice.adapts and choice.reason is None for choice in choices),
-        ],
-        "machines": [{"rank": rank} | asdict(choice) for rank, choice in enumerate(choices, start=1)],
-    }
-
-
-MOST_DRAFTS = 3
-"""Drafts that a search tries: the one asked for, heads, and the smallest of the catalogue with this vocabulary."""
-
-
-def _ways(config: PlanConfig, machine: HardwareConfig) -> list[PlanSpec]:
-    """The jobs to try on machines of one device, before they have ranks: that of the config, with draft and without.
-
-    With search=true, for every storage format of the target, and with further drafts; by look-up where a text copies.
-    """
-    alone = replace(machine, num_gpus=1, num_nodes=1)
-    asked = job_of_plan(replace(config, placement=PlacementConfig()), alone)
-    plain = replace(asked, draft=None, free_draft=None, matching=None, draft_ranks=())
-    if not config.search:
-        return [asked, plain] if asked.drafts else [plain]
-    drafting = [asked] if asked.free_draft else []
-    if config.speculation.text is TextKind.copy and asked.free_draft is None:
-        drafting.append(replace(plain, free_draft=NGRAM_DRAFT))
-    if asked.matching is None:
-        drafting += [replace(plain, draft=draft, draft_ranks=(0,)) for draft in _drafts(config, asked)]
-    elif asked.draft:
-        drafting.append(asked)
-    entries = {name: replace(config.model, quantization=name) for name in formats()}
-    found = {name: planned_model(entry, device=asked.device) for name, entry in entries.items()}
-    targets = [target for name, target in found.items() if target.can_be(name)]
-    return [replace(job, target=target) for target in targets for job in (plain, *drafting)]
-
-
-def _drafts(config: PlanConfig, asked: PlanSpec) -> list[PlannedModel]:
-    """The draft that was asked for, the heads of the target, and the smallest entries that may share its vocabulary.
-
-    Each is tried in the formats that may be faster, unless the format of the one that was asked for is given.
-    """
-    names = *_heads_of(config.model, catalogue.entries()), *catalogue.smaller_relatives(config.model)
-    others = {name: catalogue.load(name) for name in names}
-    asked_for = {asked.draft.name: config.draft.model} if asked.draft and config.draft.model else {}
-    chosen = [*(asked_for | others).values()][:MOST_DRAFTS]
-    return [draft for entry in chosen for draft in _in_formats(entry, device=asked.device)]
-
-
-def _of_machine(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig, *, sizes: Sequence[int]
-) -> list[MachineChoice]:
-    """The choices on a node of each size, and on several nodes if the job fits none or the machine has several."""
-    node, found = replace(machine, num_nodes=1), []
-    for count in sorted({2**power for power in range(max(sizes).bit_length())} | {*sizes}):
-        replicas = {size: 1 if machine.device == "cpu" else size // count for size in sizes if size >= count}
-        most_rows = {size: _most_rows(config, number) for size, number in replicas.items()}
-        priced = _priced(ways, replace(node, num_gpus=count), config, num_gpus=count, most_rows=most_rows.values())
-        for size, num_replicas in replicas.items():
-            rented = replace(node, num_gpus=count * num_replicas)
-            best = _best(priced, config, most_rows[size])
-            found += [_choice(replace(job, num_replicas=num_replicas), rented, config) for job in best]
-    for num_nodes in sorted({2, MOST_NODES, machine.num_nodes} - {1}):
-        has_room = any(choice.reason is None for choice in found)
-        if num_nodes <= machine.num_nodes or (machine.network and not has_room):
-            nodes = replace(machine, num_nodes=num_nodes)
-            most_rows_of_all = [_most_rows(config, 1)]
-            priced = _priced(ways, nodes, config, num_gpus=nodes.num_ranks, most_rows=most_rows_of_all)
-            found += [_choice(job, nodes, config) for job in _best(priced, config, *most_rows_of_all)]
-    return found
-
-
-def _most_rows(config: PlanConfig, num_replicas: int) -> int:
-    """Rows of each replica, if all are served at once."""
-    return config.batch_size if config.concurrency is None else -(-config.concurrency // num_replicas)
-
-
-def _batches(config: PlanConfig, most_rows: Collection[int]) -> list[int]:
-    """The batch sizes to try, in order: those that serve all rows at once, in a search also 1, 4, 16, ... below."""
-    if config.concurrency is None or not config.search:
-        return sorted({*most_rows})
-    return sorted(
-        {*most_rows} | {4**power for power in range(max(most_rows).bit_length()) if 4**power < max(most_rows)}
-    )
-
-
-def _priced(
-    ways: Sequence[PlanSpec], machine: HardwareConfig, config: PlanConfig,
-    *,
-    num_gpus: int, most_rows: Collection[int],
-) -> list[_Priced]:  # fmt: skip
-    """The best job for each batch size and storage format on a replica of `num_gpus` GPUs; if none fits, the nearest.
-
-    A draft gains less with every row: larger batches try only those that were best in the batch before.
-    """
-    found: list[_Priced] = []
-    tried = ways
-    for rows in _batches(config, most_rows):
-        best: dict[str, _Priced] = {}
-        for way in tried:
-            placed = [*on_block(replace(way, batch_size=rows), num_gpus)]
-            for job in chain(placed, *map(_with_trees, placed if config.search else ())):
-                name = job.target.quantization
-                below = best[name].cost if name in best else NO_COST
-                priced = _price(job, machine, chooses_k=config.search, config=config, below=below)
-                if priced and (name not in best or priced.order < best[name].order):
-                    best[name] = priced
-        found += best.values()
-        drafts = [(one.job.target, one.job.draft, one.job.free_draft) for one in best.values()]
-        tried = [way for way in tried if not way.drafts or (way.target, way.draft, way.free_draft) in drafts]
-    return found
-
-
-def _best(priced: Iterable[_Priced], config: PlanConfig, num_rows: int) -> list[PlanSpec]:
-    """The best job for each storage format of those that serve up to `num_rows` rows of a replica at once."""
-    best: dict[str, _Priced] = {}
-    for one in priced:
-        name = one.job.target.quantization
-        if one.job.batch_size > num_rows or (one.job.batch_size < num_rows and not config.search):
-            continue
-        if one.timed and one.reason is None:
-            one = replace(one, cost=_cost(one.job, one.timed, one.token_s, config, num_rows))  # noqa: PLW2901
-        if name not in best or one.order < best[name].order:
-            best[name] = one
-    return [one.job for one in best.values()]
-
-
-def _choice(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> MachineChoice:
-    """A job as it is, priced on what is rented."""
-    priced = _price(job, machine, chooses_k=False)
-    assert priced, "nothing is faster than an unlimited time"
-    return MachineChoice(
-        machine=machine.name, gpu=machine.gpu, num_gpus=len(job.layout.ranks), num_nodes=machine.num_nodes,
-        capacity_bytes=machine.rank_bytes, settings=tuple(_settings(job, machine, config)),
-        **_costs(priced, machine, config), **priced.figures(),
-    )  # fmt: skip
-
-
-def _costs(priced: _Priced, machine: HardwareConfig, config: PlanConfig) -> dict[str, Any]:
-    """First token, tokens/s with the prompts, US dollars per hour and per token as far as a price is known; ranges."""
-    timed, hourly = priced.timed, machine.usd_per_hour
-    if priced.reason or timed is None:
-        return {}
-    run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
-    token_range = timed.plain_s_range if timed.speculative_s is None else timed.speculative_s_range
-    tokens_per_s = priced.job.num_replicas * priced.job.batch_size / run_s
-    million = None if hourly is None else hourly * _MILLION / (tokens_per_s * _SECONDS_PER_HOUR)
-    num_earlier = _num_earlier(priced.job, _most_rows(config, priced.job.num_replicas))
-    waits, prompts, runs = num_earlier * priced.job.max_new_tokens, timed.prefill_s_range, timed.run_s_range
-    first = prompts and runs and (prompts[0] + waits * runs[0], prompts[1] + waits * runs[1])
-    return {
-        "first_token_ms": 1e3 * (timed.prefill_s + waits * run_s),
-        "run_tokens_per_s": tokens_per_s,
-        "usd_per_hour": hourly,
-        "usd_per_million_tokens": million,
-        "ms_per_token_range": token_range and times(1e3, token_range),
-        "first_token_ms_range": first and times(1e3, first),
-        "usd_per_million_tokens_range": million and runs and times(million / run_s, runs),
-    }
-
-
-def _settings(job: PlanSpec, machine: HardwareConfig, config: PlanConfig) -> Iterator[str]:
-    """The settings of this choice, next to those that chose the models and the prices."""
-    yield f"hardware={machine.name}"
-    if not has_its_own_number(machine):
-        yield f"hardware.num_gpus={machine.num_gpus}"
-    if machine.num_nodes > 1:
-        yield f"hardware.num_nodes={machine.num_nodes}"
-    if job.batch_size != config.batch_size:
-        yield f"batch_size={job.batch_size}"
-    if job.target.setting != config.model.quantization:
-        yield f"model.quantization={job.target.setting}"
-    yield f"draft={(job.draft.name if job.draft else job.free_draft) or 'none'}"
-    yield from _of_choice(job)

@@ -14,7 +14,7 @@ from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of
+from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of, outgrown
 from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -23,7 +23,6 @@ from llama_ssp.settings.layout import (
     Kernels,
     Layout,
     lay_out_replica,
-    max_device_bytes,
     may_capture,
     own_slots,
     reads_by_length,
@@ -37,13 +36,10 @@ from llama_ssp.settings.schema import (
     ExpertParts,
     ModelConfig,
     ModelShape,
-    Offload,
     PlanConfig,
     RunConfig,
     TargetKind,
-    TextKind,
     WeightsKind,
-    WholeParts,
 )
 from llama_ssp.settings.stored import PackedLayout, StoredFormat
 from llama_ssp.settings.tasks import task_of
@@ -180,8 +176,6 @@ class PlanSpec:
     Attributes:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
-        max_device_bytes: limit of the target's weights on each device; None without offload.
-        draft_whole: what each of several ranks that share the draft holds whole.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
         matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
         is_certain: drafted tokens are the most probable ones, without probabilities.
@@ -211,20 +205,16 @@ class PlanSpec:
     device: str
     tree: TreeShape | None = None
     is_certain: bool = False
-    draft_whole: WholeParts = WholeParts.embedding
     num_replicas: int = 1
     mean_prompt_tokens: float | None = None
     adapts: bool = False
     overlap: bool = False
     temperature: float | None = None
-    text: TextKind = TextKind.any
     rule: str = DEFAULT
     free_draft: str | None = None
     matching: Matching | None = None
     counts_tokens: bool = False
     spare_devices: tuple[int, ...] = ()
-    offload: Offload = Offload.none
-    max_device_bytes: int | None = None
     kernels: Kernels = ENGINE_KERNELS
 
     @property
@@ -354,14 +344,11 @@ def make_job(
         target_kind=placement.target.kind,
         target_ranks=layout.target_ranks,
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
-        offload=placement.target.offload,
-        max_device_bytes=max_device_bytes(placement.target),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
         matching=matching_of(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
-        draft_whole=placement.draft.whole,
         num_replicas=placement.num_replicas,
         num_draft_tokens=speculation.most_draft_tokens,
         adapts=speculation.adapts,
@@ -370,7 +357,6 @@ def make_job(
         overlap=speculation.overlap,
         acceptance=acceptance,
         temperature=temperature,
-        text=speculation.text,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes,
         batch_size=config.batch_size,
@@ -448,6 +434,15 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
+def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
+    """Say from where on rows go on without the draft."""
+    if job.draft and not (job.has_head or job.matching or job.overlaps):
+        longest = job.prompt_tokens + job.max_new_tokens
+        context = job.draft.shape.max_position_embeddings
+        if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
+            yield note
+
+
 def notes_on_storage(job: PlanSpec) -> Iterator[str]:
     """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
     for model in (job.target, job.draft):
@@ -478,8 +473,6 @@ def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[Pl
     for num_ranks in range(2, size + 1) if thorough else [size]:
         sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
         yield sharded
-        if thorough:
-            yield from (replace(sharded, draft_whole=each) for each in WholeParts if each is not job.draft_whole)
     if job.batch_size > 1:
         yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for num_ranks in range(1, size) if thorough else [1]:

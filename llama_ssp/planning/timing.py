@@ -7,10 +7,8 @@
     prompt        chunks of 512 through the target and the draft; packed prompts have their mean length, others that of
                   the longest
 
-The figures of a forward have two sources. A machine measured by `task=calibrate` has a profile: times of linear layers
-by size and rows, of the other operators of a layer, and of collectives by size. Parts that were timed separately do not
-add up to a whole forward, so a profile also has the ratio of measured forwards to their sums, which scales every part.
-Any other machine has data sheets: bandwidth, matrix rate, time per kernel, and latency and bandwidth of links.
+The figures of a machine are bandwidth, matrix rate, times of a kernel and of a launch, and sums over ranks by size.
+They are from data sheets, or measured by `task=calibrate`; a CPU's first run measures its products.
 
 Messages between the ranks of one replica in a round, in addition to the collectives inside the models:
 
@@ -38,7 +36,7 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -48,7 +46,6 @@ from typing import Any, NamedTuple, TypeAlias
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
@@ -60,7 +57,7 @@ from llama_ssp.planning.acceptance import (
     tokens_per_round,
     tree_tokens,
 )
-from llama_ssp.planning.memory import READ_BYTES_PER_S, bucket_of, rank_shares, step_bytes, waiting_bytes
+from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
@@ -72,16 +69,14 @@ from llama_ssp.settings.layout import (
     Kernels,
 )
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""
 
-NEAR, FAR = (0.86, 1.27), (0.66, 2.26)
+NEAR, FAR = (0.93, 1.23), (0.70, 2.24)
 """Factors of forecasts near what most sources measured, and of all others: prompts, many rows, 8 and 4 bits, short
 steps, in which an engine's host shows, and other GPUs."""
-PAIR = (0.67, 1.54)
-"""Factors of the speculative time of a pair that nobody has measured, of what follows from its acceptance."""
 NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 """The most rows, and the least time of a plain step, that are near."""
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
@@ -89,8 +84,6 @@ PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 MOST_PUBLISHED_ROWS = 1280
 """Of unquantized weights; quantized ones were measured with one row."""
 _X = itemgetter(0)
-_Surface: TypeAlias = list[tuple[int, list[tuple[int, list[tuple[float, float]]]]]]
-"""(elements, seconds) by rows, by the working set, all in increasing order."""
 
 
 def line(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -106,80 +99,6 @@ def line(points: Sequence[tuple[float, float]], x: float) -> float:
     return max(y, points[-1][1]) if x > points[-1][0] else y if x >= points[0][0] else max(y, 0.0)
 
 
-def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate over the logarithm of x, constant beyond the ends."""
-    logs = [(math.log(known), y) for known, y in points]
-    return line(logs, min(max(math.log(x), logs[0][0]), logs[-1][0]))
-
-
-class LinearTable:
-    """Measured linear layers, interpolated by the size of the matrix, the rows and the working set."""
-
-    def __init__(self, points: Iterable[LinearPoint]) -> None:
-        self._points = list(points)
-        self._surfaces: dict[tuple[str, Dtype, Dtype], tuple[_Surface, bool]] = {}
-
-    def has_arithmetic(self, arithmetic: Dtype) -> bool:
-        """Whether layers of this arithmetic were measured."""
-        return any(point.arithmetic == arithmetic.name for point in self._points)
-
-    def seconds(
-        self, elements: int,
-        *,
-        rows: int, dtype: Dtype, working_set_bytes: int, arithmetic: Dtype = Dtype.fp32, slowdown: float = 1.0,
-        quantization: str = NO_QUANTIZATION,
-    ) -> float:  # fmt: skip
-        """The time of one layer; `LinearPoint` describes the arguments.
-
-        A number format that was not measured uses the points of the first measured one. An arithmetic that was not
-        measured takes `slowdown` times as long as fp32 on 16-bit weights. A `quantization` that was measured uses its
-        own points; another one those of the number format.
-        """
-        kind = quantization, arithmetic, dtype
-        if kind not in self._surfaces:
-            self._surfaces[kind] = self._surface_of(*kind)
-        surface, is_measured = self._surfaces[kind]
-        by_set = [
-            (set_bytes, line([(known, line(points, elements)) for known, points in by_rows], rows))
-            for set_bytes, by_rows in surface
-        ]
-        return (1.0 if is_measured else slowdown) * between(by_set, working_set_bytes)
-
-    def _surface_of(self, quantization: str, arithmetic: Dtype, dtype: Dtype) -> tuple[_Surface, bool]:
-        """The points to interpolate, and whether they are of this arithmetic; fp32 is the one that every table has."""
-        own = [point for point in self._points if point.dtype == quantization]
-        stored = own or [point for point in self._points if point.dtype in Dtype.__members__]
-        found = [point for point in stored if point.arithmetic == arithmetic.name]
-        if not found and arithmetic is not Dtype.fp32:
-            return self._surface_of(quantization, Dtype.fp32, Dtype.fp16)[0], False
-        found = found or stored
-        name = dtype.name if any(point.dtype == dtype.name for point in found) else found[0].dtype
-        by_set: dict[int, dict[int, list[tuple[float, float]]]] = {}
-        for point in sorted(found, key=lambda point: (point.working_set_bytes, point.rows, point.elements, point.s)):
-            if point.dtype == name:
-                by_rows = by_set.setdefault(point.working_set_bytes, {})
-                by_rows.setdefault(point.rows, []).append((point.elements, point.s))
-        return [(set_bytes, list(by_rows.items())) for set_bytes, by_rows in by_set.items()], True
-
-
-@lru_cache(maxsize=32)
-def _tables_of(profile: Profile) -> tuple[LinearTable, LinearTable]:
-    """The linear layers of a profile, and those whose matrix is also an embedding, sorted once for all plans."""
-    return LinearTable(profile.linear), LinearTable(profile.tied_head)
-
-
-def by_size(points: list[SizePoint], size: float) -> float:
-    """Interpolate measured times by one size; 0 without any."""
-    return line([(point.size, point.s) for point in points], size) if points else 0.0
-
-
-def _by_rows_and_width(points: list[RowsPoint], rows: int, width: int) -> float:
-    widths = sorted({point.width for point in points})
-    return line(
-        [(known, line(sorted((p.rows, p.s) for p in points if p.width == known), rows)) for known in widths], width
-    )
-
-
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
@@ -189,30 +108,25 @@ COMPILED_OPERATORS = 7
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
 calls, 57 to 142 in the families with records, those of experts included."""
-MEASURED_SLOTS = 64
-"""Cache slots that were read while the layers of a profile were timed."""
-
-LEAST_CACHE_SHARE = 0.5
-"""Of the time to read keys and values in fp32; fewer bytes save no more (docs/findings/cpus.md)."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+UNPACKING_S = 0.8e-9
+"""Time in which bitsandbytes 0.50 unpacks a weight on one core: 0.44 ns in caches, 0.73 in 16 MiB, more beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), by which forwards are priced once for all jobs of a search.
 
-    `num_active` ranks of a node work at the same time, which selects the profile. Each forward reads offloaded layers
-    for `waiting_s`. Each rank holds the parts `whole` whole. The target of the job is on `target_ranks`.
+    Each rank holds the parts `whole` whole. The target of the
+    job is on `target_ranks`.
     """
 
     model: PlannedModel
     kind: TargetKind
     ranks: tuple[int, ...]
     cuda_graphs: bool
-    num_active: int
     target_ranks: tuple[int, ...] = ()
-    waiting_s: float = 0.0
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
 
@@ -222,7 +136,7 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.target_ranks, self.num_active, self.whole))
+        return hash((self.model, self.kind, self.ranks, self.target_ranks, self.whole))
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -239,17 +153,11 @@ class ForwardTime:
     attention_s: float
     operators_s: float
     collectives_s: float
-    offload_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Sum of the parts, which do not overlap."""
-        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s + self.offload_s
-
-    def scaled(self, ratio: float) -> "ForwardTime":
-        """The same forward with all parts except the offload scaled by `ratio`."""
-        scaled = {name: ratio * seconds for name, seconds in vars(self).items()}
-        return ForwardTime(**scaled | {"offload_s": self.offload_s})
+        return self.matrices_s + self.attention_s + self.operators_s + self.collectives_s
 
 
 def bandwidth(hardware: HardwareConfig) -> float:
@@ -274,29 +182,14 @@ def forward_time(
         for held in placement.shares
     ]
     layers = placement.model.shape.num_hidden_layers
-    parts = ForwardTime(
+    return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         ),
-        operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware, rows),
+        operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware),
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
-        offload_s=placement.waiting_s,
     )
-    profile = hardware.profile_of(placement.num_active)
-    if not profile:
-        return parts
-    # A draft on one of the ranks that share the target has the machine to itself: the others wait.
-    is_apart = len(placement.ranks) == 1 and not set(placement.ranks) < set(placement.target_ranks)
-    return parts.scaled(profile.forward_ratio_apart if is_apart else profile.forward_ratio)
-
-
-def _read_bytes(held: Inventory, model: PlannedModel, hardware: HardwareConfig) -> int:
-    head = held.output.num_elements if held.head or held.embeddings else 0
-    value_bytes, storage = DTYPE_BYTES[model.matrix_dtype(hardware.device)], format_of(model.quantization)
-    group = model.layout.group if model.layout else 0
-    layer_bytes = sum(storage.matrix_bytes(elements, value_bytes, group=group) for elements in held.products)
-    return held.num_layers * layer_bytes + value_bytes * head
 
 
 def _matrices_s(
@@ -304,31 +197,16 @@ def _matrices_s(
 ) -> float:
     """All matrix products of one rank."""
     model = placement.model
-    if profile := hardware.profile_of(placement.num_active):
-        arithmetic = Dtype.fp32 if format_of(model.quantization).is_quantized else model.dtype
-        price = partial(
-            LinearTable.seconds, dtype=model.matrix_dtype(hardware.device), slowdown=_slowdown(hardware, model.dtype),
-            working_set_bytes=_read_bytes(held, model, hardware),
-        )  # fmt: skip
-        linear, tied = _tables_of(profile)
-        layer = sum(
-            used * price(linear, elements, rows=each, arithmetic=arithmetic, quantization=model.quantization)
-            for elements, used, each in (*((elements, 1, rows) for elements in held.products), *_experts_of(held, rows))
-        )
-        is_tied = held.head is None and model.matrix_dtype(hardware.device) is model.dtype
-        heads = tied if is_tied and tied.has_arithmetic(model.dtype) else linear
-        head = price(heads, held.output.num_elements, rows=scored, arithmetic=model.dtype) if has_head else 0.0
-    else:
-        storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
-        layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
-        for matrix in held.layer if model.kept_shares else ():
-            price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
-            layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
-        layer += sum(
-            used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
-            for each, used, each_rows in _experts_of(held, rows)
-        )
-        head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
+    storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
+    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+    for matrix in held.layer if model.kept_shares else ():
+        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
+        layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+    layer += sum(
+        used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
+        for each, used, each_rows in _experts_of(held, rows)
+    )
+    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
@@ -359,6 +237,9 @@ def _roofline_s(
         operations = 2 * rows * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
+        elif hardware.device == "cpu" and storage.unpacks_matrix:
+            product_s = _product_s(value_bytes * size, model, hardware, operations=operations)
+            seconds += count * (UNPACKING_S * size + product_s)
         else:
             seconds += count * times * _product_s(read_bytes, model, hardware, operations=operations)
     return seconds
@@ -375,16 +256,9 @@ def _attention_s(
 ) -> float:
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
-    The layers of a profile include MEASURED_SLOTS of them; the others are priced by the number of rows. A position
-    attends to itself and those before it, which are half of a block of positions.
+    A position attends to itself and those before it, which are half of a block of positions.
     """
     shape, read_bytes = placement.model.shape, batch_size * _slot_bytes(placement)
-    if profile := hardware.profile_of(placement.num_active):
-        rows = num_positions * shape.num_attention_heads // shape.num_key_value_heads
-        byte_s = by_size(profile.attention, rows)
-        own_bytes = shape.head_dim * DTYPE_BYTES[placement.model.dtype]
-        share = max(LEAST_CACHE_SHARE * own_bytes / placement.model.row_bytes, 1.0)
-        return max(num_slots - MEASURED_SLOTS, 0) * share * read_bytes * byte_s
     num_heads, num_pairs = _most_heads(placement)[0], num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
@@ -420,22 +294,18 @@ def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, dev
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
-    if profile := hardware.profile_of(placement.num_active):
-        return share * _by_rows_and_width(profile.layer, rows, placement.model.shape.hidden_size)
     if placement.cuda_graphs:
         return placement.kernels.layer * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
-    if is_compiled:
+    if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
         is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def _frame_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+def _frame_s(placement: ModelPlacement, hardware: HardwareConfig) -> float:
     """A forward without its layers and the head."""
-    if profile := hardware.profile_of(placement.num_active):
-        return _by_rows_and_width(profile.frame, rows, placement.model.shape.hidden_size)
     return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
 
@@ -455,28 +325,35 @@ def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows:
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
     """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link; a measured sum takes the place of those in a
+    node.
     """
-    profile = hardware.profile_of(len(ranks))
-    if profile and profile.all_reduce:
-        return by_size(profile.all_reduce, num_bytes)
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
-    inside, seconds = -(-len(ranks) // num_nodes), 0.0
-    for link, size, sent in (hardware.link, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
+    inside = -(-len(ranks) // num_nodes)
+    seconds = _measured_s(hardware, inside, num_bytes) or 0.0
+    own = None if seconds else hardware.link
+    for link, size, sent in (own, inside, num_bytes), (hardware.network, num_nodes, num_bytes / inside):
         if link and size > 1:
             seconds += link.latency_s
             seconds += 2 * (size - 1) / size * sent / link.bandwidth_bytes_per_s
     return seconds
 
 
+def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> float | None:
+    """A sum inside a node, interpolated by size for the nearest measured number of ranks; None if none was measured."""
+    if not hardware.sums or num_ranks == 1:
+        return None
+    nearest = min((each.num_ranks for each in hardware.sums), key=lambda number: abs(number - num_ranks))
+    return line([(each.num_bytes, each.s) for each in hardware.sums if each.num_ranks == nearest], num_bytes)
+
+
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
     """One message from a rank to others: a broadcast of ids, or a residual for the next device."""
     if len(ranks) == 1:
         return 0.0
-    profile = hardware.profile_of(len(ranks))
-    if profile and profile.all_reduce:
-        return by_size(profile.all_reduce, num_bytes)
     apart = min(ranks) // hardware.num_gpus != max(ranks) // hardware.num_gpus
+    if not apart and (measured_s := _measured_s(hardware, len(ranks), num_bytes)):
+        return measured_s
     link = hardware.network if apart and hardware.network else hardware.link
     return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
 
@@ -537,7 +414,6 @@ class OverlappedTime:
     forward_s: float
     exchange_s: float = 0.0
     settle_s: float = 0.0
-    host_s: float = 0.0
     is_beside: bool = False
 
     @property
@@ -549,7 +425,7 @@ class OverlappedTime:
     @property
     def round_s(self) -> float:
         """The whole round."""
-        return self.arrived_s + self.settle_s + self.host_s
+        return self.arrived_s + self.settle_s
 
     def document(self, acceptance: float, num_draft_tokens: int) -> dict[str, Any]:
         """A plan's figures: K draft steps, shares of the round, and of the drafted tokens."""
@@ -576,16 +452,13 @@ class CostModel:
     def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
         self.job = job
         self.hardware = hardware
-        num_active = min(job.num_replicas * len(job.layout.ranks), hardware.num_gpus)
         place = partial(
-            _placement, cuda_graphs=job.cuda_graphs, num_active=num_active, target_ranks=job.target_devices,
+            _placement, cuda_graphs=job.cuda_graphs, target_ranks=job.target_devices,
             kernels=job.kernels,
         )  # fmt: skip
-        # Offloaded layers are read without overlap with compute.
-        waiting_s = waiting_bytes(job) / READ_BYTES_PER_S.get(job.offload, math.inf)
-        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices, waiting_s=waiting_s)
+        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
-        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=job.draft_whole)
+        place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
         self.draft = place(model=job.draft) if job.draft else None
         middle = job.prompt_tokens + job.max_new_tokens // 2
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
@@ -593,7 +466,6 @@ class CostModel:
         self._draft_bucket = self._bucket
         if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
             self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
-        self._profile = hardware.profile_of(num_active)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -630,18 +502,13 @@ class CostModel:
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
         numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        return self._sampled_s(self._profile.draw if self._profile else None, self.job.kernels.draw, numbers)
+        return self._kernels_s(self.job.kernels.draw, RULE_PASSES, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
         numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
-        rule, points = rule_of(self.job.rule), self._profile.verify if self._profile else None
-        more_s = self._kernels_s(rule.more_kernels, rule.more_passes, numbers)
-        return self._sampled_s(points, self.job.kernels.verify, numbers) + more_s
-
-    def _sampled_s(self, points: list[SizePoint] | None, num_kernels: int, numbers: int) -> float:
-        """A draw or the rule, as measured or as kernels that make `RULE_PASSES` over its numbers."""
-        return by_size(points, numbers) if points else self._kernels_s(num_kernels, RULE_PASSES, numbers)
+        rule = rule_of(self.job.rule)
+        return self._kernels_s(self.job.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
@@ -654,15 +521,10 @@ class CostModel:
         sent = [found[kind] for kind in kinds if kind in found]
         return sum(message_s(self.hardware, each.ranks, each.payload_bytes * each.num_senders) for each in sent)
 
-    @property
-    def host_s(self) -> float:
-        """Host time of the loop per round; on a GPU it overlaps with the device."""
-        return self._profile.round_s if self._profile else 0.0
-
     def plain_s(self) -> float:
         """One plain token."""
         drawn_s = self.forward(self.target, 1).total_s + self.draw_s(self.target)
-        return drawn_s + self.agree_s(0, "verdict") + self.host_s
+        return drawn_s + self.agree_s(0, "verdict")
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw."""
@@ -689,8 +551,7 @@ class CostModel:
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        more_s = self._profile.first_draft_s if self._profile else 0.0
-        return self.draft_step_s(self.job.first_draft_rows) + more_s, self.draft_step_s(1)
+        return self.draft_step_s(self.job.first_draft_rows), self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
@@ -698,7 +559,7 @@ class CostModel:
         settle_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=settle_s, host_s=self.host_s, is_beside=self.job.device == "cuda",
+            exchange_s=exchange_s, settle_s=settle_s, is_beside=self.job.device == "cuda",
         )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -721,7 +582,7 @@ class Timing:
         num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
-        verify_s, other_s: the target's forward, rule and messages of a round; its host work.
+        verify_s: the target's forward, rule and messages of a round.
         speedup: plain over speculative, while decoding.
         cost_ratio: c, a draft step over a plain target step.
         by_num_draft_tokens: speculative seconds per token for K = 1, 2, ...
@@ -752,7 +613,6 @@ class Timing:
     tokens_per_round: float | None = None
     round_s: float | None = None
     verify_s: float | None = None
-    other_s: float | None = None
     speculative_s: float | None = None
     speculative_run_s: float | None = None
     speedup: float | None = None
@@ -831,7 +691,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     if tree := job.tree:
         lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
     rounds_s = [one.round_s for one in overlapped] or [
-        costs.drafting_s(number) + costs.verify_s(number) + costs.host_s for number in lengths
+        costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
     by_number = token_times(rounds_s, probability, gain)
     if job.adapts:
@@ -854,7 +714,6 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         tokens_per_round=expected,
         round_s=rounds_s[place],
         verify_s=costs.verify_s(chosen),
-        other_s=costs.host_s,
         speculative_s=speculative_s,
         speculative_run_s=(prefill_s + decoding_s) / job.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
@@ -868,9 +727,8 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
-    ends = [fast[place], slow[place], *(times(speculative_s, PAIR) if acceptance.is_forecast else ())]
     most_s = plain.plain_s if job.adapts else math.inf
-    by_acceptance = min(*ends, most_s), min(max(ends), most_s)
+    by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
@@ -881,7 +739,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
 
 def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
-    if hardware.profiles or hardware.device != "cuda":
+    if hardware.is_measured or hardware.device != "cuda":
         return None
     is_near = (
         job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
@@ -891,8 +749,8 @@ def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> En
 
 
 def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence about what of a job nobody has published a speed of, if anything."""
-    if hardware.profiles or hardware.device != "cuda":
+    """A sentence about what of a job has no published speed that forecasts were compared with, if anything."""
+    if hardware.is_measured or hardware.device != "cuda":
         return
     target, rows = job.target, job.batch_size
     most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
@@ -903,7 +761,7 @@ def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
     }
     if any(found.values()):
         named = ", ".join(name for name, is_unmeasured in found.items() if is_unmeasured)
-        yield f"not measured on any GPU, by anybody who published it: {named}"
+        yield f"docs/benchmarks/published.md has no speed of {named}: its ranges are the wide ones"
 
 
 def spread(value: float, *ranges: Ends) -> Ends:

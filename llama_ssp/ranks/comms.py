@@ -3,32 +3,23 @@
 In a group of one rank they do nothing, so callers need not check the number of ranks. `build_mesh` decides which ranks
 form a group. Between GPUs, tensors go through NCCL, and texts through gloo, where a lost rank is an error.
 
-Collectives are torch operators too, so that a trace can hold them (see `engine.tracing`):
-
-    not traced     Comm.all_reduce -> shared memory or backend
-    tracing        Comm.all_reduce -> llama_ssp::all_reduce, which sends nothing
-    replay                            llama_ssp::all_reduce -> Comm.all_reduce -> shared memory or backend
-
-A tracing rank sends nothing and receives zeros, so ranks can trace at different times. Errors of a collective are kept
-here, because torch's interpreter would lose their type.
+On CPUs, collectives are operators (`cpu.sums`), and small messages go through shared memory (`cpu.shared_memory`).
 """
 
 import gc
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_ssp.cpu import sums
+from llama_ssp.cpu.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait, Event
-from llama_ssp.ranks.shared_memory import SLOT_BYTES, SharedMemoryGroup
 from llama_ssp.settings.layout import Layout
 
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older torch
@@ -106,20 +97,40 @@ class Comm:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
-        if self.size > 1 and is_recording():
-            return record("all_reduce", self, values)
-        if self.board and values.nbytes <= SLOT_BYTES:
-            self.board.all_reduce(values)
-        elif self.size > 1:
-            dist.all_reduce(values, group=self.group)
-        return values
+        return self._run("all_reduce", values) if self.size > 1 else values
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Concatenate the slices (..., sizes[rank]) of all ranks along the last dimension; sizes may differ."""
-        if self.size == 1:
-            return values
-        if is_recording():
-            return record("all_gather_last", self, values, list(sizes))
+        return self._run("all_gather_last", values, sizes) if self.size > 1 else values
+
+    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+        """Broadcast the values of group rank `src`, in place."""
+        return self._run("broadcast", values, src) if self.size > 1 else values
+
+    def send(self, values: Tensor, *, dst: int) -> Tensor:
+        """Send values to group rank `dst`, which must call `receive`; returns them."""
+        return self._run("send", values, dst)
+
+    def receive(self, values: Tensor, *, src: int) -> Tensor:
+        """Receive the values that group rank `src` sends, in place."""
+        return self._run("receive", values, src)
+
+    def _run(self, name: str, values: Tensor, *more: int | tuple[int, ...]) -> Tensor:
+        if values.is_cuda:
+            result: Tensor = getattr(self, f"do_{name}")(values, *more)
+            return result
+        return sums.call(name, self, values, *more)
+
+    def do_all_reduce(self, values: Tensor) -> Tensor:
+        """See `all_reduce`."""
+        if self.board and values.nbytes <= SLOT_BYTES:
+            self.board.all_reduce(values)
+        else:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """See `all_gather_last`."""
         widest = max(sizes)
         if self.board and widest * values.shape[:-1].numel() * values.itemsize <= SLOT_BYTES:
             return self.board.all_gather_last(values, sizes)
@@ -135,27 +146,21 @@ class Comm:
             dist.all_gather(slices, values, group=self.group)
         return torch.cat([part[..., :width] for part, width in zip(slices, sizes, strict=True)], dim=-1)
 
-    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
-        """Broadcast the values of group rank `src`, in place."""
-        if self.size > 1 and is_recording():
-            return record("broadcast", self, values, src)
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
+        """See `broadcast`."""
         if self.board and values.nbytes <= SLOT_BYTES:
             self.board.deliver(values, src=src)
-        elif self.size > 1:
+        else:
             dist.broadcast(values, group=self.group, group_src=src)
         return values
 
-    def send(self, values: Tensor, *, dst: int) -> Tensor:
-        """Send values to group rank `dst`, which must call `receive`; returns them."""
-        if is_recording():
-            return record("send", self, values, dst)
+    def do_send(self, values: Tensor, dst: int) -> Tensor:
+        """See `send`."""
         dist.send(values.contiguous(), group=self.group, group_dst=dst)
         return values
 
-    def receive(self, values: Tensor, *, src: int) -> Tensor:
-        """Receive the values that group rank `src` sends, in place."""
-        if is_recording():
-            return record("receive", self, values, src)
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
+        """See `receive`."""
         dist.recv(values, group=self.group, group_src=src)
         return values
 
@@ -237,71 +242,6 @@ def leave_groups() -> None:
     dist.destroy_process_group()
     _groups.clear()
     gc.collect()  # a group's threads end with its last reference
-
-
-_library = torch.library.Library("llama_ssp", "DEF")
-_ARGUMENTS: dict[str, dict[str, str]] = {
-    "all_reduce": {}, "all_gather_last": {"sizes": "int[]"}, "broadcast": {"src": "int"}, "send": {"dst": "int"},
-    "receive": {"src": "int"},
-}  # fmt: skip
-"""The collectives that are operators, and their arguments after the values."""
-_traced_comms: WeakValueDictionary[int, Comm] = WeakValueDictionary()
-_this_thread = threading.local()
-
-
-def is_recording() -> bool:
-    """Whether this thread is tracing."""
-    return getattr(_this_thread, "is_recording", False)
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Mark this thread as tracing; torch's own flag is not set inside an operator."""
-    _this_thread.is_recording = True
-    try:
-        yield
-    finally:
-        _this_thread.is_recording = False
-
-
-def record(name: str, group: Comm, values: Tensor, *more: int | list[int]) -> Tensor:
-    """Add operator `name` to the current trace, with the arguments of the group's collective."""
-    _traced_comms[id(group)] = group
-    result: Tensor = getattr(torch.ops.llama_ssp, name)(values, *more, id(group))
-    return result
-
-
-def take_error() -> BaseException | None:
-    """Return and clear the error that a collective raised during a replay, to raise it again."""
-    error: BaseException | None = _this_thread.__dict__.pop("error", None)
-    return error
-
-
-def _operator(name: str, keys: Collection[str]) -> Callable[..., Tensor]:
-    """Return what operator `name` does, whose collective takes the arguments after the values by these keys."""
-
-    def operate(values: Tensor, *more: Any) -> Tensor:  # noqa: ANN401 - those of the schema
-        *given, group = more
-        if is_recording():
-            if name == "all_gather_last":
-                return values.new_zeros(*values.shape[:-1], sum(given[0]))
-            return values if name in {"all_reduce", "send"} else values.zero_()
-        named = {key: tuple(each) if isinstance(each, list) else each for key, each in zip(keys, given, strict=True)}
-        try:
-            result: Tensor = getattr(_traced_comms[group], name)(values, **named)
-        except BaseException as error:
-            _this_thread.error = error
-            raise
-        return result
-
-    return operate
-
-
-for _name, _taken in _ARGUMENTS.items():
-    _schema = ", ".join(["Tensor values", *(f"{_type} {_key}" for _key, _type in _taken.items()), "int group"])
-    # Conservative: it stays in the trace even if this rank does not read its result, because other ranks wait for it.
-    _library.define(f"{_name}({_schema}) -> Tensor", "CONSERVATIVE")
-    _library.impl(_name, _operator(_name, _taken), "CPU")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from llama_ssp.errors import FULL_DISK, CapacityError, SspError
+from llama_ssp.ranks.nccl import is_of_nccl
 
 _EVERY_S = 0.005
 _STATUS, _MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -82,7 +83,7 @@ def exhaustion(error: BaseException) -> SspError | None:
     """Return a CapacityError if memory ran out, an SspError if a disk is full, else None."""
     is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     is_memory |= isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) and not is_of_nccl(error):
         is_memory |= any(words in str(error).lower() for words in _MEMORY_WORDS)
     if is_memory:
         return CapacityError(

@@ -7,6 +7,7 @@ run, so their network has to be trusted. The end of the torchrun agent stops a r
 
 import errno
 import os
+import re
 import signal
 import socket
 import time
@@ -19,9 +20,15 @@ from pathlib import Path
 from threading import Thread
 from types import FrameType
 
+from llama_ssp.errors import ConfigError
+
 LOOPBACK = "127.0.0.1"
 # What gloo and NCCL call the interface; "=" asks NCCL for exactly this name.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+_COUNTS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
+_WHO_SETS_IT = "; torchrun or srun sets it: unset it to run alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,8 @@ class Ranks:
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """Read the ranks from torchrun's variables, else from those of a SLURM step; by default a single rank.
 
-    A batch script outside a step also has SLURM_PROCID; only a step has SLURM_STEP_ID.
+    A batch script outside a step also has SLURM_PROCID; only a step has SLURM_STEP_ID. Raises ConfigError for variables
+    that are no such numbers.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -45,10 +53,22 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     else:
         return Ranks(rank=0, size=1, local_rank=0, local_size=1)
-    rank, size = int(environ[names[0]]), int(environ[names[1]])
-    local_rank = int(environ.get(names[2], rank))
-    local_size = _of_node(environ.get(names[3], str(size)), node=int(environ.get("SLURM_NODEID", 0)))
+    rank, size = number_in(environ, names[0]), number_in(environ, names[1])
+    if rank >= size:
+        raise ConfigError(f"{names[0]}={rank} must be below {names[1]}={size}{_WHO_SETS_IT}")
+    local_rank = number_in(environ, names[2], default=rank)
+    if _COUNTS.fullmatch(counts := environ.get(names[3], str(size))) is None:
+        raise ConfigError(f"{names[3]}={counts} is not a number of ranks for each node{_WHO_SETS_IT}")
+    local_size = _of_node(counts, node=number_in(environ, "SLURM_NODEID", default=0))
     return Ranks(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def number_in(environ: Mapping[str, str], name: str, *, default: int = 0) -> int:
+    """Return the number in a variable of torchrun's or SLURM's; ConfigError if it holds something else."""
+    given = environ.get(name, str(default))
+    if not (given.isascii() and given.isdigit()):
+        raise ConfigError(f"{name}={given} is not a whole number from 0 on{_WHO_SETS_IT}")
+    return int(given)
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:

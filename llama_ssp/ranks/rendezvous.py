@@ -9,8 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,37 +20,52 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, it would keep the group by its default arguments
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch's types do not export it
-from torch.distributed.distributed_c10d import Store, _get_default_store  # has no public name
+from torch.distributed.distributed_c10d import Store
 
 from llama_ssp.errors import LostRankError, PlacementError
-from llama_ssp.ranks.process import Ranks, listen, meeting_host, stay_on_loopback
+from llama_ssp.ranks.process import Ranks, launcher_of, listen, meeting_host, number_in, stay_on_loopback
 from llama_ssp.settings.schema import DeviceKind
+from llama_ssp.terminal.unread import complain
 
 # torch's watchdog would abort the process without a sentence; `gpu.DeviceWait` and `failures.guard` end runs.
 _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_QUIET_S = 10.0  # how long ranks wait for others without a word
 _HEED_EVERY_S = 1.0
 """How long torch may keep the main thread, which must answer signals meanwhile."""
 
 
-@cache
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:
-    """Reach the rendezvous store: torchrun's own, or else one of rank 0; LostRankError if it is not there."""
+    """Return the store of all jobs of a sweep: torchrun's own, or else rank 0's; LostRankError if it is not there."""
+    if ranks not in _stores:
+        _stores[ranks] = _opened(ranks, timeout_s=timeout_s)
+    return _stores[ranks]
+
+
+_stores: dict[Ranks, Store] = {}
+
+
+def _opened(ranks: Ranks, *, timeout_s: float) -> Store:
     environ = os.environ
     is_of_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = environ["MASTER_ADDR"] if is_of_agent else meeting_host(environ)
     # A plain `srun python` meets at a port derived from the job id.
-    port = int(environ.get("MASTER_PORT") or 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    port = number_in(environ, "MASTER_PORT", default=20000 + number_in(environ, "SLURM_JOB_ID") % 20000)
     try:
         if ranks.rank == 0 and not is_of_agent:
             return hold_store(host, port, size=ranks.size, timeout_s=timeout_s)
-        return _connect(host, port, size=ranks.size, timeout_s=timeout_s)
+        return _connect(host, port, ranks=ranks, timeout_s=timeout_s)
     except (dist.DistError, OSError) as error:
         reason = f"{host}:{port} does not answer within timeouts.load_s={timeout_s:g}"
         if isinstance(error, OSError):
             reason = f"{host}:{port}: {(error.strerror or str(error)).lower()}"
         lost = LostRankError(f"rank {ranks.rank} cannot reach the others, {reason}; another MASTER_PORT may be free")
-        lost.speaks = ranks.rank == 1 or ranks.local_rank == 0
+        lost.speaks = _may_speak_first(ranks)
         raise lost from error
+
+
+def _may_speak_first(ranks: Ranks) -> bool:
+    """Whether this rank speaks while ranks do not know of each other."""
+    return ranks.rank == 1 or ranks.local_rank == 0
 
 
 def hold_store(host: str, port: int, *, size: int, timeout_s: float) -> TCPStore:
@@ -58,15 +75,19 @@ def hold_store(host: str, port: int, *, size: int, timeout_s: float) -> TCPStore
         return _tcp_store(host, port, size=size, timeout_s=timeout_s, listen_fd=server.detach())
 
 
-def _connect(host: str, port: int, *, size: int, timeout_s: float) -> TCPStore:
+def _connect(host: str, port: int, *, ranks: Ranks, timeout_s: float) -> TCPStore:
     """Reach a store, in attempts between which signals are heeded."""
-    deadline = time.monotonic() + timeout_s
+    began, has_said = time.monotonic(), False
     while True:
         try:
-            store = _tcp_store(host, port, size=size, timeout_s=min(timeout_s, _HEED_EVERY_S))
+            store = _tcp_store(host, port, size=ranks.size, timeout_s=min(timeout_s, _HEED_EVERY_S))
         except dist.DistError:
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 raise
+            if waited_s > _QUIET_S and not has_said:
+                has_said = True
+                _say_awaited("rank 0", ranks, timeout_s=timeout_s, speaks=_may_speak_first(ranks))
         else:
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
@@ -88,6 +109,7 @@ class Seen(NamedTuple):
         cores: available to it, before ranks share them.
         num_gpus: that it sees; none if the run is for CPUs.
         ids: of these GPUs where they are fewer than the ranks of the node; none if CUDA does not start.
+        versions: of `_VERSIONED`.
     """
 
     host: str
@@ -95,21 +117,25 @@ class Seen(NamedTuple):
     cores: tuple[int, ...]
     num_gpus: int = 0
     ids: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+
+
+_VERSIONED = ("llama_ssp", "torch", "NCCL")
 
 
 @cache
 def seen_by_all(ranks: Ranks, kind: DeviceKind, *, timeout_s: float) -> tuple[Seen, ...]:
     """Return what every rank sees, in order; all must call this together.
 
-    Raises a LostRankError, which the lowest rank that has come reports, if others do not come in time.
+    Raises a LostRankError, which the lowest rank that has come reports, if others do not come in time; PlacementError
+    if they have other versions.
     """
     num_gpus = 0 if kind is DeviceKind.cpu else torch.cuda.device_count()
     ids = _ids() if 0 < num_gpus < ranks.local_size else ()
-    own = Seen(socket.gethostname(), ranks.local_size, _first_cores(), num_gpus, ids)
+    own = Seen(socket.gethostname(), ranks.local_size, _first_cores(), num_gpus, ids, _versions(num_gpus))
     if ranks.size == 1:
         return (own,)
-    # A later job of a sweep has the group's store: a second one could not listen at its port.
-    store = _get_default_store() if dist.is_initialized() else open_store(ranks, timeout_s=timeout_s)
+    store = open_store(ranks, timeout_s=timeout_s)
     keys = [f"llama_ssp/seen/{kind.name}/{rank}" for rank in range(ranks.size)]
     store.set(keys[ranks.rank], json.dumps(own))
     wait_for_all(store, keys, ranks=ranks, timeout_s=timeout_s)
@@ -119,7 +145,22 @@ def seen_by_all(ranks: Ranks, kind: DeviceKind, *, timeout_s: float) -> tuple[Se
     store.set(have_read[ranks.rank], "")
     if ranks.rank == 0:
         wait_for_all(store, have_read, ranks=ranks, timeout_s=timeout_s)
+    for rank, each in enumerate(seen):
+        for name, first, theirs in zip(_VERSIONED, seen[0].versions, each.versions, strict=False):
+            if first != theirs:
+                raise PlacementError(
+                    f"rank {rank} on {each.host} has {name} {theirs or 'unknown'}, and rank 0 on "
+                    f"{seen[0].host} has {first or 'unknown'}: install the same versions on every node"
+                )
     return seen
+
+
+def _versions(num_gpus: int) -> tuple[str, ...]:
+    own = ""
+    with suppress(PackageNotFoundError):
+        own = version("llama_ssp")
+    nccl = torch.cuda.nccl.version() if num_gpus and dist.is_nccl_available() else ()
+    return own, torch.__version__, ".".join(map(str, nccl))
 
 
 @cache
@@ -136,34 +177,54 @@ def _ids() -> tuple[str, ...]:
 
 
 def _read(text: bytes) -> Seen:
-    host, num_ranks, cores, num_gpus, ids = json.loads(text)
-    return Seen(host, num_ranks, tuple(cores), num_gpus, tuple(ids))
+    host, num_ranks, cores, num_gpus, ids, *more = json.loads(text)
+    return Seen(host, num_ranks, tuple(cores), num_gpus, tuple(ids), tuple(more[0]) if more else ())
 
 
 def wait_for_all(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) -> None:
-    """Wait until every rank has set its key; the lowest that did reports a LostRankError if others do not in time."""
-    deadline = time.monotonic() + timeout_s
+    """Wait until every rank has set its key; the lowest that did reports a LostRankError if others do not in time.
+
+    It says after a while for which ranks it waits.
+    """
+    began, has_said = time.monotonic(), False
     while True:
         try:
             store.wait(list(keys), timedelta(seconds=min(timeout_s, _HEED_EVERY_S)))
         except dist.DistError as error:
-            if isinstance(error, dist.DistStoreError) and time.monotonic() < deadline:
+            waited_s, is_there = time.monotonic() - began, isinstance(error, dist.DistStoreError)
+            if is_there and waited_s < timeout_s:
+                if waited_s > _QUIET_S and not has_said:
+                    came, late = _came(store, keys)
+                    has_said = True
+                    _say_awaited(late, ranks, timeout_s=timeout_s, speaks=ranks.rank == came[0])
                 continue
-            raise _lost(store, keys, ranks=ranks, timeout_s=timeout_s) from error
+            came, late = _came(store, keys)
+            cause = f"within timeouts.load_s={timeout_s:g}" if is_there else "before the store of the ranks had ended"
+            lost = LostRankError(f"{late} did not connect {cause}")
+            lost.speaks = ranks.rank == came[0]
+            raise lost from error
         return
 
 
-def _lost(store: Store, keys: Sequence[str], *, ranks: Ranks, timeout_s: float) -> LostRankError:
-    """The error that names the ranks that have not set their keys."""
+def _came(store: Store, keys: Sequence[str]) -> tuple[list[int], str]:
+    """Return the ranks that have set their keys, and name the others."""
     try:
         came = [rank for rank, key in enumerate(keys) if store.check([key])]
     except dist.DistError:  # the store has ended with rank 0
-        came = list(range(1, ranks.size))
-    late = [str(rank) for rank in range(ranks.size) if rank not in came]
-    names = f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "all ranks came, but"
-    lost = LostRankError(f"{names} did not connect within timeouts.load_s={timeout_s:g}")
-    lost.speaks = ranks.rank == came[0]
-    return lost
+        came = list(range(1, len(keys)))
+    late = [str(rank) for rank in range(len(keys)) if rank not in came]
+    return came, f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+
+
+def _say_awaited(late: str, ranks: Ranks, *, timeout_s: float, speaks: bool) -> None:
+    starter = "torchrun has to start them, on every node with the same --nnodes and --master-addr"
+    if launcher_of(os.environ) == "srun":
+        starter = (
+            f"each of the {ranks.size} tasks of this SLURM step has to run this command; in a shell of one of them, "
+            f"srun --overlap --ntasks={ranks.size} before it starts all"
+        )
+    if speaks:
+        complain(f"waiting for {late} until timeouts.load_s={timeout_s:g}: {starter}")
 
 
 def choose_device(kind: DeviceKind, ranks: Ranks, seen: Sequence[Seen]) -> tuple[torch.device, str | None]:
@@ -202,7 +263,10 @@ def _suffice(node: Sequence[Seen]) -> bool:
 
 
 def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
-    """Form the group of all ranks, which have seen each other; LostRankError if they do not connect in time."""
+    """Form the group of all ranks, which have seen each other.
+
+    Raises LostRankError if a rank has ended since, and torch's DistError, such as NCCL's, if they do not connect.
+    """
     stay_on_loopback()
     backend, own_gpu, store = "gloo", None, open_store(ranks, timeout_s=timeout_s)
     if device.type == "cuda":
@@ -213,10 +277,7 @@ def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     store.set(here[ranks.rank], "")
     # A GPU may have ended a rank since: torch would wait for it, deaf to signals.
     wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
-    try:
-        dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
-            device_id=own_gpu,
-        )  # fmt: skip
-    except dist.DistError as error:
-        raise _lost(store, here, ranks=ranks, timeout_s=timeout_s) from error
+    dist.init_process_group(
+        backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
+        device_id=own_gpu,
+    )  # fmt: skip

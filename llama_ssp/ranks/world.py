@@ -2,9 +2,10 @@
 
 import atexit
 import gc
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,16 +13,18 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
+from llama_ssp.errors import SspError
 from llama_ssp.ranks.comms import Comm, leave_groups
-from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
+from llama_ssp.ranks.failures import ControlChannel, Phase, guard, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.process import Ranks, find_agent, read_ranks
-from llama_ssp.ranks.rendezvous import choose_device, form_group, seen_by_all
+from llama_ssp.ranks.rendezvous import choose_device, form_group, open_store, seen_by_all
 from llama_ssp.settings.schema import DeviceKind
 
 _END_S = 10.0  # how long NCCL may take to end
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +90,13 @@ def on_all_cores(cores: frozenset[int]) -> Iterator[None]:
 
 
 @contextmanager
-def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
+def start(
+    *, device: DeviceKind, timeout_s: float, report: Callable[[SspError], None] = lambda _: None
+) -> Iterator[World]:
     """Join the run, and leave it when the block ends; `Comm.set_timeout` can change the timeout.
 
-    For errors see `seen_by_all` and `choose_device`, and `unify_failure` if ranks are lost while starting or ending.
+    For errors see `seen_by_all` and `choose_device`, and `unify_failure` if ranks are lost while starting or ending;
+    `report` is called if this rank ends while a library keeps it, see `guard`.
     """
     ranks = read_ranks(os.environ)
     seen = seen_by_all(ranks, device, timeout_s=timeout_s)
@@ -106,19 +112,21 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
             share_cores(ranks, cores=cores, sharers=sharers)
         yield World(comm=Comm.single(), ranks=ranks, device=chosen, note=note, cores=cores)
         return
-    is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
-    if is_first:
-        form_group(ranks, device=chosen, timeout_s=timeout_s)
-        atexit.register(_part, _watch(ranks), is_on_gpu=chosen.type == "cuda")
-    watch, limit = _watch(ranks), f"timeouts.load_s={timeout_s:g}"
+    watch, limit = _watch(ranks, open_store(ranks, timeout_s=timeout_s)), f"timeouts.load_s={timeout_s:g}"
     watch.peers = range(ranks.size)
-    device_wait = None
-    if chosen.type == "cuda":
-        watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
-        waits = device_wait = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
-        watch.is_busy = lambda: not waits.is_waiting
-    with unify_failure(watch, Phase(doing="connecting", limit=limit)):
-        if is_first and chosen.type == "cpu":
+    waits = DeviceWait(lambda: watch.has_failed, has_busy_peer=watch.has_busy_rank)
+    waits.timeout_s = timeout_s
+    device_wait = waits if chosen.type == "cuda" else None
+    phase = Phase(doing="connecting", limit=limit)
+    with unify_failure(watch, phase), guard(watch, waits, phase, report=report):
+        is_first = not dist.is_initialized()  # later jobs of a sweep use the first one's group: a new one would hang
+        if is_first:
+            form_group(ranks, device=chosen, timeout_s=timeout_s)
+            atexit.register(_part, watch, is_on_gpu=chosen.type == "cuda")
+        if device_wait:
+            watch.be_alert()  # a wait for the GPU does not notice a killed rank, as one for gloo does
+            watch.is_busy = lambda: not waits.is_waiting
+        elif is_first:
             share_cores(ranks, cores=cores, sharers=sharers)
         comm = Comm.of_world(
             rank=ranks.rank, size=ranks.size, device=chosen, crowded=len(sharers) > len(cores), device_wait=device_wait
@@ -133,9 +141,8 @@ def start(*, device: DeviceKind, timeout_s: float) -> Iterator[World]:
 
 
 @cache
-def _watch(ranks: Ranks) -> ControlChannel:
+def _watch(ranks: Ranks, store: Store) -> ControlChannel:
     """This rank's control channel, one for all jobs of a sweep."""
-    store = distributed_c10d._get_default_store()  # has no public name
     return ControlChannel(
         store, rank=ranks.rank, size=ranks.size, is_first_here=ranks.local_rank == 0, agent=find_agent()
     )
@@ -153,4 +160,5 @@ def _part(watch: ControlChannel, *, is_on_gpu: bool) -> None:
 def _end_anyway() -> None:
     """End the process if NCCL waits for a rank that has ended; all records are written."""
     time.sleep(_END_S)
+    _log.warning("left without NCCL, which had not ended after %g s; all results are written", _END_S)
     os._exit(0)

@@ -1,7 +1,7 @@
-"""The folder of a run: its lock, its finished lines, and files that are written atomically.
+"""The folder of a run while it is written: its lock, its finished lines, and files that are replaced atomically.
 
-Only rank 0 opens a run folder. docs/reference/runs.md lists its files. `run.opening` writes the log files;
-`records` defines lines and summary.
+Only rank 0 opens a run folder; `runs` reads finished ones. docs/reference/runs.md lists its files. `run.opening` writes
+the log files; `records` defines lines and summary.
 """
 
 import fcntl
@@ -9,69 +9,30 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
+from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.records import BenchmarkRow, CompletionLine, LineKey, Summary
 from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE = "round_costs.json", "models.json"
 CHANGEABLE = (
-    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance", "speculation.text",
+    "run_dir", "resume", "timeouts", "hardware", "dry_run", "speculation.acceptance",
     "task.picture", "task.store", "task.gate", "task.margin", "task.near_tie", "task.num_prompts",
-    "model.path", "model.verify", "model.manifest", "draft.model.path", "draft.model.verify", "draft.model.manifest",
+    "model.path", "draft.model.path",
     "model.adapter", "draft.model.adapter",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed: no completion depends on them."""
-_MOST_STATUS_BYTES = 4096
+MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
-_NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
-
 
 _Keyed = TypeVar("_Keyed", CompletionLine, BenchmarkRow)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run with a summary, which covers only the finished part of an interrupted run.
-
-    `status` and `settings`, by dotted keys, come from its folder; they are empty while the run writes its own report.
-    """
-
-    name: str
-    status: str
-    summary: Summary
-    lines: tuple[CompletionLine, ...]
-    settings: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Its settings by dotted keys; models, draft and task by the names that reports show, and its ranks."""
-        summary = self.summary
-        named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
-        others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
-        return named | {"ranks": summary.world_size} | others
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """K, or the largest one of a run that chooses it; 0 without a draft."""
-        return len(self.summary.speculative.accepted_histogram) - 1 if self.summary.speculative else 0
-
-    @property
-    def drafting(self) -> str:
-        """K as a text: a number, `auto` if each round has its own, or nothing without a draft."""
-        return self.summary.speculative.drafting if self.summary.speculative else ""
-
-    @property
-    def pair(self) -> str:
-        """Its models."""
-        return f"{self.summary.model} + {self.summary.draft}" if self.summary.draft else self.summary.model
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -129,18 +90,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def write_status(self, status: str) -> None:
         """Set `status` to "running", "done" or "interrupted"; raises SspError if the disk fails."""
-        self.write_kept("status", status + "\n")
+        _write_status(self.path, status)
 
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`; raises SspError if the disk fails."""
         self.write_kept("summary.json", json.dumps(asdict(summary), indent=2) + "\n")
-
-    def write_report(self, summary: Summary) -> None:
-        """Write `report.html`; raises ConfigError if a drawing package is missing, and SspError if the disk fails."""
-        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
-
-        run = Run(name=self.path.name, status="", summary=summary, lines=tuple(self.lines))
-        self.write_kept("report.html", report([run]))
 
     def close(self) -> None:
         """Release the folder for other jobs."""
@@ -176,7 +130,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             with _explained(file):
                 os.truncate(file, len(whole) + 1 if whole else 0)
         try:
-            return _read_lines(whole, kind)
+            return read_lines(whole, kind)
         except ValueError as error:
             raise ConfigError(
                 f"{file} cannot be resumed: {error}; "
@@ -203,7 +157,7 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     return clauses + ([f"{len(changed) - _MOST_CHANGED} more"] if len(changed) > _MOST_CHANGED else [])
 
 
-def _read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
+def read_lines(whole: bytes, kind: type[_Keyed]) -> list[_Keyed]:
     """Read the lines of a file; ValueError names one that cannot be read, or has the key of an earlier one."""
     entries, first = list[_Keyed](), dict[Hashable, int]()
     for number, line in enumerate(whole.split(b"\n"), start=1):
@@ -225,7 +179,22 @@ def read_status(run_dir: Path) -> str:
 
 def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
     """Set `status` to the failing exit code and sentence, on any rank if rank 0 is lost; SspError if the disk fails."""
-    _write_whole(run_dir / "status", f"{exit_code}: {visible(sentence)}\n")
+    _write_status(run_dir, f"{exit_code}: {visible(sentence)}")
+
+
+def _write_status(run_dir: Path, status: str) -> None:
+    """Write `status`; on a full disk over the old one, in the block of the disk that this has."""
+    file = run_dir / "status"
+    try:
+        _write_whole(file, f"{status}\n")
+    except SspError as error:
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL_DISK and file.is_file()):
+            raise
+        with _explained(file), file.open("r+b") as stream:
+            stream.write(status.encode(errors="replace")[: MOST_STATUS_BYTES - 1] + b"\n")
+            stream.truncate()
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _locked(file: Path) -> BinaryIO:
@@ -287,59 +256,10 @@ def _explained(file: Path) -> Iterator[None]:
 
 def _read(file: Path) -> bytes:
     with _explained(file):
-        return _read_regular(file)
+        return read_regular(file)
 
 
-def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
-
-    Returns readable runs in order of their paths, each once, and a sentence for each run without a summary or with a
-    damaged file.
-    """
-    runs, missing, seen = [], [], set[Path]()
-    for folder in folders:
-        try:
-            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_in_order)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be read ({error.strerror}): name the folder of a run") from error
-        if not found:
-            raise ConfigError(f"{folder} holds no run: a run's folder, with its config.yaml, or a sweep's is required")
-        for path in found:
-            if (resolved := path.resolve()) in seen:
-                continue
-            seen.add(resolved)
-            name = visible(folder.name if path == folder else f"{folder.name}/{path.relative_to(folder)}")
-            try:
-                if (path / "summary.json").exists():
-                    runs.append(read_run(path, name=name))
-                else:
-                    missing.append(f"{name} has no summary yet: {_status(path)}")
-            except OSError as error:
-                missing.append(f"{name} cannot be read: {error.strerror}")
-            except ConfigError as error:
-                missing.append(str(error))
-    return runs, missing
-
-
-def read_run(folder: Path, *, name: str) -> Run:
-    """Read one run with a summary; raises ConfigError if a file is damaged, or of another version."""
-    file = folder / "summary.json"
-    try:
-        summary = Summary.from_json(_read_regular(file, most_bytes=MOST_BYTES).decode())
-        file = folder / "run.jsonl"
-        whole = _read_regular(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
-        lines = tuple(_read_lines(whole, CompletionLine))
-        file = folder / "config.yaml"
-        settings = read_settings(_read_regular(file, most_bytes=4 * MOST_CHARS).decode())
-        file = folder / "status"
-        status = _status(folder)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{file} cannot be read ({reason}): a run of this version is required") from error
-    return Run(name=name, status=status, summary=summary, lines=lines, settings=settings)
-
-
-def _read_regular(file: Path, *, most_bytes: int | None = None) -> bytes:
+def read_regular(file: Path, *, most_bytes: int | None = None) -> bytes:
     """Read a file, but not one that never ends, such as a pipe, or that would fill the memory."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
@@ -347,18 +267,3 @@ def _read_regular(file: Path, *, most_bytes: int | None = None) -> bytes:
     if most_bytes is not None and about.st_size > most_bytes:
         raise ValueError(f"it has {about.st_size} bytes, and at most {most_bytes} are allowed")
     return file.read_bytes()
-
-
-def _status(folder: Path) -> str:
-    """Return the status on one line, with control characters visible; raises OSError if it cannot be read."""
-    file = folder / "status"
-    if not file.is_file():
-        return "not started"
-    with file.open("rb") as stream:
-        status = stream.read(_MOST_STATUS_BYTES).decode("utf-8", errors="replace")
-    return visible(" ".join(status.split()))
-
-
-def _in_order(folder: Path) -> list[tuple[int, str]]:
-    """Sort key that puts point 2 of a sweep before point 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

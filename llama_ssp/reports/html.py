@@ -1,20 +1,20 @@
 """`report.html`: one self-contained page of finished runs; no script, no font, no other file.
 
-`figures` and `tables` make figures and tables, `templates/report.html` is the page.
+`figures` and `tables` make its parts, `templates/report.html` is the page.
 Import this module only to write a report: matplotlib and jinja2 take a second.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.reports import figures, plots, tables
-from llama_ssp.reports.folder import Run, find_runs
+from llama_ssp.reports import plots, tables
+from llama_ssp.reports.figures import Row, rows_of, time_per_token
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
-from llama_ssp.reports.records import MEASURE_COLUMNS
+from llama_ssp.reports.runs import Run, find_runs
 from llama_ssp.reports.settings import labels, varying_settings
-from llama_ssp.words import visible
+from llama_ssp.words import count, decimal, share, visible
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -22,14 +22,9 @@ try:
 except ImportError as error:
     raise ConfigError(f"a report needs jinja2: pip install jinja2 ({error})") from error
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence[str] = ()) -> str:
-    """Write the page and the tables into `output`, or into the only folder; returns a sentence that names them.
-
-    `formats` are those in which the figures go into the folder `figures` too.
+def write_report(folders: Sequence[Path], output: Path | None) -> str:
+    """Write the page and `runs.csv` into `output`, or into the only folder; returns a sentence that names them.
 
     Raises:
         ConfigError: a folder holds no run, several folders lack an `output`, or the output cannot be written.
@@ -40,30 +35,17 @@ def write_report(folders: Sequence[Path], output: Path | None, formats: Sequence
     runs, missing = find_runs(folders)
     if not runs:
         raise ConfigError("; ".join(missing))
-    measures = [measure(run) for run in runs]
-    texts = {
-        "report.html": report(runs, measures, missing=missing), "runs.csv": tables.runs_to_csv(runs, measures),
-        "report.csv": tables.to_csv(runs), "cells.csv": tables.cells_to_csv(runs),
-    }  # fmt: skip
-    written = [name for name, text in texts.items() if text]
+    measures = [measure(run.lines) for run in runs]
+    table = tables.runs_to_csv(runs, measures, varying_settings(runs))
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for name in written:
+        for name, text in ("report.html", report(runs, measures, missing=missing)), ("runs.csv", table):
             # A model's text can end in half a surrogate pair.
-            (output / name).write_text(texts[name], encoding="utf-8", errors="replace")
-        if formats:
-            (output / "figures").mkdir(exist_ok=True)
-            found = _figures(runs, measures)
-            for name, figure in found.items():
-                for suffix in formats:
-                    plots.save(figure, output / "figures" / f"{name}.{suffix}", for_paper=True)
-            written.append(f"figures ({len(found)} as {', '.join(formats)})")
+            (output / name).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {(error.strerror or str(error)).lower()}") from error
-    shown = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     left_out = f"; left out: {'; '.join(missing)}" if missing else ""
-    *first, last = written
-    return f"wrote {output / first[0]}{''.join(f', {name}' for name in first[1:])} and {last}: {shown}{left_out}"
+    return f"wrote {output / 'report.html'} and runs.csv: {count(len(runs), 'run')}{left_out}"
 
 
 def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *, missing: Sequence[str] = ()) -> str:
@@ -72,46 +54,28 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    templates.filters |= {"visible": visible, "number": tables.number}
-    measures = measures or [measure(run) for run in runs]
+    templates.filters |= {"visible": visible, "number": decimal, "share": share, "counted": count}
+    measures = measures or [measure(run.lines) for run in runs]
     settings, sweep = varying_settings(runs), None
+    names = labels(settings) if settings else [run.name for run in runs]
     if len(runs) > 1:
+        numbered = [f"{place}: {name}" for place, name in enumerate(names)]
+        rows = [row for found in map(rows_of, runs, measures, numbered) for row in found]
         sweep = {
             "settings": settings, "table": tables.runs_table(runs, measures, settings),
-            "percentiles": tables.percentiles_table(measures, settings), "figures": _drawn(runs, measures),
+            "percentiles": tables.percentiles_table(measures, settings), "figure": _drawn(rows),
         }  # fmt: skip
     return templates.get_template("report.html").render(
-        title=_title(runs), runs=list(map(_section, runs, measures, _names(runs))), sweep=sweep,
+        title=_title(runs), runs=list(map(_section, runs, measures, names)), sweep=sweep,
         least_prompts=LEAST_PROMPTS, missing=missing,
     )  # fmt: skip
 
 
 @plots.styled()
-def _figures(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> "dict[str, Figure]":
-    """Draw the figures of all runs together, by names for files: of a sweep over its settings, of a run its own."""
-    settings = varying_settings(runs)
-    if len(runs) > 1:
-        found: dict[str, Figure | None] = dict(figures.sweep_figures(runs, measures, settings))
-    else:
-        found = {
-            "round": figures.round_timeline(runs[0]), "draft_lengths": figures.draft_lengths(runs[0]),
-            "prompts": figures.prompts_of_run(measures[0]),
-        }  # fmt: skip
-    found["acceptance_by_position"] = figures.acceptance_by_position(runs, _names(runs))
-    found["forecast"] = figures.forecast_against_measured(runs)
-    found["memory"] = figures.memory_by_rank(runs)
-    return {name: figure for name, figure in found.items() if figure}
-
-
-def _drawn(runs: Sequence[Run], measures: Sequence[RunMeasures]) -> list[Markup]:
-    """Draw the figures as SVG, whose texts matplotlib escapes."""
-    return [Markup(plots.picture(figure)) for figure in _figures(runs, measures).values()]
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    """Name each run by the settings that vary, else by its folder."""
-    settings = varying_settings(runs)
-    return labels(settings) if settings else [run.name for run in runs] if len(runs) > 1 else [_title(runs)]
+def _drawn(rows: Sequence[Row]) -> Markup | None:
+    """Draw the figure as SVG, whose texts matplotlib escapes."""
+    found = time_per_token(rows)
+    return Markup(plots.picture(found)) if found else None
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -123,11 +87,9 @@ def _title(runs: Sequence[Run]) -> str:
 
 def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
     """Collect the parts of the page that are of one run."""
-    evaluation = run.summary.evaluation
     return {
         "name": name, "run": run, "medians": tables.runs_table([run], [measured], []),
         "percentiles": tables.percentiles_table([measured], []), "measured": bool(measured.modes),
-        "cells": tables.cells_table(run.summary.cells),
-        "measures": tables.Table(MEASURE_COLUMNS, [each.cells for each in evaluation.measures] if evaluation else []),
-        "figures": _drawn([run], [measured]),
+        "cells": tables.cells_table(run.summary.cells), "measures": tables.measures_table(run.summary.evaluation),
+        "figure": _drawn(rows_of(run, measured, name)),
     }  # fmt: skip

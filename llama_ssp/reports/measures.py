@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_ssp.reports.folder import Run
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.reports.summary import counted_rounds, ms_per_token, pairs_of
 
@@ -71,10 +70,10 @@ class RunMeasures(NamedTuple):
         return sum(fast < plain for plain, fast in self.pairs)
 
 
-def measure(run: Run) -> RunMeasures:
+def measure(lines: Sequence[CompletionLine]) -> RunMeasures:
     """Compute the measures of a run from its completions."""
-    by_mode = {mode: [line for line in run.lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
-    both = pairs_of(run.lines)
+    by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
+    both = pairs_of(lines)
     plain, fast = (dict(_times([pair[side] for pair in both])) for side in (0, 1))
     pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
     rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]

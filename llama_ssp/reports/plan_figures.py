@@ -1,8 +1,7 @@
-"""Figures of a plan, of a search and of a comparison of machines.
+"""Figures of a plan and of a search.
 
-plan        memory of each rank under the line of its capacity, and ms/token by K with plain decoding
-search      ms/token of the asked model against GPUs, by number format, with and without a draft
-comparison  what a faster token costs, by number format and draft, and by machine
+plan    memory of each rank under the line of its capacity, and ms/token by K with plain decoding
+search  ms/token of the asked model against GPUs, by number format, with and without a draft
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.plan_tables import GIB, ITEMS, headline, short_name
-from llama_ssp.reports.plots import COLOURS, GREY, MOST_LINES, look, panels, save, styled
+from llama_ssp.reports.plots import COLOURS, GREY, look, panels, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,27 +20,16 @@ ITEM_COLOURS = (
     "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
 )  # fmt: skip
 RED, GREEN = COLOURS[4], COLOURS[2]
-MOST_TIMES = 1.5
-"""Choices that take more times the slowest one that is worth its price are not drawn: they would squeeze the others."""
 
 
 def draw(content: Mapping[str, Any], file: Path, *, machine: str = "", unit: str = "") -> None:
-    """Draw the document of a plan, a search or a comparison into a file; a search needs `machine` and `unit`.
+    """Draw the document of a plan or a search into a file; a search needs `machine` and `unit`.
 
-    Raises ConfigError if the file or its suffix is unusable, and if no choice of a comparison that is left has a price.
+    Raises ConfigError if the file or its suffix is unusable.
     """
     with styled():
         if "search" in content:
             figure = draw_search(content["search"], machine=machine, unit=unit)
-        elif "machines" in content:
-            priced = [row for row in content["machines"] if row["reason"] is None and row["usd_per_hour"] is not None]
-            if not priced:
-                raise ConfigError(
-                    f"figure={file} draws ms/token against the price, and nothing that is left has one: "
-                    "prices={NAME:USD_PER_HOUR} gives prices"
-                )
-            rows = "one row" if content["batch_size"] == 1 else f"{content['batch_size']} rows"
-            figure = draw_machines(priced, title=f"{content['model']}, {rows}: what a faster token costs")
         else:
             figure = draw_plan(content)
     try:
@@ -105,43 +93,3 @@ def _by_kind(rows: Rows) -> Iterator[tuple[dict[str, Any], Rows]]:
             if found := [row for row in rows if (row["quantization"], bool(row["draft"])) == (name, has_draft)]:
                 label = f"{short_name(name)}{', with a draft' * has_draft}"
                 yield look(number) | {"linestyle": "-" if has_draft else "--", "label": label}, found
-
-
-def draw_machines(rows: Rows, *, title: str) -> "Figure":
-    """Draw what no cheaper choice beats: by number format and draft, and of all choices, with the names of machines."""
-    figure, (by_format, by_machine) = panels("By number format and draft", "Worth their price")
-    figure.suptitle(title, y=1.02)
-    for style, of_kind in _by_kind(rows):
-        by_format.plot(*_places(worth_it(of_kind)), **style)
-    best = worth_it(rows)
-    slower = [row for row in rows if row not in best and row["ms_per_token"] <= MOST_TIMES * best[0]["ms_per_token"]]
-    if slower:
-        by_machine.plot(*_places(slower), "o", color=GREY, label="slower at this price")
-    for number, row in enumerate(best):
-        name = _named(row) if number < MOST_LINES else None
-        by_machine.plot(*_places([row]), linestyle="none", label=name, **look(number))
-    for axes in figure.axes:
-        axes.set(xlabel="USD per hour of all that is rented", ylabel="ms/token of a completion")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-    return figure
-
-
-def worth_it(rows: Rows) -> list[Mapping[str, Any]]:
-    """The choices that are faster than all at their price or below, the cheapest first."""
-    found: list[Mapping[str, Any]] = []
-    for row in sorted(rows, key=lambda row: (row["usd_per_hour"], row["ms_per_token"])):
-        if not found or row["ms_per_token"] < found[-1]["ms_per_token"]:
-            found.append(row)
-    return found
-
-
-def _places(rows: Rows) -> tuple[list[float], list[float]]:
-    return [row["usd_per_hour"] for row in rows], [row["ms_per_token"] for row in rows]
-
-
-def _named(row: Mapping[str, Any]) -> str:
-    """The machine, the replicas and their GPUs, and the weights."""
-    nodes = f"{row['num_nodes']} nodes, " if row["num_nodes"] > 1 else ""
-    replicas = f"{row['num_replicas']} x " if row["num_replicas"] > 1 else ""
-    return f"{row['machine']} ({nodes}{replicas}{row['num_gpus']} {row['gpu']}, {short_name(row['quantization'])})"

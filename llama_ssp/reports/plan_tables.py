@@ -1,13 +1,15 @@
-"""Prints plans, searches and comparisons of machines with rich, from their documents (docs/reference/plan-document.md).
+"""Prints plans, searches, and plans of several machines with rich, from their documents.
 
 Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms. A search has the
 settings that plan or run each of its choices.
 """
 
 import math
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -15,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llama_ssp.settings.formats import formats
-from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, DraftPlacement
+from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.words import rounded, visible
 
 GIB, MIB = 2**30, 2**20
@@ -34,14 +36,20 @@ ITEMS = {
     "allocator slack": "slack_bytes",
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
+_UNLIMITED = 10**4
 LEAST_SHOWN_MS = LEAST_SHOWN_HOURS = 0.005
 
 
 class _Output(Console):
-    """Standard output; raises BrokenPipeError when nobody reads any more, where rich would end the process."""
+    """Standard output; lines are wrapped for a terminal alone, or for $COLUMNS.
+
+    Raises BrokenPipeError when nobody reads any more, where rich would end the process.
+    """
 
     def __init__(self) -> None:
         super().__init__(highlight=False, soft_wrap=False, emoji=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _UNLIMITED
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -66,15 +74,15 @@ def short_name(quantization: str) -> str:
 def print_document(
     content: Mapping[str, Any], *, machine: str = "", unit: str = "", console: Console | None = None
 ) -> None:
-    """Print the document of a plan, a search or a comparison on a console, or on standard output.
+    """Print the document of a plan, of a search, or of several plans on a console, or on standard output.
 
     A search also needs the name of its `machine`, and `unit`, what a rank runs on.
     """
     console = console or _Output()
     if "search" in content:
         _print_search(content, console, machine=machine, unit=unit)
-    elif "machines" in content:
-        _print_machines(content, console)
+    elif "plans" in content:
+        _print_machines(content["plans"], console)
     else:
         _print_plan(content, console)
 
@@ -82,9 +90,8 @@ def print_document(
 def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
-    console.print(_memory_table(plan))
-    console.print(_room(plan))
-    console.print(_time_table(plan))
+    for each in (*_memory_table(plan), _room(plan), *_time_table(plan)):
+        console.print(each)
     for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
     for warning in plan["warnings"]:
@@ -93,42 +100,40 @@ def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
 
 
 def verdict(plan: Mapping[str, Any]) -> str:
-    """Say in one line whether it fits, how fast its faster mode is, and what the machine costs."""
-    time, machine = plan["time"], plan["hardware"]
+    """Say in one line whether it fits, its faster mode, how fast that is, and what tokens cost at a given price."""
+    time = plan["time"]
     full = min(plan["memory"], key=lambda rank: rank["free_bytes"])
-    costs = f"; {_price(machine, plan['usd_per_hour'])}" if machine["price"] else ""
+    usd = plan["usd_per_million_tokens"]
     if not plan["fits"]:
         needed, capacity = (f"{full[name] / GIB:.1f}" for name in ("needed_bytes", "capacity_bytes"))
-        return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB{costs}"
-    mode = "speculative" if (time["speedup"] or 0) > 1 else "plain"
+        return f"does not fit: rank {full['rank']} needs {needed} of {capacity} GiB"
+    mode = _faster_mode(time)
     ends = time[f"{mode}_ms_per_token_range"]
     between = f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else ""
     ms, rate = (rounded(time[f"{mode}_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     fits = "fits, tight" if plan["is_tight"] else "fits"
-    return f"{fits}: {ms} ms/token{between}, {rate} tokens/s with prompts{costs}"
+    return f"{fits}: {mode} {ms} ms/token{between}, {rate} tokens/s with prompts" + (
+        "" if usd is None else f", {usd:.2f} USD per million tokens"
+    )
 
 
-def _price(machine: Mapping[str, Any], usd_per_hour: float | None) -> str:
-    """The price of a machine in words, with its vendor and month, and how many GPUs it is for."""
-    price, num_gpus = machine["price"], machine["num_gpus"]
-    where = " ".join(filter(None, (price["vendor"], price["date"])))
-    sizes = [int(size) for size in price["usd_per_hour"]]
-    if usd_per_hour is None:
-        return f"not rented with {num_gpus} GPUs ({where}: {', '.join(map(str, sizes))})"
-    held = next(size for size in sizes if size >= num_gpus)
-    rented = "" if held == num_gpus else f", of {held} GPUs: {num_gpus} are not rented"
-    return f"{usd_per_hour:.2f} USD/h ({where}{rented})"
+def _faster_mode(time: Mapping[str, Any]) -> str:
+    return "speculative" if (time["speedup"] or 0) > 1 else "plain"
 
 
 def headline(plan: Mapping[str, Any]) -> str:
     """Name models, machine and sizes in one line."""
-    target, draft, job, machine = plan["target"], plan["draft"], plan["job"], plan["hardware"]
-    num_ranks = len({rank["rank"] for rank in plan["memory"]})
-    drafter = f"{_named(draft)} {_placed(draft)}" if draft else job["free_draft"]
+    machine, num_ranks = plan["hardware"], len({rank["rank"] for rank in plan["memory"]})
+    return _job(plan, f" on {num_ranks} x {machine['gpu']} ({machine['name']})")
+
+
+def _job(plan: Mapping[str, Any], where: str = "") -> str:
+    target, draft, job = plan["target"], plan["draft"], plan["job"]
+    drafter = f"{_named(draft)}{f' {_placed(draft)}' if where else ''}" if draft else job["free_draft"]
     length = f"tree {job['tree']}" if job["tree"] else f"K={'auto' if job['adapts'] else job['num_draft_tokens']}"
     drafting = f", draft {drafter}, {length}" if drafter else ""
     sizes = f"batch {job['batch_size']}, {job['prompt_tokens']} + {job['max_new_tokens']} tokens"
-    return f"{_named(target)} on {num_ranks} x {machine['gpu']} ({machine['name']}){drafting}; {sizes}"
+    return f"{_named(target)}{where}{drafting}; {sizes}"
 
 
 def _named(model: Mapping[str, Any]) -> str:
@@ -142,19 +147,17 @@ def _named(model: Mapping[str, Any]) -> str:
 
 def _placed(draft: Mapping[str, Any]) -> str:
     ranks = draft["ranks"]
-    if len(ranks) == 1:
-        return f"on rank {ranks[0]}"
-    is_usual = draft["kind"] == DraftLayout.replicated.name or draft["whole"] == DraftPlacement().whole.name
-    return f"{draft['kind']} over {len(ranks)} ranks{'' if is_usual else ', ' + draft['whole'] + ' whole'}"
+    return f"on rank {ranks[0]}" if len(ranks) == 1 else f"{draft['kind']} over {len(ranks)} ranks"
 
 
-def _memory_table(plan: Mapping[str, Any]) -> Table:
+def _memory_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
+    """A title, which is a line of its own so that a narrow table does not break it, and the table."""
     num_replicas = plan["job"]["num_replicas"]
     groups = _groups(plan["memory"][: len(plan["memory"]) // num_replicas])
     ranks = [rank for _, rank in groups]
     unit, name = (MIB, "MiB") if max(rank["needed_bytes"] for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
-    table = Table(title=f"Memory per rank, {name}{replicas}", title_justify="left", title_style="")
+    table = Table()
     table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
     for group, rank in groups:
         heads = f"\n{rank['target_heads']} heads" if rank["target_heads"] else ""
@@ -167,7 +170,7 @@ def _memory_table(plan: Mapping[str, Any]) -> Table:
     for label, item in SUMS.items():
         table.add_row(label, *(_amount(rank[item], unit) for rank in ranks))
     table.add_row("verdict", *(_VERDICTS[rank["fits"], rank["is_tight"]] for rank in ranks))
-    return table
+    return f"Memory per rank, {name}{replicas}", table
 
 
 _VERDICTS = {
@@ -203,11 +206,11 @@ def _room(plan: Mapping[str, Any]) -> str:
     )
 
 
-def _time_table(plan: Mapping[str, Any]) -> Table:
+def _time_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
     time, rows, num_replicas = plan["time"], plan["job"]["batch_size"], plan["job"]["num_replicas"]
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time: ms/token of a completion after its first token, tokens/s over {over}, then with their prompts"
-    table = Table(title=title, title_justify="left", title_style="")
+    table = Table()
     for name in ("", "ms/token", "first token", "tokens/s", "with prompts", "speed-up"):
         table.add_column(name, justify="right" if name else "left", overflow="fold")
     for mode, first in (("plain", "plain_first_token_ms"), ("speculative", "first_token_ms")):
@@ -217,22 +220,21 @@ def _time_table(plan: Mapping[str, Any]) -> Table:
             shown = "" if gain is None else f"[{colour}]{gain:.2f}x[/{colour}]"
             rates = [f"{time[f'{mode}{name}_tokens_per_s']:.1f}" for name in ("", "_run")]
             table.add_row(mode, f"{ms:.2f}", f"{time[first]:.0f} ms", *rates, shown)
-    return table
+    return title, table
 
 
 def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
     """What a plain step and a round are made of; lines, since a terminal of 80 columns has no room beside the table."""
     time, tree = plan["time"], plan["job"]["tree"]
     forward = time["target_forward"]
-    names = ("matrices", "attention", "operators", "collectives", "offload")
+    names = ("matrices", "attention", "operators", "collectives")
     parts = [f"{name} {forward[f'{name}_ms']:.2f}" for name in names if forward[f"{name}_ms"] >= LEAST_SHOWN_MS]
     lines = [f"plain step, ms: {', '.join(parts)}"] if parts else []
     if time["round_ms"] is not None:
         steps = f"{time['num_draft_tokens']} x {time['draft_step_ms']:.2f} draft"
         if tree:
-            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms'] - time['other_ms']:.2f}"
-        other = f", other {time['other_ms']:.2f}" if time["other_ms"] >= LEAST_SHOWN_MS else ""
-        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}{other}")
+            steps = f"draft of a tree {tree} {time['round_ms'] - time['verify_ms']:.2f}"
+        lines.append(f"round of {time['round_ms']:.1f} ms: {steps}, verify {time['verify_ms']:.1f}")
     return lines
 
 
@@ -292,7 +294,7 @@ class JobRow(NamedTuple):
 def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
     """Print one table of all jobs of a sweep."""
     title = "All jobs; ms/token of a completion in its faster mode; hours of decoding at most, without loading"
-    table = Table(title=title, title_justify="left", title_style="", show_footer=True)
+    table = Table(show_footer=True)
     table.add_column("job", footer=f"{len(jobs)} jobs", overflow="fold")
     table.add_column("fits", footer=f"{sum(job.fits for job in jobs)} of {len(jobs)}", no_wrap=True)
     table.add_column("ms/token", justify="right", no_wrap=True)
@@ -302,7 +304,9 @@ def print_jobs(jobs: Sequence[JobRow], console: Console | None = None) -> None:
         verdict = "[green]yes[/green]" if job.fits else "[red]no[/red]"
         spent = [_shown_hours(job.hours), _shown_hours(job.gpu_hours)]
         table.add_row(_literal(job.name), verdict, f"{job.ms_per_token:.2f}", *spent)
-    (console or _Output()).print(table)
+    console = console or _Output()
+    console.print(title)
+    console.print(table)
 
 
 def _sum_of_hours(hours: Sequence[float | None]) -> str:
@@ -329,20 +333,22 @@ def _print_search(content: Mapping[str, Any], console: Console, *, machine: str,
         "format=json has. ms/token of a completion after its first token, tokens/s over all rows and replicas, "
         f"replicas x {unit}s of each, GiB of the fullest rank"
     )
-    table = Table(title=title, title_justify="left", title_style="", padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
+    table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
         is_text = name in {"target", "draft"}
         table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
     shown = printed(choices)
     for choice in shown:
         table.add_row(*_row(choice))
+    console.print(title)
     console.print(table)
     console.print(_literal(content["basis"]))
     _print_notes(console, content["notes"], soft_wrap=True)
-    console.print("\nTo plan or run a choice, add to the command:")
+    console.print("\nThese commands plan the choices, and with run in place of plan they run them:")
     for choice in shown:
         if choice["reason"] is None:
-            console.print(f"{choice['rank']:>4}  {_literal(' '.join(choice['settings']))}", soft_wrap=True)
+            command = shlex.join(["llama-ssp", "plan", *choice["settings"]])
+            console.print(f"{choice['rank']:>4}  {escape(command)}", soft_wrap=True)
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -388,97 +394,38 @@ def _row(choice: Mapping[str, Any]) -> list[str]:
     return [str(choice["rank"]), target, draft, k, ranks, *times, room]
 
 
-_ORDER = {
-    "latency": "the fastest first", "throughput": "most tokens/s first", "price": "the cheapest token first",
-    "hourly": "the cheapest hour first",
-}  # fmt: skip
-_LEFT = ("machine", "weights", "draft", "price")
+def _print_machines(plans: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A row for the plan of each machine, in the order given."""
+    names = ["machine", "ranks", "GiB of", "capacity", "plain", "speculative", "first token", "tokens/s"]
+    has_price = any(plan["usd_per_million_tokens"] is not None for plan in plans)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
+    for name in [*names, *["USD/M tokens"] * has_price]:
+        table.add_column(name, justify="left" if name == "machine" else "right", overflow="fold")
+    for plan in plans:
+        table.add_row(*_machine_cells(plan), *[_usd(plan)] * has_price)
+    console.print(
+        f"\n{_literal(_job(plans[0]))}: ms/token of a completion, ms to its first token, tokens/s with prompts\n"
+    )
+    console.print(table)
+    for basis, group in groupby(sorted(plans, key=lambda plan: plan["basis"]), key=lambda plan: plan["basis"]):
+        console.print(_literal(f"{', '.join(plan['hardware']['name'] for plan in group)}: {basis}"))
+    console.print("hardware= with one of them prints its plan, with ranges, warnings and notes")
 
 
-def _print_machines(comparison: Mapping[str, Any], console: Console) -> None:
-    """The best choice of each machine, and what is left out."""
-    rows = comparison["machines"]
-    left = [row for row in rows if row["reason"] is None]
-    shown = left if len({row["machine"] for row in rows}) == 1 else list(_best_of_machines(left))
-    models, order = _literal(comparison["model"]), _ORDER[comparison["objective"]]
-    at_once = comparison["concurrency"]
-    rows_each = f"batch {comparison['batch_size']}" if at_once is None else f"{at_once} rows at once"
-    sizes = f"{rows_each}, {comparison['prompt_tokens']} + {comparison['max_new_tokens']} tokens"
-    title = f"{models}, {sizes}: {order}; replicas x GPUs, tokens/s of all replicas with the time of their prompts"
-    if shown:
-        console.print(f"\n[bold]{_literal(_answer(shown[0]))}[/bold]", soft_wrap=True)
-        console.print(_literal(comparison["command"]), soft_wrap=True)
-    console.print(f"\n{title}\n")
-    if cells := [_cells(row, comparison["prices"].get(row["machine"]), at_once=at_once) for row in shown]:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
-        for name in cells[0]:
-            side: Literal["left", "right"] = "left" if name in _LEFT else "right"
-            table.add_column(name, justify=side, no_wrap=name not in _LEFT[1:], vertical="bottom", overflow="fold")
-        for each in cells:
-            table.add_row(*each.values())
-        console.print(table)
-    if any(price["date"] for price in comparison["prices"].values()):
-        said = "USD/h: list prices, prices={NAME:USD_PER_HOUR} replaces them; USD/M: of new tokens, prompts included"
-        console.print(said, soft_wrap=True)
-    for line in comparison["basis"]:
-        console.print(_literal(line), soft_wrap=True)
-    _print_notes(console, comparison["notes"], soft_wrap=True)
-    for name, row in sorted(_nearest(rows, {row["machine"] for row in shown}).items()):
-        which = f"{name} ({row['num_gpus']} x {row['gpu']}): {row['reason']}"
-        console.print(f"[dim]left out:[/dim] {_literal(which)}", soft_wrap=True)
+def _machine_cells(plan: Mapping[str, Any]) -> list[str]:
+    time, ranks = plan["time"], plan["memory"]
+    full = min(ranks, key=lambda rank: rank["free_bytes"])
+    colour = "red" if not plan["fits"] else "yellow" if plan["is_tight"] else "green"
+    memory = [f"[{colour}]{full['needed_bytes'] / GIB:.1f}[/{colour}]", f"{full['capacity_bytes'] / GIB:.1f}"]
+    name = _literal(plan["hardware"]["name"])
+    if not plan["fits"]:
+        return [name, str(len(ranks)), *memory, "[red]does not fit[/red]", "", "", ""]
+    mode, speculative = _faster_mode(time), time["speculative_ms_per_token"]
+    times = [f"{time['plain_ms_per_token']:.2f}", "" if speculative is None else f"{speculative:.2f}"]
+    first = time["first_token_ms" if mode == "speculative" else "plain_first_token_ms"]
+    return [name, str(len(ranks)), *memory, *times, f"{first:.0f}", f"{time[f'{mode}_run_tokens_per_s']:.0f}"]
 
 
-def _best_of_machines(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The best choice of each machine, and the best one that does not quantize; `rows` are in order."""
-    known: dict[str, set[bool]] = {}
-    for row in rows:
-        is_quantized = row["quantization"] in formats()
-        seen = known.setdefault(row["machine"], set())
-        if not seen or (not is_quantized and False not in seen):
-            yield row
-        seen.add(is_quantized)
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    """A choice in one line: what it costs and how long it takes, each with its range."""
-
-    def figure(name: str, words: str) -> str:
-        ends = row[f"{name}_range"]
-        return words.format(rounded(row[name])) + (f" ({rounded(ends[0])} to {rounded(ends[1])})" if ends else "")
-
-    replicas, rows = row["num_replicas"], row["batch_size"]
-    gpus = row["num_gpus"] * replicas
-    costs = []
-    if row["usd_per_hour"] is not None:
-        costs = [f"{row['usd_per_hour']:.2f} USD/h", figure("usd_per_million_tokens", "{} USD/M tokens")]
-    times = figure("first_token_ms", "first token {} ms"), figure("ms_per_token", "{} ms/token")
-    served = f"{replicas} replicas, {rows} rows each" if replicas > 1 else f"{rows} row{'s' * (rows > 1)}"
-    return f"{row['machine']}, {gpus} x {row['gpu']}, {served}: {', '.join((*costs, *times))}"
-
-
-def _cells(row: Mapping[str, Any], price: Mapping[str, Any] | None, *, at_once: int | None) -> dict[str, str]:
-    """The cells of a choice by the heads of their columns; rows only where a number of them is served at once."""
-    nodes = f", {row['num_nodes']} nodes" if row["num_nodes"] > 1 else ""
-    length, usd, million = _shown_length(row), row["usd_per_hour"], row["usd_per_million_tokens"]
-    known = filter(None, (price["vendor"], price["date"])) if price and usd is not None else ()
-    return {
-        "machine": _literal(row["machine"]),
-        "GPUs": f"{row['num_replicas']} x {row['num_gpus']}".removeprefix("1 x ") + nodes,
-        **({} if at_once is None else {"rows": str(row["num_replicas"] * row["batch_size"])}),
-        "weights": short_name(row["quantization"]) + " tight" * row["is_tight"],
-        "draft": _drafted(row) + (f" K={length}" if length else ""),
-        "ms\n/token": f"{row['ms_per_token']:.2f}",
-        "tokens\n/s": f"{row['run_tokens_per_s']:.0f}",
-        "USD/h": "-" if usd is None else f"{usd:.2f}",
-        "USD/M\ntokens": "-" if million is None else f"{million:.2f}",
-        "price": _literal(" ".join(known)),
-    }
-
-
-def _nearest(rows: Sequence[Mapping[str, Any]], named: set[str]) -> dict[str, Mapping[str, Any]]:
-    """Of each machine that is not named, the choice that comes closest: with a time, else with less to hold."""
-    nearest: dict[str, Mapping[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: -1 if row["ms_per_token"] is not None else row["needed_bytes"] or 0):
-        if row["machine"] not in named:  # those with a time are in order
-            nearest.setdefault(row["machine"], row)
-    return nearest
+def _usd(plan: Mapping[str, Any]) -> str:
+    usd = plan["usd_per_million_tokens"]
+    return "" if usd is None or not plan["fits"] else f"{usd:.2f}"

@@ -29,6 +29,8 @@ COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#7b4ba0", "#a3303c", "#cf5aa0", "#0
 SHAPES = ("o", "s", "^", "D", "v")
 MOST_LINES = 12
 """Most lines of a figure, each with its own look."""
+_PAGE_COLOURS = {INK: "ink", SOFT: "soft", GRID: "line", "#ffffff": "paper"}
+"""Variables of the page, which has a dark mode."""
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42, "text.parse_math": False,
     "savefig.bbox": "tight", "font.size": 11, "axes.titlelocation": "left", "axes.titleweight": "bold",
@@ -41,7 +43,9 @@ STYLE = {
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 _WIDTH, _HEIGHT = 6.1, 3.5
 """Of one panel in inches, without its legend."""
-_SCREEN_DPI, _PAPER_DPI = 150, 300
+_DPI = 150
+_LEGEND_INCHES = 0.5
+"""From the axis down to its legend, past the numbers and the label."""
 _HALF_WIDTH_NAME, _LONGEST_NAME = 28, 60
 """Longest name in a legend of two columns, and in any."""
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')
@@ -77,20 +81,17 @@ def picture(figure: Figure) -> str:
         _add_legends(figure)
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     drawn = file.getvalue()
+    for colour, variable in _PAGE_COLOURS.items():
+        drawn = drawn.replace(colour, f"var(--{variable})")
     return _GENERATED_ID.sub("", drawn[drawn.index("<svg") :]).rstrip()
 
 
-def save(figure: Figure, file: Path, *, for_paper: bool = False) -> None:
-    """Save a figure; one for a paper has no title, and 300 dots per inch.
-
-    Raises OSError or ValueError if the file or its suffix is unusable.
-    """
+def save(figure: Figure, file: Path) -> None:
+    """Save a figure; raises OSError or ValueError if the file or its suffix is unusable."""
     undated = {".pdf": ("CreationDate",), ".svg": ("Date",)}.get(file.suffix, ())
     with styled():
         _add_legends(figure)
-        for axes in figure.axes if for_paper else ():
-            axes.set_title("")
-        figure.savefig(file, dpi=_PAPER_DPI if for_paper else _SCREEN_DPI, metadata=dict.fromkeys(undated))
+        figure.savefig(file, dpi=_DPI, metadata=dict.fromkeys(undated))
 
 
 def _add_legends(figure: Figure) -> None:
@@ -101,5 +102,6 @@ def _add_legends(figure: Figure) -> None:
         if entries:
             axes.legend(
                 entries.values(), [visible(name)[:_LONGEST_NAME] for name in entries], loc="upper left",
-                bbox_to_anchor=(-0.02, -0.18), ncols=2 if max(map(len, entries)) <= _HALF_WIDTH_NAME else 1,
+                bbox_to_anchor=(-0.02, -_LEGEND_INCHES * figure.dpi / axes.bbox.height),
+                ncols=2 if max(map(len, entries)) <= _HALF_WIDTH_NAME else 1,
             )  # fmt: skip

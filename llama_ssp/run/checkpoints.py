@@ -1,9 +1,10 @@
 """Finds and checks a run's checkpoints on every rank before any weight is loaded."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,9 +16,8 @@ from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
-from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import NO_MTP, Matching, matching_of
-from llama_ssp.settings.layout import lay_out_replica, max_device_bytes
+from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.model_files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -25,19 +25,24 @@ from llama_ssp.settings.model_files import (
     TOKENIZER_FILES,
     read_json,
 )
-from llama_ssp.settings.schema import Dtype, ExpertParts, ModelConfig, RunConfig, TargetKind, WeightsKind, WholeParts
+from llama_ssp.settings.schema import (
+    DRAFT_WHOLE,
+    Dtype,
+    ExpertParts,
+    ModelConfig,
+    RunConfig,
+    TargetKind,
+    WeightsKind,
+    WholeParts,
+)
 from llama_ssp.settings.stored import kept_format
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers
-from llama_ssp.weights.hashes import verify
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource, storage_of
-
-if TYPE_CHECKING:  # the library's models take seconds to import
-    from llama_ssp.models.huggingface.device_map import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +50,14 @@ class Source:
     """One model of the run, checked but not loaded.
 
     `origin` is where its weights come from, `dtype` the number format to load it in, None for that of the files.
+    `generation` has the fields of its generation_config.json, and is None without that file.
     """
 
     entry: ModelConfig
     origin: WeightSource
     tokenizer: PreTrainedTokenizerBase
     eos_ids: tuple[int, ...]
+    generation: Mapping[str, Any] | None
     dtype: torch.dtype | None
     precision: Precision
 
@@ -72,9 +79,9 @@ def find_sources(
 ) -> tuple[Source, Source | None]:
     """Find and check the target's and the draft's checkpoints, with the same outcome on every rank.
 
-    The first rank of each node downloads missing files, and compares them with their manifest. `loaded` is for target
-    and draft. Raises CheckpointError for a missing or faulty checkpoint, ConfigError if the tokenizers differ or a
-    model cannot be quantized, and PlacementError if one cannot be split over these ranks, or not in its precision.
+    The first rank of each node downloads missing files. `loaded` is for target and draft. Raises CheckpointError for a
+    missing or faulty checkpoint, ConfigError if the tokenizers differ or a model cannot be quantized, and
+    PlacementError if one cannot be split over these ranks, or not in its precision.
     """
     layout = lay_out_replica(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
     kind, device = config.placement.target.kind, world.device.type
@@ -84,9 +91,8 @@ def find_sources(
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.checkpoint and world.ranks.local_rank == 0:
             for entry in [entry for entry, own in zip(entries, loaded, strict=False) if not own.weights]:
-                folder = hub.resolve(entry)
-                if entry.verify:
-                    verify(folder, read_path(entry.manifest) if entry.manifest else None)
+                hub.resolve(entry)
+                hub.resolve_adapter(entry)
     with raise_on_all_ranks(world.comm):
         if config.weights is WeightsKind.synthetic:
             from llama_ssp.weights.synthetic import synthesize  # noqa: PLC0415 - few runs need it
@@ -111,13 +117,11 @@ def find_sources(
         target = _check(entries[0], origins[0], loaded[0], num_target_ranks, device=device)
         draft = None
         if len(entries) > 1:
-            whole = config.placement.draft.whole
-            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, whole, device=device)
+            draft = _check(entries[1], origins[1], loaded[1], num_draft_ranks, DRAFT_WHOLE, device=device)
         if kind is TargetKind.accelerate and world.comm.rank in layout.target_ranks:
             from llama_ssp.models.huggingface.device_map import check_device_map  # noqa: PLC0415 - slow import
 
-            place, quantization = device_map_place(config, world), target.entry.quantization
-            check_device_map(target.origin, place, dtype=target.dtype, quantization=quantization)
+            check_device_map(world.free_devices, target.entry.quantization)
         if draft and not isinstance(draft.origin, HeadSource):
             _check_vocabularies(target, draft, matching_of(config.draft))
     return target, draft
@@ -140,25 +144,12 @@ def _member(dtype: torch.dtype) -> Dtype:
     return next((member for member in Dtype if f"torch.{member.value}" == str(dtype)), Dtype.fp32)
 
 
-def device_map_place(config: RunConfig, world: World) -> "Place":
-    """Where this rank's layer-wise target goes; layers on disk go into this rank's folder in the run folder."""
-    from llama_ssp.models.huggingface.device_map import Place  # noqa: PLC0415 - slow import
-
-    target, folder = config.placement.target, offload_folder(config, world)
-    max_bytes = max_device_bytes(target)
-    return Place(devices=world.free_devices, offload=target.offload, max_bytes=max_bytes, folder=folder)
-
-
-def offload_folder(config: RunConfig, world: World) -> Path:
-    """Folder of this rank's layers on disk during the run."""
-    return Path(str(config.run_dir)) / f"offload-{world.comm.rank:03d}"
-
-
 def _inspect(entry: ModelConfig) -> WeightSource:
     """Inspect the files of a model and of its adapter, and compare them with the shape in its catalogue entry."""
     checkpoint = inspect(hub.resolve(entry))
     check_shape(entry, checkpoint)
-    return checkpoint if entry.adapter is None else with_adapter(checkpoint, read_path(entry.adapter))
+    adapter = hub.resolve_adapter(entry)
+    return with_adapter(checkpoint, adapter) if adapter else checkpoint
 
 
 def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[WeightSource]:
@@ -188,7 +179,7 @@ def _check(
 ) -> Source:
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
-    compiles = device == "cpu" and not entry.int8_threshold
+    compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
     if isinstance(origin, Checkpoint) and not record_of(origin.shape.model_type).is_written:
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
@@ -198,14 +189,14 @@ def _check(
         _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
     folder = origin.target.folder if isinstance(origin, HeadSource) else origin.folder
+    generation = loaded.weights.generation if loaded.weights else read_generation(folder)
     return Source(
         entry=entry, origin=origin,
         tokenizer=_read_tokenizer(folder) if loaded.tokenizer is None else loaded.tokenizer,
-        eos_ids=loaded.weights.eos_ids if loaded.weights else read_eos_ids(folder),
+        eos_ids=find_eos_ids(folder, generation), generation=generation,
         dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
         precision=Precision(
-            quantization=entry.quantization, int8_threshold=entry.int8_threshold,
-            is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
+            quantization=entry.quantization, is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
         ),
     )  # fmt: skip
 
@@ -228,15 +219,20 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
+def read_generation(folder: Path) -> Mapping[str, Any] | None:
+    """The fields of a folder's generation config; None without one."""
+    file = folder / GENERATION_CONFIG_FILE
+    return read_json(file) if file.is_file() else None
+
+
+def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
     """The tokens that end a text, as transformers finds them, whatever the tokenizer names.
 
     A generation config alone says so, even by silence. Without one the model config does: its own field, else that of
     the inner config that comes first.
     """
-    file = folder / GENERATION_CONFIG_FILE
-    if file.is_file():
-        return as_eos_ids(read_json(file).get("eos_token_id"))
+    if generation is not None:
+        return as_eos_ids(generation.get("eos_token_id"))
     content = read_json(folder / CONFIG_FILE)
     inner: dict[str, Any] = next((content[name] for name in INNER_CONFIGS if content.get(name)), {})
     given = content.get("eos_token_id")

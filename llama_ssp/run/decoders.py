@@ -8,16 +8,18 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
-from llama_ssp.run.checkpoints import Source, device_map_place
+from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.jobs import JobMaker
 from llama_ssp.settings.drafters import drafts, matching_of
 from llama_ssp.settings.layout import lay_out_replica, may_capture
-from llama_ssp.settings.schema import RunConfig, TargetKind
+from llama_ssp.settings.schema import DRAFT_WHOLE, RunConfig, TargetKind
+from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
@@ -27,7 +29,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -68,9 +69,23 @@ class Models:
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
 
     @property
+    def draft_context(self) -> int | None:
+        """The context of a draft model that reads the target's tokens, if it is shorter than the target's."""
+        if len(self.sources) == 1 or self.tokenizers or not self.sources:
+            return None
+        target, draft = (source.origin.context for source in self.sources)
+        return draft if draft < target else None
+
+    @property
     def job_maker(self) -> JobMaker:
         """Encodes prompts for the target."""
         return JobMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
+
+
+def context_of(sources: Sequence[Source | None], config: RunConfig) -> int:
+    """The tokens that a row can have: a draft with a shorter context limits only rounds that overlap."""
+    contexts = [source.origin.context for source in sources if source]
+    return min(contexts) if config.speculation.overlap else contexts[0]
 
 
 def load_models(
@@ -115,7 +130,7 @@ def load_models(
             if config.placement.target.kind is TargetKind.accelerate:
                 from llama_ssp.models.huggingface.device_map import load_device_map  # noqa: PLC0415 - see above
 
-                load = partial(load_device_map, place=device_map_place(config, world))
+                load = partial(load_device_map, devices=world.free_devices)
             elif config.placement.target.kind is TargetKind.deepspeed:
                 from llama_ssp.models.huggingface.auto_tp import load_auto_tp  # noqa: PLC0415 - see above
 
@@ -123,7 +138,7 @@ def load_models(
             target = loaded("target", target_source, load)
         draft = None
         if draft_source and mesh.draft:
-            load = partial(own, comm=mesh.draft, whole=config.placement.draft.whole)
+            load = partial(own, comm=mesh.draft, whole=DRAFT_WHOLE)
             if layout.draft_ranks == layout.target_ranks:
                 load = partial(load, target=target)
             draft = loaded("draft", draft_source, load)
@@ -137,7 +152,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=min(source.origin.context for source in sources if source),
+        context=context_of(sources, config),
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and matching_of(config.draft) else None,
@@ -170,17 +185,20 @@ def build_decoder(
     mesh, device = models.mesh, models.target.device
     rule = make_rule(config.sampling, config.verification)
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    drafters, taps = [], None
+    taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    drafters = []
     if speculative:
-        taps = models.make_taps()
         drafters = make_drafters(
             config, rule=rule, mesh=mesh, runner=models.draft, vocab_size=models.target.vocab_size, device=device,
             split=split, tokenizers=models.tokenizers, taps=taps,
         )  # fmt: skip
+        if models.draft_context and not config.speculation.overlap:
+            depth = tree.depth if tree else None
+            drafters[0] = LimitedDrafter(drafters[0], models.draft_context, depth=depth, device=device)
     verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
-    elif speculative and (tree := tree_of(config, device)):
+    elif tree:
         round_ = TreeRound(models.target, *drafters, verifier=verifier, tree=tree, taps=taps)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps)

@@ -1,19 +1,19 @@
 """From prompts to the jobs of a run: token ids as the model expects them, and the order of a conversation's turns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, groupby
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import ConfigError
 from llama_ssp.reports.records import LineKey
-from llama_ssp.run.prompts import Message, Prompt, reason_of
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.run.chat import NO_ARGUMENTS, in_template
+from llama_ssp.run.lengths import problem_of_length, refuse
+from llama_ssp.run.prompts import EXCERPT, Message, Prompt
+from llama_ssp.settings.schema import RunConfig, TooLong
 from llama_ssp.speculate.engine.state import Request, count_equal_before
-
-EXCERPT = 40
-"""Longest excerpt of a prompt in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,22 @@ class JobMaker:
     vocab_size: int
 
     def jobs(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptTask]:
-        """Encode prompts, a job for each requested sample; raises as `encode` and `check_ids`."""
-        num_new, encoded = config.max_new_tokens, []
+        """Encode prompts, a job for each requested sample.
+
+        With too_long=skip, prompts that do not fit have none. Raises as `encode`, and ConfigError for a prompt that
+        the model cannot take.
+        """
+        num_new, encoded, problems = config.max_new_tokens, list[tuple[int, ...]](), list[tuple[Prompt, str]]()
         for prompt in prompts:
             num_answers = len(prompt.earlier)
-            ids = self._encode(prompt, num_new, chat=config.chat, answers=[""] * num_answers, num_missing=num_answers)
-            encoded.append(ids + ids[-1:] * (num_answers * num_new))
+            ids = ids_of(prompt, self.tokenizer, config, answers=[""] * num_answers)
+            if problem := self._problem(prompt, ids, config, num_answers=num_answers):
+                problems.append((prompt, problem))
+            ids += ids[-1:] * (num_answers * num_new)
+            encoded.append(self._cut(ids, config) if config.too_long is TooLong.truncate else ids)
+        if config.too_long is TooLong.refuse:
+            refuse(problems)
+        left_out = {id(prompt) for prompt, _ in problems} if config.too_long is TooLong.skip else set()
         counted = zip(prompts, encoded, count_equal_before(encoded), strict=True)
         return [
             PromptTask(
@@ -67,22 +77,28 @@ class JobMaker:
             )
             for index, (prompt, ids, number) in enumerate(counted, start=first_index)
             for sample in range(config.num_samples)
+            if id(prompt) not in left_out
         ]  # fmt: skip
 
-    def with_answers(self, job: PromptTask, answers: Sequence[str], *, chat: bool) -> PromptTask:
+    def with_answers(self, job: PromptTask, answers: Sequence[str], config: RunConfig) -> PromptTask:
         """Put the answers to the earlier turns into a job's prompt; raises ConfigError if they leave no room."""
-        ids = self._encode(job.source, job.request.max_new_tokens, chat=chat, answers=answers)
+        ids = ids_of(job.source, self.tokenizer, config, answers=answers)
+        if config.too_long is TooLong.truncate:
+            ids = self._cut(ids, config)
+        elif problem := self._problem(job.source, ids, config):
+            raise ConfigError(problem)
         return replace(job, request=replace(job.request, prompt_ids=ids))
 
-    def _encode(
-        self, prompt: Prompt, num_new: int, *, chat: bool, answers: Sequence[str], num_missing: int = 0
-    ) -> tuple[int, ...]:
-        ids = ids_of(prompt, self.tokenizer, chat=chat, answers=answers)
-        check_ids(
-            ids, max_new_tokens=num_new, context=self.context, vocab_size=self.vocab_size, prompt=prompt.text,
-            num_answers=num_missing,
-        )  # fmt: skip
-        return ids
+    def _problem(self, prompt: Prompt, ids: Sequence[int], config: RunConfig, num_answers: int = 0) -> str | None:
+        check_vocabulary(prompt, ids, vocab_size=self.vocab_size)
+        return problem_of_length(
+            prompt, len(ids), max_new_tokens=config.max_new_tokens, context=self.context, num_answers=num_answers
+        )
+
+    def _cut(self, ids: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
+        """Cut off the beginning of a prompt, but for its begin-of-sequence token, so that the new tokens have room."""
+        most, begin = self.context - config.max_new_tokens, ids[: int(ids[0] == self.tokenizer.bos_token_id)]
+        return ids if len(ids) <= most else begin + ids[len(ids) - most + len(begin) :]
 
 
 def in_turns(jobs: Sequence[PromptTask], *, keeps_order: bool) -> Iterator[list[PromptTask]]:
@@ -109,40 +125,50 @@ def _turn(job: PromptTask) -> int:
 
 
 def ids_of(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat: bool, answers: Sequence[str] = ()
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: RunConfig, *, answers: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Encode a prompt with the answers to its earlier turns; raises as `encode`."""
+    """Encode a prompt with the answers to its earlier turns, as the settings of chats say; raises as `encode`."""
     if prompt.ids is not None:
         return prompt.ids
+    arguments = config.chat_arguments
     if prompt.messages is None:
-        return encode(prompt.text, tokenizer, chat=chat, earlier=[*zip(prompt.earlier, answers, strict=True)])
+        earlier = [*zip(prompt.earlier, answers, strict=True)]
+        return encode(prompt.text, tokenizer, chat=config.chat, earlier=earlier, arguments=arguments)
     whole: list[Message] = []
     given = iter(answers)
     for message in (*prompt.messages, {"role": prompt.role, "content": prompt.text}):
         if whole and whole[-1]["role"] == message["role"] == "user":
             whole.append({"role": "assistant", "content": next(given)})
         whole.append(message)
-    return encode_messages(whole, tokenizer)
+    return encode_messages(whole, tokenizer, arguments)
 
 
 def encode(
-    text: str, tokenizer: PreTrainedTokenizerBase, *, chat: bool, earlier: Sequence[tuple[str, str]] = ()
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool,
+    earlier: Sequence[tuple[str, str]] = (),
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> tuple[int, ...]:
     """Encode a text as the model expects it, after earlier turns with their answers.
 
-    With `chat`, texts are a user's messages for the chat template. Otherwise each turn stands as it was written, with a
-    line break after its answer. An empty text becomes the begin-of-sequence token. Raises CheckpointError if the chat
-    template is damaged; ConfigError if there is none, or the prompt has no token or is not valid Unicode.
+    With `chat`, texts are a user's messages for the chat template, which has `arguments`. Otherwise each turn stands as
+    it was written, with a line break after its answer. An empty text becomes the begin-of-sequence token. Raises as
+    `in_template`, and ConfigError for a prompt without a token, or that is not valid Unicode.
     """
     if chat:
         spoken = zip(cycle(("user", "assistant")), (*chain(*earlier), text), strict=False)
-        return _encode_in_template([{"role": role, "content": content} for role, content in spoken], tokenizer)
+        messages = [{"role": role, "content": content} for role, content in spoken]
+        return _encode_in_template(messages, tokenizer, arguments)
     _check_unicode(text)
     ids = tokenizer("".join(f"{turn}{answer}\n" for turn, answer in earlier) + text).input_ids
     return _never_empty(ids, tokenizer)
 
 
-def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def encode_messages(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS
+) -> tuple[int, ...]:
     """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
 
     Raises as `encode`.
@@ -152,13 +178,15 @@ def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase)
             f"messages, such as {messages[-1]['content'][:EXCERPT]!r}, need a tokenizer with a chat template: use a "
             "chat model, or give texts without roles"
         )
-    return _encode_in_template(messages, tokenizer)
+    return _encode_in_template(messages, tokenizer, arguments)
 
 
-def _encode_in_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _encode_in_template(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> tuple[int, ...]:
     for message in messages:
         _check_unicode(message["content"])
-    text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant")
+    text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant", arguments=arguments)
     return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
 
 
@@ -177,47 +205,10 @@ def _check_unicode(text: str) -> None:
         ) from None
 
 
-def in_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, goes_on: bool = False) -> str:
-    """Write messages in the tokenizer's chat template, up to where the assistant speaks.
-
-    With `goes_on`, the last message stays open, for the assistant to continue it. Raises CheckpointError if the
-    template is damaged, and ConfigError if there is none.
-    """
-    if not tokenizer.chat_template:
-        raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
-            )
-        )
-    except Exception as error:  # a template can raise anything
-        raise CheckpointError(
-            f"the chat template in {tokenizer.name_or_path} fails ({reason_of(error)}): copy tokenizer_config.json or "
-            "chat_template.jinja again, or leave chat out"
-        ) from error
-
-
-def check_ids(
-    ids: Sequence[int], *, max_new_tokens: int, context: int, vocab_size: int, prompt: str, num_answers: int = 0
-) -> None:
-    """Raise ConfigError for a prompt that leaves no room for the new tokens, or has token ids that the model lacks.
-
-    `num_answers` to earlier turns, each as long as the new tokens, are still to come before it.
-    """
+def check_vocabulary(prompt: Prompt, ids: Sequence[int], *, vocab_size: int) -> None:
+    """Raise ConfigError for a prompt with token ids that the model lacks."""
     if max(ids) >= vocab_size:
         raise ConfigError(
-            f"prompt {prompt[:EXCERPT]!r} has token id {max(ids)}, and the model knows {vocab_size} ids, from 0 on: "
-            "remove the text of that token"
-        )
-    num_texts = num_answers + 1
-    if len(ids) + num_texts * max_new_tokens > context:
-        room = (context - len(ids)) // num_texts
-        remedy = (
-            f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - num_texts} at most"
-        )
-        counted = f" for each of {num_texts} answers" if num_answers else ""
-        raise ConfigError(
-            f"prompt {prompt[:EXCERPT]!r} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens}{counted} "
-            f"that is more than the context of {context}; {remedy}"
+            f"{prompt.called} has token id {max(ids)}, and the model knows {vocab_size} ids, from 0 on: remove the "
+            "text of that token"
         )

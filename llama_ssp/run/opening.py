@@ -6,7 +6,6 @@
 import logging
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,10 +16,10 @@ import torch
 
 from llama_ssp.errors import InterruptedRun, LostRankError, SspError
 from llama_ssp.ranks.failures import Phase, guard, raise_on_all_ranks, unify_failure
+from llama_ssp.ranks.process import read_ranks
 from llama_ssp.ranks.world import World, start
 from llama_ssp.reports.folder import RunFolder, read_status, write_failure
 from llama_ssp.reports.provenance import git_commit, gpu_links, processor, versions
-from llama_ssp.run.checkpoints import offload_folder
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings.schema import RunConfig, to_yaml
 from llama_ssp.settings.tasks import task_of
@@ -35,37 +34,52 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Terminal, RunFolder | None, Phase]]:
     """Join the other ranks, open the run folder, on rank 0, and write to it how the block failed."""
-    joining = start(device=config.device, timeout_s=config.timeouts.load_s)
-    with joining as world, ExitStack() as stack:
+    folder: RunFolder | None = None
+    run_dir: Path | None = None
+
+    def record(error: Exception | KeyboardInterrupt) -> None:
+        with suppress(SspError):  # a full disk must not hide the reason
+            if run_dir:
+                _write_end(run_dir, folder, error)
+            elif isinstance(error, LostRankError):
+                _keep_failed_start(config, error)
+
+    def report(error: SspError) -> None:
+        record(error)
+        if error.speaks:
+            complain(str(error))
+
+    with ExitStack() as joining, ExitStack() as stack:
+        try:
+            world = joining.enter_context(start(device=config.device, timeout_s=config.timeouts.load_s, report=report))
+        except LostRankError as error:
+            record(error)
+            raise
         clock.reach("joined_s")
         terminal = Terminal.of_rank(world.comm.rank)
         if world.note:
             terminal.say(world.note)
         phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
-        folder: RunFolder | None = None
-        run_dir: Path | None = None
-
-        def record(error: Exception | KeyboardInterrupt) -> None:
-            if run_dir:
-                with suppress(SspError):  # a full disk must not hide the reason
-                    _write_end(run_dir, folder, error)
-
-        def report(error: SspError) -> None:
-            record(error)
-            if error.speaks:
-                complain(str(error))
-
         try:
             with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
                 if task_of(config).needs_models:
                     folder = _open_folder(config, world, stack)
-                    stack.callback(shutil.rmtree, offload_folder(config, world), ignore_errors=True)
                     run_dir = Path(str(config.run_dir))
                     _log_ranks(world, folder)
                 yield world, terminal, folder, phase
         except (Exception, KeyboardInterrupt) as error:
             record(error)
             raise
+
+
+def _keep_failed_start(config: RunConfig, error: LostRankError) -> None:
+    """Leave a run folder that says why the ranks did not connect; rank 0 does."""
+    if read_ranks(os.environ).rank == 0 and task_of(config).needs_models:
+        with RunFolder(Path(str(config.run_dir)), to_yaml(config)) as folder:
+            _open_logs(folder.path, rank=0)
+            _log.info("%s: %s", error, error.__cause__)
+            _close_logs()
+            write_failure(folder.path, exit_code=error.exit_code, sentence=str(error))
 
 
 def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder | None:

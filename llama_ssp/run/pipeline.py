@@ -14,7 +14,7 @@ from typing import TypeAlias
 import transformers
 
 from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
+from llama_ssp.machines.machine import detect_hardware, keep_speeds
 from llama_ssp.planning.advice import slower_overlapped
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
@@ -22,16 +22,20 @@ from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
-from llama_ssp.run.decoders import load_models
+from llama_ssp.run.decoders import context_of, load_models
+from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
 from llama_ssp.run.jobs import JobMaker, PromptTask
+from llama_ssp.run.lengths import named
 from llama_ssp.run.opening import joined
 from llama_ssp.run.prompts import Prompt, is_interactive, read_prompts
 from llama_ssp.run.results import finalize, pass_gate
-from llama_ssp.run.resuming import check_lines, check_models
+from llama_ssp.run.resuming import check_lines, check_models, check_texts
 from llama_ssp.run.session import Session
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
+from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.drafters import outgrown
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -39,7 +43,6 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     RunConfig,
     TargetPlacement,
-    WholeParts,
 )
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
@@ -104,8 +107,10 @@ def _load(
     if config.placement.auto:
         _choose_placement(config, world, terminal)
     sources = find_sources(config, world)
-    config = with_number_formats(config, sources)
+    config, generation = with_number_formats(config, sources), sources[0].generation
     with raise_on_all_ranks(world.comm):
+        config = replace(config, sampling=with_model_sampling(config.sampling, generation))
+        check_values(config)
         if folder:
             check_models(folder, sources, config)
     task, folders = task_of(config), [source.origin.folder for source in sources if source]
@@ -116,10 +121,12 @@ def _load(
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     target = sources[0]
     maker = JobMaker(
-        tokenizer=target.tokenizer, context=min(source.origin.context for source in sources if source),
+        tokenizer=target.tokenizer, context=context_of(sources, config),
         vocab_size=target.origin.shape.vocab_size,
     )  # fmt: skip
-    jobs = _read_jobs(config, world, folder, maker)
+    jobs = _read_jobs(config, world, terminal, folder, maker)
+    if note := note_on(config.sampling, generation or {}):
+        terminal.say(note)
     config = dry_run.with_filled_rows(config, num_completions=len(jobs) if jobs else config.num_samples)
     plan = _make_plan(config, world, terminal, jobs)
     clock.reach("checked_s")
@@ -127,6 +134,12 @@ def _load(
     with terminal.loading() as progress, memory.closely():
         models = load_models(config, world, sources, progress=progress)
     clock.reach("loaded_s")
+    if models.draft_context and config.draft.model:
+        requests = [job.request for job in jobs or ()]
+        longest = max([len(each.prompt_ids) + each.max_new_tokens for each in requests], default=models.context)
+        said = outgrown(config.draft.model.name, models.draft_context, config.speculation.most_steps, longest=longest)
+        if said:
+            terminal.say(said)
     phase.doing, phase.limit = "decoding", f"timeouts.decode_s={config.timeouts.decode_s:g}"
     num_prompts = None if jobs is None else len({job.request.index for job in jobs})
     session = Session(
@@ -142,37 +155,47 @@ def _choose_placement(config: RunConfig, world: World, terminal: Terminal) -> No
     def choose() -> list[object]:
         job, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
         terminal.say(sentence)
-        return [job.target_ranks, job.draft_ranks, job.draft_kind.name, job.draft_whole.name]
+        return [job.target_ranks, job.draft_ranks, job.draft_kind.name]
 
-    target_ranks, draft_ranks, kind, whole = from_rank_0(world.comm, choose)
+    target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
     config.placement = PlacementConfig(
         target=TargetPlacement(ranks=target_ranks),
-        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None, whole=WholeParts[whole]),
+        draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
     )
 
 
-def _read_jobs(config: RunConfig, world: World, folder: RunFolder | None, maker: JobMaker) -> list[PromptTask] | None:
+def _read_jobs(
+    config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, maker: JobMaker
+) -> list[PromptTask] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
 
     def read() -> list[dict[str, object]] | None:
         prompts = None if is_interactive(config) else read_prompts(config)
         if folder:
             check_lines(folder.lines, config, prompts)
+            check_texts(folder.lines, config, prompts, maker)
         return None if prompts is None else [asdict(prompt) for prompt in prompts]
 
     records = from_rank_0(world.comm, read)
     if records is None:
         return None
     with raise_on_all_ranks(world.comm):
-        return maker.jobs([Prompt(**record) for record in records], config)
+        prompts = [Prompt(**record) for record in records]
+        jobs = maker.jobs(prompts, config)
+        kept = {job.request.index for job in jobs}
+        if left_out := [prompt for index, prompt in enumerate(prompts) if index not in kept]:
+            sentence = f"too long for the context, and left out: {named(left_out)}"
+            if not jobs:
+                raise ConfigError(sentence)
+            terminal.say(sentence)
+    return jobs
 
 
 def _measure_once(world: World) -> None:
     """Measure the products of a CPU that nobody has calibrated, on its first run: a few seconds."""
-    if not from_rank_0(world.comm, lambda: bool(known_speeds() or detect_hardware(on_cpu=True).profiles)):
-        from llama_ssp.run.calibration.operators import cpu_speeds  # noqa: PLC0415 - once on a machine
-        from llama_ssp.run.calibration.profiles import rank_0_alone  # noqa: PLC0415
+    if not from_rank_0(world.comm, lambda: bool(detect_hardware(on_cpu=True).products)):
+        from llama_ssp.run.calibration.operators import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
 
         with rank_0_alone(world) as is_alone:
             if is_alone:

@@ -23,6 +23,8 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 
 STANDARD_INPUT = "-"
+EXCERPT = 40
+"""Longest excerpt of a prompt in an error."""
 Message: TypeAlias = dict[str, str]
 """One turn of a conversation: its `role` and its `content`."""
 _Record: TypeAlias = tuple[str, dict[str, Any] | str]
@@ -35,6 +37,7 @@ _EXAMPLES = (
     '{"messages": [{"role": "user", "content": "What is a prime?"}]}'
 )
 _LABELS = ("question_id", "category")
+_IDS = ("id", "task_id", "custom_id")
 _NEVER_LINES = frozenset(
     {".arrow", ".bz2", ".feather", ".gz", ".html", ".npz", ".orc", ".pkl", ".toml", ".xls", ".xlsx", ".xml", ".yaml",
      ".yml", ".zip", ".zst"}
@@ -53,6 +56,7 @@ class Prompt:
         question_id, category: those of the file, where it has them.
         fields: the other fields of its record.
         ids: its token ids, if the library's user has encoded it.
+        place: where it stands, such as a line of a file; empty if it stands alone.
     """
 
     text: str
@@ -63,6 +67,14 @@ class Prompt:
     category: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     ids: tuple[int, ...] | None = None
+    place: str = field(default="", compare=False)
+
+    @property
+    def called(self) -> str:
+        """Its name in an error: where it stands, the id of its record, and how it begins."""
+        own_id = self.question_id or next((str(self.fields[name]) for name in _IDS if name in self.fields), "")
+        named = f" ({own_id})" if own_id else ""
+        return f"{self.place}{named}{': ' if self.place else ''}prompt {self.text[:EXCERPT]!r}"
 
     @property
     def num_characters(self) -> int:
@@ -211,7 +223,7 @@ def _of_record(where: str, content: dict[str, Any] | str, column: str | None) ->
     if isinstance(content, str):
         if column:
             raise ConfigError(f"{where} is a text, which has no prompts_column={column}: leave that out")
-        yield Prompt(text=content)
+        yield Prompt(text=content, place=where)
         return
     name = column or _content_field(where, content)
     if name not in content:
@@ -221,14 +233,16 @@ def _of_record(where: str, content: dict[str, Any] | str, column: str | None) ->
         wanted = "a list of one or more texts as `turns`"
         fits = isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
     elif name == "messages":
-        wanted, fits = "a list as `messages` that ends with a user's or an assistant's", _is_conversation(value)
+        wanted = "a list as `messages` that ends with a user's or an assistant's"
+        value = read_messages(value, where)
+        fits = bool(value) and value[-1]["role"] in {"user", "assistant"}
     else:
         wanted, fits = f"a text as `{name}`", isinstance(value, str)
     if not fits:
         raise ConfigError(f"{where} must be an entry with {wanted}, such as {_EXAMPLES}")
     labels = {key: str(content[key]) for key in _LABELS if key != name and type(content.get(key)) in {str, int}}
     others = {key: entry for key, entry in content.items() if key != name and key not in labels}
-    common: dict[str, Any] = labels | {"fields": others}
+    common: dict[str, Any] = labels | {"fields": others, "place": where}
     if name == "messages":
         yield from _of_messages(value, common)
     elif name == "turns":
@@ -255,20 +269,36 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def _is_conversation(value: object) -> bool:
-    """Whether these are messages that somebody can answer or continue."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        return False
-    parts = [(message.get("role"), message.get("content")) for message in value]
-    return all(isinstance(part, str) for pair in parts for part in pair) and parts[-1][0] in {"user", "assistant"}
+def read_messages(given: object, where: str) -> list[Message]:
+    """The messages of a chat, with the text parts of a content joined; empty if this is no chat.
+
+    Raises ConfigError that names what a message has besides text, `where` being the place of the chat.
+    """
+    messages: list[Message] = []
+    for number, message in enumerate(given if isinstance(given, Sequence) and not isinstance(given, str) else ()):
+        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        others = ["tool calls"] if isinstance(message, Mapping) and message.get("tool_calls") else []
+        if isinstance(content, Sequence) and not isinstance(content, str) and content:
+            parts = [part if isinstance(part, Mapping) else {} for part in content]
+            others += [str(part["type"]) for part in parts if part.get("type", "text") != "text"]
+            texts = [part.get("text") for part in parts]
+            content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+        if others:
+            raise ConfigError(
+                f"{where} has {' and '.join(dict.fromkeys(others))} in message {number + 1}, and a message is a text: "
+                "leave out what is none"
+            )
+        if not isinstance(role, str) or not isinstance(content, str):
+            return []
+        messages.append({"role": role, "content": content})
+    return messages
 
 
-def _of_messages(given: Sequence[Message], common: dict[str, Any]) -> Iterator[Prompt]:
+def _of_messages(messages: Sequence[Message], common: dict[str, Any]) -> Iterator[Prompt]:
     """A prompt for every message of a user that the next one does not answer, and for an assistant's last one."""
-    messages = [{"role": message["role"], "content": message["content"]} for message in given]
     earlier: list[str] = []
     for number, (message, following) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
         if following is None or message["role"] == following["role"] == "user":
-            text, role, before = message["content"], message["role"], messages[:number]
+            text, role, before = message["content"], message["role"], list(messages[:number])
             yield Prompt(text=text, role=role, messages=before, earlier=[*earlier], **common)
             earlier.append(text)

@@ -22,6 +22,7 @@ from llama_ssp.reports.records import (
     RunFacts,
     Span,
 )
+from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import round_gains, summarise
 from llama_ssp.run.session import Session
 from llama_ssp.run.slowness import Surroundings, unusual_times
@@ -93,7 +94,10 @@ def finalize(session: Session) -> None:
     if task.finalize:
         imported(task.finalize, setting=f"task={task.name}")(session)
     try:
-        folder.write_report(summary)
+        from llama_ssp.reports.html import report  # noqa: PLC0415 - slow to import, needed at the end of a run only
+
+        run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))
+        folder.write_kept("report.html", report([run]))
     except ConfigError as error:  # the run is complete without its figures
         terminal.say(f"{error}; llama-ssp report writes report.html later")
 

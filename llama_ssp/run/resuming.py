@@ -5,30 +5,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
+from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine
 from llama_ssp.run.checkpoints import Source
-from llama_ssp.run.jobs import EXCERPT
-from llama_ssp.run.prompts import Message, Prompt
-from llama_ssp.settings.catalogue import read_path
+from llama_ssp.run.jobs import JobMaker, ids_of
+from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.model_files import read_json
 from llama_ssp.settings.schema import Resume, RunConfig, WeightsKind
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
-from llama_ssp.weights.hashes import MANIFEST_FILE, fingerprint, fingerprint_of_adapter
+from llama_ssp.weights.hashes import fingerprint, fingerprint_of_adapter
 
 _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of both"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """The files of a model: their `hashes.fingerprint`, and the hashes of a manifest that they were compared with."""
+    """The files of a model: their `hashes.fingerprint`."""
 
     files: dict[str, str]
-    manifest: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +66,10 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
 
 
 def _files_of(source: Source, config: RunConfig) -> _Files:
-    """The files of a model; a manifest says something of them only where it has been verified."""
-    folder = source.origin.folder
-    manifest = read_path(source.entry.manifest) if source.entry.manifest else folder / MANIFEST_FILE
-    is_verified = source.entry.verify and config.weights is WeightsKind.checkpoint
-    files = fingerprint(folder)
-    if source.entry.adapter and config.weights is WeightsKind.checkpoint:
-        files |= fingerprint_of_adapter(read_path(source.entry.adapter))
-    return _Files(files=files, manifest=read_json(manifest) if is_verified else {})
+    files = fingerprint(source.origin.folder)
+    if config.weights is WeightsKind.checkpoint and (adapter := hub.resolve_adapter(source.entry)):
+        files |= fingerprint_of_adapter(adapter)
+    return _Files(files=files)
 
 
 def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[str]:
@@ -85,10 +80,10 @@ def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[s
     ):
         if old is None or new is None:  # the settings, which are the same, say whether there is a draft
             continue
-        both = [(old.files, new.files)] + ([(old.manifest, new.manifest)] if old.manifest and new.manifest else [])
-        others = {name for a, b in both for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
-        for name in sorted(others):
-            is_new, is_gone = name not in old.files | old.manifest, name not in new.files | new.manifest
+        for name in sorted(old.files.keys() | new.files.keys()):
+            if old.files.get(name) == new.files.get(name):
+                continue
+            is_new, is_gone = name not in old.files, name not in new.files
             yield f"{name} of {words} {'is new' if is_new else 'is missing' if is_gone else 'differs'}"
 
 
@@ -99,11 +94,7 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
     """
     drafted = drafts(config.draft)
     modes = [PLAIN, SPECULATIVE] if drafted and task_of(config).has_both_modes else [SPECULATIVE if drafted else PLAIN]
-    strays = [
-        f"prompt {line.index + 1} sample {line.sample + 1} ({line.mode})"
-        for line in lines
-        if line.sample >= config.num_samples or line.mode not in modes
-    ]
+    strays = [_named(line) for line in lines if line.sample >= config.num_samples or line.mode not in modes]
     if strays:
         raise ConfigError(
             f"run.jsonl of run_dir={config.run_dir} holds {summary(strays)}, and this run makes {' and '.join(modes)} "
@@ -125,6 +116,40 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
             f"run_dir={config.run_dir} recorded its completion, and is now {now}; give the old prompts to resume that "
             "run (more may follow them), or name another run_dir"
         )
+
+
+def check_texts(
+    lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: JobMaker
+) -> None:
+    """Raise ConfigError for a completion that has an id the model lacks, or a text that is not that of its ids.
+
+    `prompts` are None if they are typed. Texts of resume=anyway may be those of another tokenizer.
+    """
+    if config.resume is Resume.anyway:
+        return
+    texts, known = {line.key: line.text for line in lines}, dict[tuple[int, ...], TextAfter]()
+    for line in lines:
+        prompt = Prompt(text=line.prompt) if prompts is None else prompts[line.index]
+        earlier = [(index, line.mode, line.sample) for index in range(line.index - len(prompt.earlier), line.index)]
+        if not texts.keys() >= {*earlier}:
+            continue  # they are made again, and the context of this one is not known before
+        fault = ""
+        if outside := [token for token in line.token_ids if token >= maker.vocab_size]:
+            fault = f"has token id {outside[0]}, and the model knows {maker.vocab_size} ids"
+        else:
+            ids = ids_of(prompt, maker.tokenizer, config, answers=[texts[key] for key in earlier])
+            after = known[ids] = known.get(ids) or TextAfter(maker.tokenizer, ids)
+            if after.decode(line.token_ids) != line.text:
+                fault = "has a text that is not that of its token_ids"
+        if fault:
+            raise ConfigError(
+                f"{_named(line)} in run.jsonl of run_dir={config.run_dir} {fault}; remove such a line to have its "
+                "completion made again, or name another run_dir"
+            )
+
+
+def _named(line: CompletionLine) -> str:
+    return f"prompt {line.index + 1} sample {line.sample + 1} ({line.mode})"
 
 
 def _whole(messages: Sequence[Message] | None, text: str) -> str:

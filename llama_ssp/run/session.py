@@ -196,8 +196,8 @@ class Session:
             return [[recorded[index, mode, job.request.sample] for index in job.earlier_indices] for job in jobs]
 
         all_answers = from_rank_0(self.world.comm, answers)
-        maker, chat = self.models.job_maker, self.config.chat
-        return [maker.with_answers(job, texts, chat=chat) for job, texts in zip(jobs, all_answers, strict=True)]
+        maker = self.models.job_maker
+        return [maker.with_answers(job, texts, self.config) for job, texts in zip(jobs, all_answers, strict=True)]
 
 
 class _Recorder:

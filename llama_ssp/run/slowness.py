@@ -13,8 +13,6 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, Summary
 
 _MUCH_SLOWER = 3.0
 """Times its forecast, from which a run is worth a sentence."""
-_CHANGED = 1.25
-"""Times its forecast, or its forecast divided by it, from which a calibration is worth a refresh."""
 _LEAST_TOKENS = 32
 """Shorter runs mostly show their fixed costs."""
 _RUNNING_SHARE = 0.6
@@ -51,8 +49,7 @@ class Surroundings:
 def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> str | None:
     """The first that holds, as a sentence with the likely reason; None for a run in time, or a short one.
 
-    The draft of an overlapped run kept its target waiting, decoding took more than three times its forecast, or a
-    calibrated machine is no longer as fast as it was, by plain decoding, whose forecast assumes no acceptance.
+    The draft of an overlapped run kept its target waiting, or decoding took more than three times its forecast.
     """
     if summary.num_new_tokens < _LEAST_TOKENS or plan is None:
         return None
@@ -68,20 +65,12 @@ def unusual_times(summary: Summary, plan: Plan | None, around: Surroundings) -> 
         if found and found.ms_per_token and expected
     }
     ratios = {mode: took_ms / expected_ms for mode, (took_ms, expected_ms) in ms.items()}
-    known, digits = _known_reasons(around), 1
     mode = max(ratios, key=ratios.__getitem__, default=PLAIN)
-    if ratios.get(mode, 0.0) > _MUCH_SLOWER:
-        reason = known or _unknown_reason(around)
-    elif plan.hardware.profiles and not 1 / _CHANGED <= ratios.get(PLAIN, 1.0) <= _CHANGED:
-        mode, digits = PLAIN, 2
-        speed = "slower" if ratios[PLAIN] > 1 else "faster"
-        reason = (known if speed == "slower" else "") or (
-            f"this machine may be {speed} than when it was calibrated; task=calibrate task.refresh=true measures that"
-        )
-    else:
+    if ratios.get(mode, 0.0) <= _MUCH_SLOWER:
         return None
     both = "{:.2f} ms/token, forecast {:.2f}".format(*ms[mode])
-    return f"{mode} decoding took {ratios[mode]:.{digits}f} times its forecast ({both}): {reason}"
+    reason = _known_reasons(around) or _unknown_reason(around)
+    return f"{mode} decoding took {ratios[mode]:.1f} times its forecast ({both}): {reason}"
 
 
 def _late_draft(summary: Summary, timed: Timing, around: Surroundings) -> str | None:

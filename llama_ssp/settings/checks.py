@@ -59,11 +59,6 @@ def check_plan(config: PlanConfig) -> None:
     """Refuse a plan that cannot be made with one ConfigError for all problems; the models must be resolved."""
     of_machine = hardware.problems_of(config.hardware)
     problems = [*of_machine, *_ranges(config), *_draft(config), *_formats(config), *_sizes(config)]
-    for name, price in config.prices.items():
-        if name not in hardware.names():
-            problems.append(unknown_name("machine in prices", name, hardware.names()))
-        elif not 0 < price < math.inf:
-            problems.append(f"prices.{name}={price} must be above 0, for example 20")
     if not of_machine:
         num_ranks = int(config.hardware["num_gpus"]) * int(config.hardware.get("num_nodes", 1))
         problems += layout.problems_of(
@@ -133,15 +128,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
     ("sampling.frequency_penalty", math.isfinite, _PENALTY),
     ("sampling.presence_penalty", math.isfinite, _PENALTY),
-    ("model.int8_threshold", lambda t: 0 <= t < math.inf, "0 (rows stay independent) or positive, for example 6"),
-    ("draft.model.int8_threshold", lambda t: 0 <= t < math.inf, "0 or a positive number, for example 6"),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
-    ("max_ms_per_token", lambda ms: 0 < ms < math.inf, "above 0, for example 20"),
-    ("max_first_token_ms", lambda ms: 0 < ms < math.inf, "above 0, for example 500"),
-    ("concurrency", lambda rows: rows >= 1, "at least 1 row"),
-    ("max_price", lambda dollars: 0 < dollars < math.inf, "above 0, for example 20"),
     ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
     ("seed", lambda s: 0 <= s < 2**63, "between 0 and 2^63 - 1"),
     ("timeouts.load_s", lambda s: 0 < s <= _MAX_TIMEOUT_S, _TIMEOUT),
@@ -162,8 +151,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield f"{key}={value} must be {required}"
-    if isinstance(config, PlanConfig) and config.concurrency is not None and config.batch_size != 1:
-        yield f"batch_size={config.batch_size} has no effect: concurrency={config.concurrency} chooses the batch size"
+    for name in {*config.sampling.from_model} - schema.FROM_MODEL:
+        yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
         yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
 
@@ -224,10 +213,6 @@ def _pair(config: RunConfig) -> Iterator[str]:
         )
 
 
-_WITH_WINDOWS = {"gemma2", "gemma3_text", "gpt_neo"}
-"""Families whose models always have layers with a sliding window."""
-
-
 def _tree(config: RunConfig) -> Iterator[str]:
     """Why a run cannot draft trees."""
     speculation, draft, placement = config.speculation, config.draft, config.placement
@@ -239,8 +224,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         yield f"speculation.tree={speculation.tree}: {error}"
         return
     rule, kind = config.verification.rule, placement.target.kind
-    families = {model.name: model.shape.model_type for _, _, model in _chosen_models(config) if model.shape}
-    windowed = [name for name, family in families.items() if family in _WITH_WINDOWS]
     needed = {
         f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
         f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
@@ -255,7 +238,6 @@ def _tree(config: RunConfig) -> Iterator[str]:
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
             placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
         f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
-        f"models without sliding windows, and {', '.join(windowed)} has some": bool(windowed),
     }  # fmt: skip
     yield from (f"speculation.tree={speculation.tree} needs {sentence}" for sentence, lacks in needed.items() if lacks)
 
@@ -333,7 +315,7 @@ def _models(config: RunConfig) -> Iterator[str]:
             yield f"{group}={model.name} needs {key}.path=DIR, a folder with config.json, a tokenizer and safetensors"
     contexts = [
         (model.shape.max_position_embeddings, group)
-        for group, _, model in chosen
+        for group, _, model in (chosen if config.speculation.overlap else chosen[:1])
         if model.shape and not model.shape.is_head
     ]
     if is_synthetic(config) and (shipped := catalogue.load("tiny").shape):
@@ -365,11 +347,12 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
     for group, _, model in _chosen_models(config):
         if model.shape is None:
             continue
+        limits = group == "model" or config.speculation.overlap
         for each in fields(model.shape):
             value, least = getattr(model.shape, each.name), int(each.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
                 yield f"{group}={model.name}: shape.{each.name}={value} must be at least {least}"
-        if context > model.shape.max_position_embeddings and not model.shape.is_head:
+        if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
                 f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
@@ -408,7 +391,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
     yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
-    if config.draft.model and not laid_out.splits_batch and not placement.draft.whole.keeps_attention:
+    if config.draft.model and not laid_out.splits_batch:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 
 
@@ -426,18 +409,6 @@ def _never_drafts(config: RunConfig) -> bool:
 
 def _has_no_draft_model(config: RunConfig) -> bool:
     return config.draft.model is None and not task_of(config).needs_draft
-
-
-def _cuts_no_draft(config: RunConfig) -> bool:
-    """Whether each rank with the draft holds all of it, as far as the settings say."""
-    draft = config.placement.draft
-    has_one_rank = draft.kind is schema.DraftLayout.own_gpu and (draft.tp_size or len(draft.ranks or [0])) == 1
-    return draft.kind in {schema.DraftLayout.one_rank, schema.DraftLayout.replicated} or has_one_rank
-
-
-def _takes_threshold(model: ModelConfig) -> bool:
-    storage = FORMATS.find(model.quantization)
-    return storage is not None and "int8_threshold" in storage.settings
 
 
 def _draws_by_position(config: RunConfig) -> bool:
@@ -465,11 +436,6 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ),
     ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
     (
-        "placement.draft.whole",
-        lambda c: not c.placement.auto and _cuts_no_draft(c),
-        "with a draft that is whole on its ranks anyway: use it with placement=sharded",
-    ),
-    (
         "placement.target.experts",
         lambda c: c.placement.target.kind is not schema.TargetKind.tensor,
         "without placement.target.kind=tensor, which cuts a target",
@@ -490,6 +456,7 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         lambda c: ending_of(c.prompts or "") not in ENDINGS_WITH_FIELDS,
         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
     ),
+    ("chat_arguments", lambda c: not c.chat and c.prompts is None, "without chat=true or messages as prompts"),
     ("task.default_prompts", lambda c: (c.prompt, c.prompts) != (None, None), "with prompt= or prompts="),
     ("cuda_graphs", lambda c: c.device is schema.DeviceKind.cpu, "with device=cpu"),
     (
@@ -504,10 +471,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
 )
 """Settings, what must hold for them to have no effect, and why; a key includes all keys below it."""
 _WITHOUT_EFFECT_ON_MODELS: tuple[tuple[str, Callable[[RunConfig, ModelConfig], bool], str], ...] = (
-    ("int8_threshold", lambda _, m: not _takes_threshold(m), "without {key}.quantization=int8"),
-    ("manifest", lambda _, m: not m.verify, "without {key}.verify=true"),
     (
-        "path hub_id revision verify adapter",
+        "path hub_id revision adapter",
         lambda c, m: is_synthetic(c) and m.shape is not None,
         "with weights=synthetic, which reads no files",
     ),

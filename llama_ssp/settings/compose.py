@@ -4,12 +4,14 @@ Hydra composes the options that the words choose, such as `model=7B`, from the f
 Every other word sets a value in the result, so that all mistakes are reported at once.
 """
 
+import io
 import os
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -18,6 +20,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 from hydra import compose as compose_options
 from hydra import initialize_config_dir
+from hydra import main as hydra_main
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -36,13 +39,14 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {
-    "run_dir", "prompts", "figure", "model.path", "model.manifest", "model.adapter", "draft.model.path",
-    "draft.model.manifest", "draft.model.adapter",
+    "run_dir", "prompts", "figure", "model.path", "model.adapter", "draft.model.path",
+    "draft.model.adapter",
 }  # fmt: skip
 _QUOTES = "'\""
 _ESCAPES, _ESCAPED = re.compile(r"\\([nt\\])"), {"n": "\n", "t": "\t", "\\": "\\"}
@@ -210,7 +214,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
     """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
-    is_figure = key.startswith("hardware.") and bool(config.get("hardware"))
+    is_figure = (key.startswith("hardware.") and bool(config.get("hardware"))) or key.startswith("chat_arguments.")
     if key not in keys and not is_figure:
         yield _unknown_key(key, keys)
         return
@@ -219,7 +223,7 @@ def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Ite
     if key == _STOPS and isinstance(value, list):
         value = [*map(_escaped, value)]
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "prices")
+        OmegaConf.update(config, key, value, merge=True, force_add=is_figure or key == "chat_arguments")
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         cause = str(error).splitlines()[0]
         yield f"{key}{text}: {'a list is written [a,b]' if 'ListConfig' in cause else cause}"
@@ -280,6 +284,7 @@ def to_run_config(config: DictConfig, *, explicit: frozenset[str]) -> RunConfig:
     _check_groups(run)
     # A shell makes line ends and tabs hard to write.
     run.stop_strings = [_ESCAPES.sub(lambda escape: _ESCAPED[escape[1]], text) for text in run.stop_strings]
+    run.sampling.from_model = [name for name in run.sampling.from_model if f"sampling.{name}" not in explicit]
     task_of(run).fill_in(run, explicit)
     return run
 
@@ -324,16 +329,27 @@ def register(root: str = "config") -> None:
         plugins.register(_ModelOptions)
 
 
+COMPLETIONS = ["=".join(words) for words in product(("install", "uninstall", "query"), ("bash", "zsh", "fish"))]
+"""The questions of a shell that completes names with Tab."""
+
+
+def complete(question: str) -> None:
+    """Let Hydra print a script for the shell, or the candidates for the line in COMP_LINE; nothing if it cannot."""
+    register()
+    os.environ["COMP_LINE"] = re.sub(r"(llama-ssp) +run\b", r"\1", os.environ.get("COMP_LINE", ""), count=1)
+    sys.argv[1:] = ["--shell-completion", question]
+    with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
+        hydra_main(config_path=str(catalogue.conf_dir()), config_name="config", version_base="1.3")(lambda _: None)()
+
+
 @cache
 def run_id() -> str:
-    """Name this run: $RUN_ID, else the SLURM job, else torchrun's run id, else the current time.
+    """Name this run: $RUN_ID, which launch/slurm.sbatch sets, else torchrun's run id, else the current time.
 
     The clocks of ranks can differ by a second, so all ranks use the folder that rank 0 creates.
     """
     if name := os.environ.get("RUN_ID"):
         return name
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return f"slurm-{job}"
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
@@ -479,13 +495,15 @@ def problems_of_option(group: str, name: str, known: Collection[str]) -> Iterato
 
 
 def _unknown_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    sentence = unknown_name(group, name, known)
+    sentence = hardware.unknown(name) if group == "hardware" else unknown_name(group, name, known)
     if group not in GROUPS:
         yield sentence
     elif "/" not in name and is_folder(f"./{name}"):
         yield f"{group}={name} is a folder here: give {group}=./{name}"
     elif "/" not in name:
         yield sentence if similar_name(name, known) else f"{sentence}; {group}=owner/name takes a model of the hub"
+    elif name.endswith(GGUF):
+        yield f"{group}={name} {GGUF_ALONE}"
     elif not is_hub_id(name):
         yield (
             f"{group}={name} is neither a name of the catalogue, nor a folder that exists, nor an id of the hub, "

@@ -1,18 +1,15 @@
-"""The settings for a reader: key, type, default and meaning, from the dataclasses and their comments."""
+"""The settings for a reader: key, type, default and meaning, from the fields of their dataclasses."""
 
 import dataclasses
-import re
-import sys
 from collections.abc import Iterator
 from enum import Enum
-from functools import cache
-from inspect import getsource
 from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.fields import help_of
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs
 
@@ -29,7 +26,7 @@ class DescribedSetting:
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
     """Describe every setting of a dataclass and of those inside it; a prefix stands before their keys."""
-    hints, said = get_type_hints(schema), meanings(schema)
+    hints = get_type_hints(schema)
     for each in dataclasses.fields(schema):
         if each.metadata.get("omegaconf_ignore"):
             continue
@@ -37,7 +34,7 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
         if inner := next(filter(is_schema, (hint, *get_args(hint))), None):
             yield from settings_of(inner, f"{key}.")
         else:
-            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(each), meaning=said.get(each.name, ""))
+            yield DescribedSetting(key=key, kind=_kind(hint), default=_default(each), meaning=help_of(each))
 
 
 def settings_of_plan() -> list[DescribedSetting]:
@@ -59,35 +56,6 @@ def task_settings(name: str) -> list[DescribedSetting]:
         for each in found
         if each.key not in DERIVED
     ]
-
-
-def meanings(schema: type[Any]) -> dict[str, str]:
-    """The comments above the fields of a dataclass and of its bases, or behind them on the line."""
-    found: dict[str, str] = {}
-    for each in filter(is_schema, reversed(schema.__mro__)):
-        found |= _comments(each.__module__).get(each.__name__, {})
-    return found
-
-
-@cache
-def _comments(module: str) -> dict[str, dict[str, str]]:
-    """The comments on fields, by class and field; none of a module without its source, as a plugin may be."""
-    try:
-        source = getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return {}
-    found: dict[str, dict[str, str]] = {}
-    above: list[str] = []
-    for line in source.splitlines():
-        if begin := re.match(r"(?:class|def) (\w+)", line):
-            found[begin[1]] = fields = {}
-        elif comment := re.match(r"    # (.*)", line):
-            above.append(comment[1])
-            continue
-        elif found and (field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line)):
-            fields[field[1]] = " ".join([*above, field[2] or ""]).strip()
-        above = []
-    return found
 
 
 def is_schema(kind: object) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.settings import schema
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import DrafterConfig
 
@@ -70,13 +71,30 @@ class Matching(Enum):
 class ModelDraftConfig(DrafterConfig):
     """The draft model and its tokenizer."""
 
-    # own allows a draft whose tokenizer is not the target's, which same refuses.
-    tokenizer: DraftTokenizer = DraftTokenizer.same
-    # with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the draft's
-    # text with the target's tokenizer, on the host.
-    matching: Matching = Matching.intersection
-    # true drafts the most probable tokens at every temperature; the rules take them as certain.
-    greedy: bool = False
+    tokenizer: DraftTokenizer = setting(
+        DraftTokenizer.same, "own allows a draft whose tokenizer is not the target's, which same refuses."
+    )
+    matching: Matching = setting(
+        Matching.intersection,
+        "with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the "
+        "draft's text with the target's tokenizer, on the host.",
+    )
+    greedy: bool = setting(
+        False, "true drafts the most probable tokens at every temperature; the rules take them as certain."
+    )
+
+
+def most_drafted_for(context: int, num_steps: int) -> int:
+    """The longest text that a draft of this context drafts so many tokens for, in sequence."""
+    return max(context - num_steps + 1, 2)
+
+
+def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:
+    """From where on the longest rows of a job go on without a draft of this context; None if it serves them all."""
+    most = most_drafted_for(context, num_steps)
+    if longest <= most:
+        return None
+    return f"rows go on without the draft behind token {most}: the context of draft={draft} has {context} tokens"
 
 
 def drafts_greedily(draft: DrafterConfig) -> bool:
@@ -95,8 +113,10 @@ def matching_of(draft: DrafterConfig) -> Matching | None:
 class NgramConfig(DrafterConfig):
     """Prompt look-up."""
 
-    longest: int = 4  # the most of the last tokens that are compared; a longer match is preferred to a shorter one.
-    shortest: int = 1  # the fewest of them that make a match.
+    longest: int = setting(
+        4, "the most of the last tokens that are compared; a longer match is preferred to a shorter one."
+    )
+    shortest: int = setting(1, "the fewest of them that make a match.")
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

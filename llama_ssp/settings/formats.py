@@ -1,8 +1,8 @@
 """Storage formats of linear layers, and formats of the cache: their records, which planner, checks and runs read."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -27,8 +27,6 @@ class StorageFormat:
     # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
-    # the kernel's keyword arguments, by the field of the model entry that sets them.
-    settings: Mapping[str, str] = field(default_factory=dict)
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
@@ -43,9 +41,11 @@ class StorageFormat:
     gpu_read_bytes: Callable[[int, int, int], float] = lambda rows, packed, unquantized: packed  # noqa: ARG005
     # the kernel for CPUs computes in fp32, so the other layers do too unless a number format is given.
     fp32_on_cpus: bool = False
+    is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
     # the kernel quantizes inputs too, so a difference in the last bit can become a whole step.
     rounds_inputs: bool = False
     package: Package | None = None  # the package that the kernel needs, and the command that installs it.
+    package_bytes: int = 0  # of a process on a CPU that imported the package.
     one_gpu_per_rank: bool = False  # the kernel works with one GPU per process only.
     # the loss for a user, among the planner's changes that make a plan fit: 3 or less is little; None if the planner
     # does not suggest it.
@@ -109,6 +109,9 @@ NF4_GROUP = 64  # Inputs that share a word.
 INT4_GROUPS = 128, 64, 32  # The same; most public checkpoints have 128.
 FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or none.
 FP4_GROUP = 32  # The same.
+INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
+FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Of the codes of floats of 4 bits, E2M1."""
 FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
 _INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 _KERNELS = "llama_ssp.models.quantization.weight_only"
@@ -139,7 +142,6 @@ register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: D
         name="int8",
         order=1,
         kernel="llama_ssp.models.quantization.precision:int8_linear",
-        settings={"int8_threshold": "threshold"},
         weight_bytes=1,
         row_bytes=WORD_BYTES,
         fp32_on_cpus=True,
@@ -166,6 +168,7 @@ _NF4 = StorageFormat(  # NormalFloat: an fp32 scale per 64 weights. Source: Dett
     gpu_read_bytes=_nf4_read_bytes,
     groups=(NF4_GROUP,),
     package=BITSANDBYTES,
+    package_bytes=90_000_000,  # measured on a Xeon with bitsandbytes 0.50.2: 87 to 96 MB
     change_weight=5,
 )
 register(_NF4)
@@ -189,18 +192,23 @@ _INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
     _WEIGHT_ONLY, name="int4_weight_only", order=4, short_name="int4wo", kernel=f"{_KERNELS}:int4_weight_only_linear",
     weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5, loading_copies=4,  # codes are bytes on the way
 )  # fmt: skip
+_INT8_GROUPS = replace(  # the same per group: for checkpoints that are stored so; every product unpacks it
+    _INT4, name="int8_groups", order=9, short_name=None, kernel=f"{_KERNELS}:int8_groups_linear", weight_bytes=1,
+    change_weight=None, is_stored_alone=True, gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
+    fp32_on_cpus=False, loading_copies=2,
+)  # fmt: skip
 _FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
     _WEIGHT_ONLY, name="fp8_weight_only", order=5, short_name="fp8wo", kernel=f"{_KERNELS}:fp8_weight_only_linear",
     row_bytes=0, groups=(FP8_GROUP,), change_weight=None,
 )  # fmt: skip
 _MXFP4 = replace(  # E2M1, a float of 4 bits, a power of two per 32 weights in a byte, and a scale per output
     _FP8, name="mxfp4", order=7, short_name=None, kernel=f"{_KERNELS}:mxfp4_linear", weight_bytes=0.5,
-    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,),
+    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,), is_stored_alone=True,
 )  # fmt: skip
 _NVFP4 = replace(  # E4M3 per 16 weights in its place
     _MXFP4, name="nvfp4", order=8, kernel=f"{_KERNELS}:nvfp4_linear", word_bytes=2,
 )  # fmt: skip
-for _each in (_WEIGHT_ONLY, _INT4, _FP8, _MXFP4, _NVFP4):
+for _each in (_WEIGHT_ONLY, _INT4, _INT8_GROUPS, _FP8, _MXFP4, _NVFP4):
     register(_each)
 
 

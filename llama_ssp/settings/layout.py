@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from llama_ssp.settings.schema import DraftLayout, DraftPlacement, Offload, PlacementConfig, TargetKind, TargetPlacement
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig, TargetKind, TargetPlacement
 
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
@@ -142,11 +142,6 @@ def may_capture(target: TargetPlacement) -> bool:
     return target.kind is TargetKind.tensor
 
 
-def max_device_bytes(target: TargetPlacement) -> int | None:
-    """Limit of weight bytes on each device of a layer-wise target; None without offload."""
-    return None if target.max_memory_gb is None else int(target.max_memory_gb * 1e9)
-
-
 def problems_of(
     placement: PlacementConfig, *, world_size: int, has_draft: bool, searched: bool = False
 ) -> Iterator[str]:
@@ -183,8 +178,7 @@ def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) 
 
 def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[str]:
     """Problems with a target that a library places, or with its settings on another target."""
-    ranks, size, limit = target.ranks, target.tp_size, target.max_memory_gb
-    is_layer_wise, offloads = target.kind is TargetKind.accelerate, target.offload is not Offload.none
+    ranks, size, is_layer_wise = target.ranks, target.tp_size, target.kind is TargetKind.accelerate
     if is_layer_wise and (len(ranks or [0]) > 1 or (size or 1) > 1):
         yield (
             f"placement.target.kind=accelerate has one rank, which spreads the layers over all GPUs that no other rank "
@@ -195,20 +189,6 @@ def _faults_of_library(target: TargetPlacement, num_replicas: int) -> Iterator[s
         yield (
             f"placement.target.kind={target.kind.name} takes {taken} for one replica: use placement.num_replicas=1, or "
             "placement.target.kind=tensor"
-        )
-    if offloads and not is_layer_wise:
-        yield f"placement.target.offload={target.offload.name} needs placement.target.kind=accelerate"
-    if offloads and limit is None:
-        yield (
-            f"placement.target.offload={target.offload.name} needs placement.target.max_memory_gb, the GB of weights "
-            "that each device may hold, for example 20"
-        )
-    if limit is not None and not 0 < limit < math.inf:
-        yield f"placement.target.max_memory_gb={limit} must be a positive number of GB, for example 20"
-    if limit is not None and not offloads:
-        yield (
-            f"placement.target.max_memory_gb={limit} has no effect without placement.target.offload=cpu or disk, which "
-            "takes the remaining layers"
         )
 
 

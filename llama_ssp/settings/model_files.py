@@ -14,7 +14,7 @@ from typing import Any
 from llama_ssp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
@@ -30,9 +30,15 @@ _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest p
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Where transformers searches for settings that a model config itself lacks."""
 _SHOWN = 60
+GGUF, MISTRAL_FILE = ".gguf", "params.json"
+MISTRAL_ALONE = (
+    "holds Mistral's own layout (params.json, consolidated.safetensors), which is not read: use a repository with "
+    "config.json and model.safetensors"
+)
 GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 
 
+_FLOATS = [{"__float__": name} for name in ("Infinity", "-Infinity", "NaN")]
 _Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an error, and whether a value meets it.
 
 
@@ -69,15 +75,35 @@ def _is_counted_kinds(value: object) -> bool:
     return all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in pairs)  # noqa: PLR2004 - a pair
 
 
+def _is_rope(value: object) -> bool:
+    """Whether these are parameters of rotary frequencies, or those of several kinds of layers."""
+    if not isinstance(value, dict):
+        return False
+    return all(
+        all(isinstance(part.get(name) or "", str) for name in ("rope_type", "type"))
+        and all(part.get(name) is None or _POSITIVE[1](part[name]) for name in ("factor", "rope_theta"))
+        for part in (value, *value.values())
+        if isinstance(part, dict)
+    )
+
+
 _MAX_LAYERS = 1024
 _POSITIONS, _WINDOW = _whole(1, 2**30), _whole(0, 2**30)
 _SHARE, _LARGE = _number(0, 1), _number(0, 1e12)
+_POSITIVE: _Kind = ("a number above 0", lambda value: type(value) in {int, float} and 0 < value < math.inf)
+_ROPE: _Kind = ("an object with rope_type as a text, and factor and rope_theta above 0,", _is_rope)
 _FLAG: _Kind = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
 _TEXTS: _Kind = ("a list of texts", partial(_are, str))
 _OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
 _TOKEN_IDS: _Kind = ("a token id or a list of them", _is_token_ids)
 _SPECIAL_IDS = "bos_token_id eos_token_id pad_token_id decoder_start_token_id"
+_OF_EVERY_PART: Mapping[str, _Kind] = {
+    "model_type": _TEXT,
+    "rope_theta rotary_emb_base rope_local_base_freq": _POSITIVE,
+    "rope_parameters rope_scaling": _ROPE,
+}
+"""Fields of a config.json, and of the configs in it."""
 _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
     CONFIG_FILE: {
         "num_hidden_layers num_layers n_layer": _whole(1, _MAX_LAYERS),
@@ -92,11 +118,12 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
         "is_causal use_parallel_residual qk_layernorm attention_k_eq_v use_double_wide_mlp enable_moe_block": _FLAG,
         "use_bidirectional_attention": ("true, false, all or vision", {True, False, "all", "vision"}.__contains__),
         "rms_norm_eps layer_norm_eps layer_norm_epsilon rotary_pct partial_rotary_factor": _SHARE,
-        "rope_theta rotary_emb_base rope_local_base_freq query_pre_attn_scalar": _LARGE,
+        "query_pre_attn_scalar": _LARGE,
         "attn_logit_softcapping final_logit_softcapping": _LARGE,
         "hidden_act hidden_activation activation_function dtype torch_dtype": _TEXT,
         "layer_types attention_layers architectures": _TEXTS,
-        "rope_parameters rope_scaling per_layer_config": _OBJECT,
+        **_OF_EVERY_PART,
+        "per_layer_config": _OBJECT,
         " ".join(INNER_CONFIGS): ("an object, with token ids as special tokens,", _is_inner),
         "attention_types": ("a list of pairs of kinds and a count", _is_counted_kinds),
         _SPECIAL_IDS: _TOKEN_IDS,
@@ -105,6 +132,7 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
         "r": _POSITIONS,
         "lora_alpha": _LARGE,
         "use_rslora use_dora fan_in_fan_out lora_bias": _FLAG,
+        "rank_pattern alpha_pattern": _OBJECT,
         "base_model_name_or_path peft_type bias": _TEXT,
     },
     GENERATION_CONFIG_FILE: {
@@ -130,26 +158,36 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
 
 def require_folder(folder: Path) -> None:
     """Raise CheckpointError if a model's folder does not exist, or as `refuse_other_kinds` does."""
+    if folder.suffix == GGUF and folder.is_file():
+        raise CheckpointError(f"{folder} {GGUF_ALONE}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with config.json and safetensors weights is required")
     refuse_other_kinds(folder)
 
 
 def refuse_other_kinds(folder: Path) -> None:
-    """Raise CheckpointError if a folder without config.json holds an adapter, or nothing but GGUF weights."""
+    """Raise CheckpointError if a folder without config.json holds an adapter, or weights of other layouts alone."""
     if (folder / CONFIG_FILE).exists():
         return
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         raise CheckpointError(adapter_alone(str(folder), folder / ADAPTER_CONFIG_FILE))
     if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} {GGUF_ALONE}")
+    if (folder / MISTRAL_FILE).is_file():
+        raise CheckpointError(f"{folder} {MISTRAL_ALONE}")
+
+
+def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
+    """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
+    if "medusa_num_heads" in content:
+        raise CheckpointError(f"{file} describes Medusa heads, and of draft heads those of EAGLE-3 are read")
 
 
 def adapter_alone(where: str, config: Path) -> str:
     """The sentence for an adapter in place of a model; `where` is its folder or its id, `config` its file."""
     base = read_json(config).get("base_model_name_or_path")
     of_base = f"of {shown(base)}" if base else "of another model, which it does not name"
-    remedy = "give that one as the model, and the folder of the adapter as model.adapter=DIR"
+    remedy = "give that one as the model, and the adapter as model.adapter="
     return f"{where} is an adapter {of_base}, not a model: {remedy}"
 
 
@@ -159,7 +197,7 @@ def read_json(file: Path) -> dict[str, Any]:
     A file that is unreadable, too large or too deep, no object, or has a field of another type raises CheckpointError.
     """
     try:
-        content = json.loads(_read_bytes(file).decode("utf-8"))
+        content = json.loads(_read_bytes(file).decode("utf-8"), object_hook=_decoded)
     except OSError as error:
         message = f"{file} cannot be read ({error.strerror}): a folder as save_pretrained writes it is required"
         raise CheckpointError(message) from error
@@ -171,11 +209,15 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} holds no JSON object: copy or download it again")
     if is_deep(content, _MAX_DEPTH):
         raise _too_deep(file)
+    parts = [(content, _FIELDS.get(file.name, {}))]
+    if file.name == CONFIG_FILE:
+        parts += [(content[name], _OF_EVERY_PART) for name in INNER_CONFIGS if isinstance(content.get(name), dict)]
     problems = [
-        f"{name} {shown(content[name])}, and {wanted} is required"
-        for names, (wanted, fits) in _FIELDS.get(file.name, {}).items()
+        f"{name} {shown(part[name])}, and {wanted} is required"
+        for part, kinds in parts
+        for names, (wanted, fits) in kinds.items()
         for name in names.split()
-        if content.get(name) is not None and not fits(content[name])
+        if part.get(name) is not None and not fits(part[name])
     ]
     if problems:
         raise CheckpointError(f"{file} has {'; '.join(problems)}: copy or download it again")
@@ -192,6 +234,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         if isinstance(found := holder.get("quantization"), dict):
             content["quantization_config"] = {"quant_method": method, **found}
     return content
+
+
+def _decoded(content: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+    """The number that transformers writes as an object, because JSON has none for it; else the object."""
+    return float(content["__float__"]) if content in _FLOATS else content
 
 
 def shown(value: object) -> str:

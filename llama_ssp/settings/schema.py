@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from llama_ssp.settings.fields import made, required, setting
 from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.stored import StoredFormat
@@ -22,6 +23,8 @@ AGREEMENT, HEAD_AGREEMENT = 0.8, 0.768
 """The default of `synthetic.agreement`, and the most that a draft head can have, its default."""
 LAUNCHER = "hydra.launcher"
 """Where Hydra keeps a `SlurmConfig`."""
+FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+"""Settings of `sampling` that a model's generation_config.json can have."""
 ADAPTIVE = "auto"
 ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
 """The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
@@ -58,7 +61,7 @@ class DraftLayout(Enum):
 
 
 class WholeParts(Enum):
-    """Parts that every rank of a sharded draft holds whole: a collective less in every forward, or in every layer."""
+    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
 
     none = "none"
     embedding = "embedding"
@@ -73,6 +76,9 @@ class WholeParts(Enum):
     def keeps_attention(self) -> bool:
         """Whether attention is whole."""
         return self is WholeParts.attention
+
+
+DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
 
 
 class DeviceKind(Enum):
@@ -140,37 +146,45 @@ class ModelConfig:
     The weights come from exactly one of `path`, `shipped` and `hub_id`; `path` has precedence.
     """
 
-    name: str  # the entry's name, the same as that of its file.
-    hub_id: str | None = None  # repository on the Hugging Face hub.
-    revision: str | None = None  # its branch, tag or commit; null takes the newest.
-    path: str | None = None  # a folder to read instead of the hub.
-    # a folder with a LoRA adapter as PEFT writes it, which is merged into the weights while they are loaded.
-    adapter: str | None = None
-    shipped: bool = False  # whether the weights come with the package.
-    # fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files stay
-    # in 16 bits. On a GPU auto is gpu_dtype.
-    dtype: Dtype = Dtype.auto
-    # number format of the files where it is known, so that a plan knows how wide a CPU keeps them.
-    stored_dtype: Dtype = Dtype.auto
-    gpu_dtype: Dtype = Dtype.auto  # meaning of dtype=auto on a GPU; auto takes the format of the files.
-    # storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,
-    # int4_weight_only, fp8_weight_only, mxfp4 and nvfp4. Each rank quantizes its own slice while it reads it. none
-    # keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, bitsandbytes).
-    quantization: str = NO_QUANTIZATION
-    # format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale for
-    # each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.
-    cache_dtype: str = OWN_DTYPE
-    # with int8, inputs of at least this size stay unquantized (bitsandbytes uses 6); 0 quantizes all. Above 0, rows of
-    # a batch depend on each other.
-    int8_threshold: float = 0.0
-    # true compares every file with the hashes that llama-ssp manifest DIR wrote to DIR/sha256.json.
-    verify: bool = False
-    manifest: str | None = None  # another file with those hashes; both work for model.path and for files of the hub.
-    default_draft: str | None = None  # entry that draft=default stands for.
-    target: str | None = None  # of a draft head: entry of the model that it was trained for.
-    chat: bool = False  # whether the model has a chat template.
-    gated: bool = False  # whether the hub asks for a login.
-    shape: ModelShape | None = None  # sizes in the words of config.json; null reads them from the folder.
+    name: str = required("the entry's name, the same as that of its file.")
+    hub_id: str | None = setting(None, "repository on the Hugging Face hub.")
+    revision: str | None = setting(None, "its branch, tag or commit; null takes the newest.")
+    path: str | None = setting(None, "a folder to read instead of the hub.")
+    adapter: str | None = setting(
+        None,
+        "a folder with a LoRA adapter as PEFT writes it, or its id on the hub; it is merged into the weights while "
+        "they are loaded.",
+    )
+    shipped: bool = setting(False, "whether the weights come with the package.")
+    dtype: Dtype = setting(
+        Dtype.auto,
+        "fp32, bf16, fp16 or auto. On a CPU auto is fp32 arithmetic, which is fastest there; weights of 16-bit files "
+        "stay in 16 bits. On a GPU auto is gpu_dtype.",
+    )
+    stored_dtype: Dtype = setting(
+        Dtype.auto, "number format of the files where it is known, so that a plan knows how wide a CPU keeps them."
+    )
+    gpu_dtype: Dtype = setting(Dtype.auto, "meaning of dtype=auto on a GPU; auto takes the format of the files.")
+    quantization: str = setting(
+        NO_QUANTIZATION,
+        "storage of the linear layers in the decoder layers: none, int8, nf4 or fp4 (bitsandbytes), int8_weight_only,"
+        " int4_weight_only and fp8_weight_only. Each rank quantizes its own slice while it reads it. "
+        "none keeps a quantized checkpoint as it is stored (compressed-tensors, GPTQ, AWQ, FP8, MXFP4, NVFP4, "
+        "bitsandbytes).",
+    )
+    cache_dtype: str = setting(
+        OWN_DTYPE,
+        "format of keys and values in the cache: auto, which is dtype; bf16 or fp16; int8 or fp8 (E4M3), with a scale"
+        " for each head and token. Fewer bits than dtype's change the last digits of logits, and with them texts.",
+    )
+    default_draft: str | None = setting(None, "entry that draft=default stands for.")
+    target: str | None = setting(None, "of a draft head: entry with the sizes of the model that it was trained for.")
+    trained_for: str | None = setting(
+        None, "that model on the hub, where it is not the entry's own; searches offer no other."
+    )
+    chat: bool = setting(False, "whether the model has a chat template.")
+    gated: bool = setting(False, "whether the hub asks for a login.")
+    shape: ModelShape | None = setting(None, "sizes in the words of config.json; null reads them from the folder.")
     # the format of linear layers that its files quantize, once somebody has read their config.json; no setting.
     stored_format: StoredFormat | None = field(default=None, metadata={"omegaconf_ignore": True})
 
@@ -179,11 +193,13 @@ class ModelConfig:
 class DrafterConfig:
     """The drafter: a kind of `settings.drafters`, and its model if it has one."""
 
-    kind: str = DEFAULT_DRAFT  # follows from draft=NAME.
-    model: ModelConfig | None = None  # the fields of a model's entry.
-    # with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more, for example
-    # ngram.
-    fallback: str | None = None
+    kind: str = setting(DEFAULT_DRAFT, "follows from draft=NAME.")
+    model: ModelConfig | None = setting(None, "the fields of a model's entry.")
+    fallback: str | None = setting(
+        None,
+        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more, for "
+        "example ngram.",
+    )
 
 
 class TargetKind(Enum):
@@ -201,46 +217,41 @@ class ExpertParts(Enum):
     spread = "spread"
 
 
-class Offload(Enum):
-    """Where layer-wise placement keeps layers that fit on no device: in host memory, or in the run folder."""
-
-    none = "none"
-    cpu = "cpu"
-    disk = "disk"
-
-
 @dataclass(kw_only=True)
 class TargetPlacement:
     """Ranks of the target."""
 
-    # tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, over
-    # the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed). The last
-    # two are also placements, and both are slower than tensor.
-    kind: TargetKind = TargetKind.tensor
-    ranks: list[int] | None = None  # ranks of the target; null takes all that an own_gpu draft leaves.
-    tp_size: int | None = None  # or how many of them.
-    # with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the others.
-    experts: ExpertParts = ExpertParts.cut
-    # with accelerate, cpu keeps layers that fit on no device in the host's memory, disk keeps them in the run folder;
-    # each forward reads them again.
-    offload: Offload = Offload.none
-    max_memory_gb: float | None = None  # with offload, GB (1e9 bytes) of weights that each device may hold.
+    kind: TargetKind = setting(
+        TargetKind.tensor,
+        "tensor is tensor parallel over its ranks; heads may divide unevenly. accelerate is layer-wise on one rank, "
+        "over the GPUs that no other rank has. deepspeed is AutoTP over all ranks (./machine-install.sh --deepspeed)."
+        " The last two are also placements, and both are slower than tensor.",
+    )
+    ranks: list[int] | None = setting(None, "ranks of the target; null takes all that an own_gpu draft leaves.")
+    tp_size: int | None = setting(None, "or how many of them.")
+    experts: ExpertParts = setting(
+        ExpertParts.cut,
+        "with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the "
+        "others.",
+    )
 
 
 @dataclass(kw_only=True)
 class DraftPlacement:
     """Ranks of the draft."""
 
-    # one_rank is whole on one rank; sharded is tensor parallel too; replicated is whole on every rank of the target,
-    # each of which drafts for its share of the batch; own_gpu is on ranks without the target. Each is also a placement.
-    kind: DraftLayout = DraftLayout.one_rank
-    # ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the last
-    # (own_gpu).
-    ranks: list[int] | None = None
-    tp_size: int | None = None  # or how many, for sharded and own_gpu; null takes as many as the target, or 1.
-    # held whole by each rank of a sharded draft, for fewer collectives: none; embedding; or attention, which is that
-    # and all attention with its cache.
-    whole: WholeParts = WholeParts.embedding
+    kind: DraftLayout = setting(
+        DraftLayout.one_rank,
+        "one_rank is whole on one rank; sharded is tensor parallel too; replicated is whole on every rank of the "
+        "target, each of which drafts for its share of the batch; own_gpu is on ranks without the target. Each is "
+        "also a placement.",
+    )
+    ranks: list[int] | None = setting(
+        None,
+        "ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the "
+        "last (own_gpu).",
+    )
+    tp_size: int | None = setting(None, "or how many, for sharded and own_gpu; null takes as many as the target, or 1.")
 
 
 @dataclass(kw_only=True)
@@ -249,24 +260,31 @@ class PlacementConfig:
 
     target: TargetPlacement = field(default_factory=TargetPlacement)
     draft: DraftPlacement = field(default_factory=DraftPlacement)
-    # copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count from 0 in each
-    # copy.
-    num_replicas: int = 1
-    auto: bool = False  # true takes the fastest placement by the forecast for this job and machine.
+    num_replicas: int = setting(
+        1,
+        "copies of target and draft, each on an equal block of ranks, that share the prompts; ranks count from 0 in "
+        "each copy.",
+    )
+    auto: bool = setting(False, "true takes the fastest placement by the forecast for this job and machine.")
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
     """Sampling from the logits of target and draft."""
 
-    temperature: float = 0.8  # 0 always takes the most probable token.
-    top_k: int | None = None  # only the k most probable tokens.
-    top_p: float | None = None  # only the most probable tokens that hold this much probability.
-    min_p: float | None = None  # only tokens with at least this share of the highest probability.
-    # above 1, tokens of prompt and text become less probable, as in transformers; 1 is off.
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0  # taken off the logit of a token for each time that it stands in prompt and text.
-    presence_penalty: float = 0.0  # taken off the logit of every token in prompt and text.
+    temperature: float = setting(0.8, "0 always takes the most probable token.")
+    top_k: int | None = setting(None, "only the k most probable tokens.")
+    top_p: float | None = setting(None, "only the most probable tokens that hold this much probability.")
+    min_p: float | None = setting(None, "only tokens with at least this share of the highest probability.")
+    repetition_penalty: float = setting(
+        1.0, "above 1, tokens of prompt and text become less probable, as in transformers; 1 is off."
+    )
+    frequency_penalty: float = setting(0.0, "taken off the logit of a token for each time that the new text has it.")
+    presence_penalty: float = setting(0.0, "taken off the logit of every token that the new text has.")
+    from_model: list[str] = made(
+        list,
+        "of these settings, those that take the values of the model's generation_config.json, unless you give them.",
+    )
 
     @property
     def truncates(self) -> bool:
@@ -283,32 +301,29 @@ class SamplingConfig:
 class VerificationConfig:
     """Acceptance of drafted tokens."""
 
-    # name of a rule; each is also an option, verification=NAME. All but greedy keep the target's distribution.
-    rule: str = DEFAULT
-
-
-class TextKind(Enum):
-    """Kinds of text, as far as the acceptance depends on them."""
-
-    any = "any"
-    prose = "prose"
-    code = "code"
-    copy = "copy"
+    rule: str = setting(
+        DEFAULT,
+        "name of a rule; each is also an option, verification=NAME. All but greedy keep the target's distribution.",
+    )
 
 
 @dataclass(kw_only=True)
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
 
-    # K, the number of drafted tokens per round, or auto, which chooses it for each round.
-    num_draft_tokens: int | str = 4
-    # probability of acceptance that the forecast assumes; null takes the pair's figure, or forecasts it.
-    acceptance: float | None = None
-    text: TextKind = TextKind.any  # for that forecast: prose, code, copy (summaries, edits), any.
-    # a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: it has
-    # 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or temperature 0.
-    tree: str | None = None
-    overlap: bool = False  # true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.
+    num_draft_tokens: int | str = setting(
+        4, "K, the number of drafted tokens per round, or auto, which chooses it for each round."
+    )
+    acceptance: float | None = setting(
+        None, "probability of acceptance that the forecast assumes; null takes a measured figure, or the default."
+    )
+    tree: str | None = setting(
+        None,
+        "a tree of drafted tokens instead of a chain, by the children of every node, level by level, such as 2x2x1: "
+        "it has 2, 4 and 4 nodes; dynamic lets the draft's probabilities decide. Needs verification=speculative or "
+        "temperature 0.",
+    )
+    overlap: bool = setting(False, "true drafts while the target verifies; needs placement=own_gpu, so far on CPUs.")
 
     @property
     def adapts(self) -> bool:
@@ -319,6 +334,11 @@ class SpeculationConfig:
     def tree_shape(self) -> TreeShape | None:
         """The shape of a tree, if rounds draft trees; raises ValueError as `trees.tree_shape`."""
         return tree_shape(self.tree) if self.tree else None
+
+    @property
+    def most_steps(self) -> int:
+        """The most drafted tokens that follow one another in a round."""
+        return self.tree_shape.depth if self.tree_shape else self.most_draft_tokens
 
     @property
     def most_draft_tokens(self) -> int:
@@ -332,17 +352,19 @@ class SpeculationConfig:
 class SyntheticConfig:
     """Synthetic weights."""
 
-    # probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1, or to 0.768 of a draft head; null
-    # takes 0.8, and of a head 0.768.
-    agreement: float | None = None
+    agreement: float | None = setting(
+        None,
+        "probability that a drafted token is accepted at temperature 0.8, from 0.3 to 1, or to 0.768 of a draft head;"
+        " null takes 0.8, and of a head 0.768.",
+    )
 
 
 @dataclass(kw_only=True)
 class TimeoutConfig:
     """Seconds that a rank waits for a silent rank; a rank that dies ends the run within seconds."""
 
-    load_s: float = 1800.0  # while models are loaded.
-    decode_s: float = 60.0  # after that.
+    load_s: float = setting(1800.0, "while models are loaded.")
+    decode_s: float = setting(60.0, "after that.")
 
 
 class Resume(Enum):
@@ -350,6 +372,14 @@ class Resume(Enum):
 
     if_unchanged = "if_unchanged"
     anyway = "anyway"
+
+
+class TooLong(Enum):
+    """What becomes of a prompt that leaves no room for its new tokens in the context."""
+
+    refuse = "refuse"
+    skip = "skip"
+    truncate = "truncate"
 
 
 @dataclass(kw_only=True)
@@ -370,38 +400,60 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    # synthetic makes any Llama shape on the device, as target, draft and draft head, at its true size and cost, without
-    # a download. Each computes the shipped small model or head; the context has 2048 tokens.
-    weights: WeightsKind = WeightsKind.checkpoint
+    weights: WeightsKind = setting(
+        WeightsKind.checkpoint,
+        "synthetic makes any Llama shape on the device, as target, draft and draft head, at its true size and cost, "
+        "without a download. Each computes the shipped small model or head; the context has 2048 tokens.",
+    )
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    max_new_tokens: int = 64  # new tokens per completion.
-    batch_size: int = 1  # sequences decoded together; the draws do not depend on it.
-    num_samples: int = 1  # completions per prompt.
-    # seed of all draws. The same seed gives the same text, also on another placement, unless sums that round
-    # differently change a draw: one token in some 100000 in fp32, more in 16 bits.
-    seed: int = 0
-    prompt: str | None = None  # one prompt, taken literally; only the shell needs quotes.
-    # a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list of texts of
-    # which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles for the chat
-    # template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal the run asks for one
-    # prompt after the other, until Ctrl-D; a line that ends with \ goes on in the next.
-    prompts: str | None = None
-    prompts_column: str | None = None  # another column or field of that file.
-    chat: bool = False  # true puts each prompt into the model's chat template.
-    ignore_eos: bool = False  # true continues after the end-of-sequence token.
-    # texts or special tokens that end a completion and stay in it, such as ["\n\n"]; \n is a line break, \t a tab.
-    stop_strings: list[str] = field(default_factory=list)
-    device: DeviceKind = DeviceKind.auto  # cpu, cuda, or auto, which takes GPUs when every rank has one.
-    # on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python.
-    cuda_graphs: bool = True
-    # machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, else a
-    # guess.
-    hardware: dict[str, Any] = field(default_factory=dict)
-    dry_run: bool = False  # true prints the plan of exactly this run and loads nothing.
-    run_dir: str | None = None  # the run folder, outputs/ID by default; a folder with finished prompts is resumed.
-    # anyway resumes also a folder whose models have other files now, or of an earlier version.
-    resume: Resume = Resume.if_unchanged
+    max_new_tokens: int = setting(64, "new tokens per completion.")
+    batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
+    num_samples: int = setting(1, "completions per prompt.")
+    seed: int = setting(
+        0,
+        "seed of all draws. The same seed gives the same text, also on another placement, unless sums that round "
+        "differently change a draw: one token in some 100000 in fp32, more in 16 bits.",
+    )
+    prompt: str | None = setting(None, "one prompt, taken literally; only the shell needs quotes.")
+    prompts: str | None = setting(
+        None,
+        "a file. .txt has a prompt per line; .jsonl and .json have objects with a `prompt`, or `turns`, a list of "
+        "texts of which each follows the answers to those before it (Spec-Bench), or `messages`, a list with roles "
+        "for the chat template; .csv, .tsv and .parquet have a column `prompt`. - is standard input; on a terminal "
+        "the run asks for one prompt after the other, until Ctrl-D; a line that ends with \\ goes on in the next.",
+    )
+    prompts_column: str | None = setting(None, "another column or field of that file.")
+    too_long: TooLong = setting(
+        TooLong.refuse,
+        "a prompt without room for its new tokens in the context ends the run (refuse), is left out with the turns "
+        "that follow it (skip), or loses its beginning (truncate).",
+    )
+    chat: bool = setting(False, "true puts each prompt into the model's chat template.")
+    chat_arguments: dict[str, Any] = made(
+        dict, "arguments of the model's chat template, such as {enable_thinking: false}; its text says which it reads."
+    )
+    ignore_eos: bool = setting(False, "true continues after the end-of-sequence token.")
+    stop_strings: list[str] = made(
+        list,
+        r'texts or special tokens that end a completion and stay in it, as in ["\n\n"]; \n is a line break, \t a tab.',
+    )
+    device: DeviceKind = setting(DeviceKind.auto, "cpu, cuda, or auto, which takes GPUs when every rank has one.")
+    cuda_graphs: bool = setting(
+        True, "on GPUs, captures rounds as CUDA graphs and replays them; false launches every operator from Python."
+    )
+    hardware: dict[str, Any] = made(
+        dict,
+        "machine of the forecast, an entry of conf/hardware; without one, the measurements of task=calibrate here, "
+        "else a guess.",
+    )
+    dry_run: bool = setting(False, "true prints the plan of exactly this run and loads nothing.")
+    run_dir: str | None = setting(
+        None, "the run folder, outputs/ID by default; a folder with finished prompts is resumed."
+    )
+    resume: Resume = setting(
+        Resume.if_unchanged, "anyway resumes also a folder whose models have other files now, or of an earlier version."
+    )
 
     @property
     def agreement(self) -> float:
@@ -419,72 +471,49 @@ class PlanFormat(Enum):
     json = "json"
 
 
-class Objective(Enum):
-    """Order of a comparison of machines."""
-
-    latency = "latency"
-    throughput = "throughput"
-    price = "price"
-    hourly = "hourly"
-
-
 @dataclass(kw_only=True)
 class PlanConfig(RunConfig):
     """A run that is not started, on a machine that is only described."""
 
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="generate"))
-    prompt_tokens: int = 128  # length of the longest prompt.
-    format: PlanFormat = PlanFormat.table  # json prints the document that docs/reference/plan-document.md describes.
-    figure: str | None = None  # a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs.
-    search: bool = False  # true ranks precisions, drafts, layouts and K of the model here, then of smaller ones.
-    # order of a comparison of machines: latency, throughput, price per million tokens, or hourly price; null stands for
-    # hourly with a limit of time, and for latency without.
-    objective: Objective | None = None
-    # rows to serve at once, shared by the replicas of a machine; null takes batch_size on each. search=true tries
-    # smaller batches too.
-    concurrency: int | None = None
-    max_ms_per_token: float | None = None  # machines that need more time per token are left out.
-    max_first_token_ms: float | None = None  # machines that need more time for the prompts of a batch are left out.
-    max_price: float | None = None  # machines that cost more US dollars per hour are left out.
-    # US dollars per hour of whole machines, in place of the hardware files' prices, such as {8xh100:20,1xl4:0.5}.
-    prices: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def order(self) -> Objective:
-        """The objective, also where none is given: what is fast enough is asked for its price."""
-        is_limited = self.max_ms_per_token is not None or self.max_first_token_ms is not None
-        return self.objective or (Objective.hourly if is_limited else Objective.latency)
-
-    @property
-    def compares(self) -> bool:
-        """Whether a setting asks for a comparison of machines, or of the numbers of GPUs of one."""
-        limits = self.max_ms_per_token, self.max_first_token_ms, self.max_price, self.concurrency
-        return bool(self.objective or self.prices) or any(limit is not None for limit in limits)
+    prompt_tokens: int = setting(128, "length of the longest prompt.")
+    format: PlanFormat = setting(
+        PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
+    )
+    figure: str | None = setting(
+        None, "a file (.png, .svg, .pdf): memory by rank, ms/token by K; of a search ms/token by GPUs."
+    )
+    search: bool = setting(
+        False, "true ranks precisions, drafts, layouts and K of the model here, then of smaller ones."
+    )
 
 
 @dataclass(kw_only=True)
 class SlurmConfig:
     """Resources of every job of a sweep with `hydra/launcher=slurm`, in conf/hydra/launcher/slurm.yaml."""
 
-    nodes: int = 1  # nodes of one job.
-    ranks_per_node: int | None = None  # processes per node; null takes the GPUs of a node of hardware=.
-    partition: str | None = None  # as sbatch takes it; null takes the cluster's default.
-    account: str | None = None  # as sbatch takes it; null takes the cluster's default.
-    # time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself.
-    time: str | None = None
-    memory: str | None = None  # memory per node, such as 64G.
-    # generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs.
-    gres: str | None = None
-    constraint: str | None = None  # features of the nodes, as sbatch takes them; null takes any.
-    cpus_per_rank: int | None = None  # cores per rank.
-    max_running: int | None = None  # jobs that may run at the same time; null sets no limit.
-    # words in front of python, such as [apptainer,exec,--nv,image.sif].
-    container: list[str] = field(default_factory=list)
-    python: str | None = None  # interpreter on the nodes; null takes the submitting one, in a container `python`.
-    # folder on every node's own disk, such as /scratch/me; the job copies the weights there first.
-    stage_to: str | None = None
-    # further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].
-    sbatch: list[str] = field(default_factory=list)
+    nodes: int = setting(1, "nodes of one job.")
+    ranks_per_node: int | None = setting(None, "processes per node; null takes the GPUs of a node of hardware=.")
+    partition: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
+    account: str | None = setting(None, "as sbatch takes it; null takes the cluster's default.")
+    time: str | None = setting(
+        None, "time limit, 30 (minutes), 4:00:00 or 1-12:00; near it a run stops and its job requeues itself."
+    )
+    memory: str | None = setting(None, "memory per node, such as 64G.")
+    gres: str | None = setting(
+        None, "generic resources, such as gpu:a100:8; null asks for gpu:RANKS_PER_NODE on GPUs and for nothing on CPUs."
+    )
+    constraint: str | None = setting(None, "features of the nodes, as sbatch takes them; null takes any.")
+    cpus_per_rank: int | None = setting(None, "cores per rank.")
+    max_running: int | None = setting(None, "jobs that may run at the same time; null sets no limit.")
+    container: list[str] = made(list, "words in front of python, such as [apptainer,exec,--nv,image.sif].")
+    python: str | None = setting(
+        None, "interpreter on the nodes; null takes the submitting one, in a container `python`."
+    )
+    stage_to: str | None = setting(
+        None, "folder on every node's own disk, such as /scratch/me; the job copies the weights there first."
+    )
+    sbatch: list[str] = made(list, 'further arguments, each `--name=value` or `--name`, such as ["--mail-type=END"].')
 
 
 class _Dumper(yaml.SafeDumper):

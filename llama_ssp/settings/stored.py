@@ -3,29 +3,38 @@
 Runs keep weights as they are stored where `layout_of` has a layout, and refuse others; plans say the same.
 
     compressed-tensors    integers of 4 or 8 bits, or FP8, with most of its strategies; MXFP4, NVFP4
-    awq, gptq             4 bits in groups of inputs, with zeros; gptq has the group of each input too
+    awq, gptq, auto-round 4 bits in groups of inputs, with zeros; gptq has the group of each input too, and 8 bits
     bitsandbytes          nf4 or fp4 in blocks of 64 weights, whose scales may be quantized too; 8 bits by outputs
     fp8, fbgemm_fp8       a scale per block, output or matrix
     mxfp4                 floats of 4 bits, with a power of two per 32 weights, in the experts of gpt-oss
     modelopt              FP8 with a scale per matrix; NVFP4, floats of 4 bits with FP8 per 16 weights
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS, NF4_GROUP, NO_QUANTIZATION
+from llama_ssp.settings.formats import (
+    FP4_GROUP,
+    FP4_SCALED,
+    FP8_GROUP,
+    INT4_GROUPS,
+    NF4_GROUP,
+    NO_QUANTIZATION,
+    format_of,
+)
 from llama_ssp.settings.model_files import shown
+from llama_ssp.settings.patterns import Pattern
 
 QUANTIZATION = "quantization_config"
 READ = (
     "unquantized weights are required, or int4 in groups of 32 inputs or a multiple (compressed-tensors "
-    "pack-quantized, gptq, awq gemm), int8 with a scale per output or matrix (compressed-tensors "
-    "int-quantized, pack-quantized), FP8 (fp8, fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes nf4, "
-    "fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 (compressed-tensors, modelopt)"
+    "pack-quantized, gptq, awq gemm, auto-round), int8 with a scale per output or matrix (compressed-tensors "
+    "int-quantized, pack-quantized) or per group without zeros (gptq), FP8 (fp8, fbgemm_fp8, compressed-tensors "
+    "float-quantized), bitsandbytes nf4, fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 "
+    "(compressed-tensors, modelopt)"
 )
 """What runs read, for messages."""
 _Block: TypeAlias = tuple[int | None, int | None]
@@ -104,23 +113,47 @@ def layout_of(described: object) -> PackedLayout | str:
 
 
 def _gptq(described: Mapping[str, Any]) -> _Found:
-    version = described.get("checkpoint_format") or "gptq"
-    problems = [*_differences(described, {"bits": 4})]
+    version, block = described.get("checkpoint_format") or "gptq", _grouped(described.get("group_size"))
+    has_bytes = described.get("bits") == 8  # noqa: PLR2004 - a byte
+    problems = [*_differences(described, {"sym": True, "desc_act": False} if has_bytes else {"bits": 4})]
     problems += [] if isinstance(order := described.get("desc_act"), bool) else [f"desc_act {shown(order)}"]
     problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
-    problems += [f"dynamic {shown(described['dynamic'])}"] if described.get("dynamic") else []
-    return _int4(
-        _grouped(described.get("group_size")), described, problems, name="gptq int4", weight="qweight", scale="scales",
-        zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
-        is_scattered=order is True,
-    )  # fmt: skip
+    if not all(pattern.startswith("-:") for pattern in described.get("dynamic") or ()):
+        problems.append(f"dynamic {shown(described['dynamic'])}")
+    layout: dict[str, Any] = {
+        "weight": "qweight", "scale": "scales", "zero": "qzeros", "order": "g_idx", "has_inputs_first": True,
+        "least_zero": int(version == "gptq"),
+    }  # fmt: skip
+    has_groups = block is None or block[1] is not None
+    if not has_bytes or has_groups:
+        storage, kind = ("int8_groups", "int8") if has_bytes else ("int4_weight_only", "int4")
+        layout["is_scattered"] = order is True
+        return _in_groups(block, described, problems, storage=storage, name=f"gptq {kind}", **layout)
+    return problems or PackedLayout(name="gptq int8", storage="int8_weight_only", block=(1, None), **layout)
+
+
+def _auto_round(described: Mapping[str, Any]) -> _Found:
+    packing = described.get("packing_format")
+    find = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}.get(str(packing))
+    problems = [*_differences(described, {"data_type": "int"})]
+    extra = described.get("extra_config") or {}
+    problems += [f"extra_config {shown(extra)}"] if _others_of(extra) is None else []
+    found = find({"desc_act": False, "zero_point": True, **described}) if find else [f"packing_format {shown(packing)}"]
+    return problems + found if isinstance(found, list) else problems or found
+
+
+def _others_of(extra: object) -> list[str] | None:
+    """The modules that an `extra_config` of auto-round leaves out; None if it says anything else."""
+    modules = extra if isinstance(extra, dict) else {"": None}
+    left_out = all((_field(module, "bits") or 0) in (16, 32) for module in modules.values())
+    return [*modules] if left_out else None
 
 
 def _awq(described: Mapping[str, Any]) -> _Found:
     version = described.get("version") or "gemm"
     problems = [*_differences(described, {"bits": 4, "zero_point": True})]
     problems += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
-    return _int4(
+    return _in_groups(
         _grouped(described.get("group_size")), described, problems, name="awq int4", weight="qweight", scale="scales",
         zero="qzeros", has_inputs_first=True, joins_outputs=True,
     )  # fmt: skip
@@ -143,7 +176,7 @@ def _compressed(described: Mapping[str, Any]) -> _Found:
     order = first.get("actorder")
     problems += [] if order in (*_ORDERS_IN_PLACE, *_SCATTERED) else [f"actorder {shown(order)}"]
     if form == "pack-quantized":
-        return _int4(
+        return _in_groups(
             block, first, problems, name="compressed-tensors int4", weight="weight_packed", scale="weight_scale",
             zero="weight_zero_point", order="weight_g_idx", others=("weight_shape", *_OF_ACTIVATIONS),
             is_scattered=order in _SCATTERED,
@@ -247,7 +280,8 @@ BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
 _COMPRESSED = "compressed-tensors"
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
-    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "bitsandbytes": _bitsandbytes,
+    _COMPRESSED: _compressed, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "fp8": _fp8,
+    "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt, "fbgemm_fp8": lambda _: _fp8_in((1, None), [], name="fbgemm fp8"),
     "mxfp4": lambda _: _fp4(
         (1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint=""
@@ -255,20 +289,21 @@ _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], _Found]] = {
 }  # fmt: skip
 
 
-def _int4(
+def _in_groups(
     block: _Block | None,
     described: Mapping[str, Any],
     problems: list[str],
+    storage: str = "int4_weight_only",
     **layout: Any,  # noqa: ANN401 - its fields
 ) -> _Found:
-    """The layout of int4 weights, in the largest of our groups that theirs consist of; or all that is wrong."""
+    """The layout of weights in groups, in the largest of ours that theirs consist of; or all that is wrong."""
     size = block[1] if block and block[0] == 1 else 1
     group = next((group for group in INT4_GROUPS if size is None or size % group == 0), 0)
     if not group:
         fields = [name for name in ("strategy", "group_size") if name in described] or ["group_size"]
         problems = [*problems, *(f"{name} {shown(described.get(name))}" for name in fields)]
     layout["is_scattered"] = bool(size and layout.get("is_scattered"))
-    return problems or PackedLayout(storage="int4_weight_only", block=(1, size), group=group, **layout)
+    return problems or PackedLayout(storage=storage, block=(1, size), group=group, **layout)
 
 
 def _differences(described: object, wanted: Mapping[str, object]) -> Iterator[str]:
@@ -329,8 +364,13 @@ class StoredFormat:
 def kept_format(quantization: str, storage: str | None, *, where: object) -> str:
     """The storage format of a run: that of the files, if they have one, else the one that was asked for.
 
-    ConfigError if both are given and differ.
+    ConfigError if both are given and differ, or weights are not quantized to what was given.
     """
+    if not storage and format_of(quantization).is_stored_alone:
+        raise ConfigError(
+            f"{where} holds no {quantization} weights, and model.quantization={quantization} is for checkpoints that "
+            "do: use int4_weight_only, or another checkpoint"
+        )
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
             f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "
@@ -365,10 +405,14 @@ def stored_format(
         return StoredFormat(name=named, problem=layout, counted=_COUNTED.get(bits) if type(bits) is int else None)
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
+    try:
+        are_kept, are_quantized = _Modules(kept), _Modules(quantized)
+    except CheckpointError as error:
+        return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
     may_have_head = method in (_COMPRESSED, "modelopt") or described.get("lm_head") is True
-    if may_have_head and not ties_head and not _kept_share([["lm_head"]], kept, quantized):
+    if may_have_head and not ties_head and not _kept_share([["lm_head"]], are_kept, are_quantized):
         return StoredFormat(name=layout.name, problem="a quantized output head", counted=layout.storage)
-    shares = {module: _kept_share(_names(module, num_layers), kept, quantized) for module in modules}
+    shares = {module: _kept_share(_names(module, num_layers), are_kept, are_quantized) for module in modules}
     kept_shares = tuple((module, share) for module, share in shares.items() if share)
     return StoredFormat(name=layout.name, layout=layout, kept_shares=kept_shares)
 
@@ -411,6 +455,8 @@ _CLASS = "Linear"
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The modules that are not quantized, and those that are; none of the latter stands for all."""
     kept = [name for field in _KEPT for name in _texts(described.get(field))]
+    kept += [f"re:{pattern.removeprefix('-:')}" for pattern in described.get("dynamic") or ()]
+    kept += _others_of(described.get("extra_config") or {}) or []
     groups = described.get("config_groups")
     targets = [
         name
@@ -445,36 +491,39 @@ def _names(module: str, num_layers: int) -> list[list[str]]:
     ]
 
 
-def _kept_share(names: list[list[str]], kept: list[str], quantized: list[str]) -> float:
+def _kept_share(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> float:
     """The share of the layers, each with its names, in which a matrix is not quantized."""
-    is_kept, is_quantized = _matcher(kept), _matcher(quantized)
-    alike = [any(map(is_kept, each)) or (bool(quantized) and not any(map(is_quantized, each))) for each in names]
+    alike = [
+        any(name in kept for name in same) or (bool(quantized) and not any(name in quantized for name in same))
+        for same in names
+    ]
     return sum(alike) / len(alike)
 
 
-def _matcher(patterns: list[str]) -> Callable[[str], bool]:
-    """Whether a name has one of the patterns: consecutive parts of it, also with `*`, or `re:` and an expression."""
-    parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}
-    globs = [f"*.{pattern.strip('.')}.*" for pattern in patterns if "*" in pattern and not pattern.startswith("re:")]
-    expressions = [found for pattern in patterns if pattern.startswith("re:") and (found := _expression(pattern))]
+class _Modules:
+    """The modules that patterns name: consecutive parts of a name, also with `*`, or `re:` and an expression.
 
-    def matches(name: str) -> bool:
+    CheckpointError for an expression that is not read.
+    """
+
+    def __init__(self, patterns: list[str]) -> None:
+        self._parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}
+        self._globs = [f"*.{each.strip('.')}.*" for each in patterns if "*" in each and not each.startswith("re:")]
+        self._expressions = [
+            Pattern(pattern.removeprefix("re:"), where="the pattern of modules")
+            for pattern in patterns if pattern.startswith("re:")
+        ]  # fmt: skip
+
+    def __bool__(self) -> bool:
+        return bool(self._parts or self._globs or self._expressions)
+
+    def __contains__(self, name: str) -> bool:
         words = name.split(".")
         inner = (
             ".".join(words[start:stop]) for start in range(len(words)) for stop in range(start + 1, len(words) + 1)
         )
         return (
-            any(part in parts for part in inner)
-            or any(fnmatchcase(f".{name}.", glob) for glob in globs)
-            or any(expression.match(name) for expression in expressions)
+            any(part in self._parts for part in inner)
+            or any(fnmatchcase(f".{name}.", glob) for glob in self._globs)
+            or any(expression.match(name) for expression in self._expressions)
         )
-
-    return matches
-
-
-def _expression(pattern: str) -> re.Pattern[str] | None:
-    """A regular expression; None for a faulty one, which matches nothing."""
-    try:
-        return re.compile(pattern.removeprefix("re:"))
-    except re.error:
-        return None

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from llama_ssp.settings.drafters import drafts
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
 
@@ -122,8 +123,8 @@ class CompareConfig(TaskConfig):
     """Plain and speculative decoding of the same prompts, side by side."""
 
     name: str = "compare"
-    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
-    picture: str | None = None  # an .svg file that shows what the terminal showed.
+    default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
+    picture: str | None = setting(None, "an .svg file that shows what the terminal showed.")
 
 
 register(
@@ -150,8 +151,12 @@ class GenerateConfig(TaskConfig):
     """Completions only."""
 
     name: str = "generate"
-    format: OutputFormat = OutputFormat.text  # jsonl writes a line per completion, with the other fields of its prompt.
-    in_order: bool = False  # true prints completions in the order of the prompts, not in that in which they end.
+    format: OutputFormat = setting(
+        OutputFormat.text, "jsonl writes a line per completion, with the other fields of its prompt."
+    )
+    in_order: bool = setting(
+        False, "true prints completions in the order of the prompts, not in that in which they end."
+    )
 
 
 register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
@@ -165,10 +170,12 @@ class LatencyConfig(TaskConfig):
     """Milliseconds per token over a fixed list of one-sentence prompts."""
 
     name: str = "latency"
-    default_prompts: list[str] = field(default_factory=list)  # prompts of a run without prompt= or prompts=.
-    num_warmup: int = 1  # other prompts, decoded before the clock starts.
-    # true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.
-    store: bool = False
+    default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
+    num_warmup: int = setting(1, "other prompts, decoded before the clock starts.")
+    store: bool = setting(
+        False,
+        "true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.",
+    )
 
 
 def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str | NoEffect]:
@@ -202,15 +209,20 @@ class BenchmarkConfig(TaskConfig):
     """One table over all combinations of the three lists, measured alternately with transformers' own generation."""
 
     name: str = "benchmark"
-    num_draft_tokens: list[int] = field(default_factory=list)  # values of K.
-    prompt_tokens: list[int] = field(default_factory=list)  # lengths of the prompt.
-    batch_sizes: list[int] = field(default_factory=list)  # sequences decoded together.
-    repetitions: int = 3  # measured repetitions of each cell, after one that is not counted; the table has medians.
-    # false leaves out transformers, which needs one rank, files without an adapter, and weights not quantized by
-    # llama-ssp.
-    peers: bool = True
-    # text that prompts of each length are cut from, without prompt= or prompts=.
-    default_prompts: list[str] = field(default_factory=list)
+    num_draft_tokens: list[int] = made(list, "values of K.")
+    prompt_tokens: list[int] = made(list, "lengths of the prompt.")
+    batch_sizes: list[int] = made(list, "sequences decoded together.")
+    repetitions: int = setting(
+        3, "measured repetitions of each cell, after one that is not counted; the table has medians."
+    )
+    peers: bool = setting(
+        True,
+        "false leaves out transformers, which needs one rank, files without an adapter, and weights not quantized by "
+        "llama-ssp.",
+    )
+    default_prompts: list[str] = made(
+        list, "text that prompts of each length are cut from, without prompt= or prompts=."
+    )
 
 
 def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
@@ -223,7 +235,8 @@ def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Itera
         yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
     if config.placement.num_replicas > 1:
         yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
-    contexts = [m.shape.max_position_embeddings for m in (config.model, config.draft.model) if m and m.shape]
+    limiting = (config.model, config.draft.model if config.speculation.overlap else None)
+    contexts = [model.shape.max_position_embeddings for model in limiting if model and model.shape]
     if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
         yield (
             f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
@@ -264,17 +277,22 @@ class EvaluateConfig(TaskConfig):
     """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict."""
 
     name: str = "evaluate"
-    # distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy text equal,
-    # up to near ties), or arithmetic (are products right equally often).
-    suite: str = "distribution"
-    gate: bool = False  # true ends with exit code 1 if the suite fails, for CI.
-    num_prompts: int = 1000  # of suite=arithmetic, the products to compute.
-    margin: float = 0.1  # of suite=arithmetic; rates that differ by less count as equivalent.
-    # of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null takes 0.001 in
-    # fp32, 0.1 in fp16 and 0.5 in bf16.
-    near_tie: float | None = None
-    # prompts of suite=distribution and suite=agreement without prompt= or prompts=.
-    default_prompts: list[str] = field(default_factory=list)
+    suite: str = setting(
+        "distribution",
+        "distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy text "
+        "equal, up to near ties), or arithmetic (are products right equally often).",
+    )
+    gate: bool = setting(False, "true ends with exit code 1 if the suite fails, for CI.")
+    num_prompts: int = setting(1000, "of suite=arithmetic, the products to compute.")
+    margin: float = setting(0.1, "of suite=arithmetic; rates that differ by less count as equivalent.")
+    near_tie: float | None = setting(
+        None,
+        "of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null takes "
+        "0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.",
+    )
+    default_prompts: list[str] = made(
+        list, "prompts of suite=distribution and suite=agreement without prompt= or prompts=."
+    )
 
 
 def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
@@ -330,11 +348,9 @@ class CalibrateConfig(TaskConfig):
     """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
 
     name: str = "calibrate"
-    # file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder.
-    output: str | None = None
-    # true keeps the parts and times whole forwards again, in a third of the time: for a shared machine that has become
-    # faster or slower.
-    refresh: bool = False
+    output: str | None = setting(
+        None, "file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder."
+    )
 
 
 register(

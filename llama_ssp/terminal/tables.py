@@ -18,7 +18,7 @@ from llama_ssp.reports.records import (
     SpeculativeSummary,
     Summary,
 )
-from llama_ssp.words import visible
+from llama_ssp.words import count, decimal, share, visible
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"
@@ -49,11 +49,11 @@ def summary_table(summary: Summary) -> RenderableType:
         if mode:
             drafted: list[str | Text] = ["-"] * 4
             if mode is fast:
-                gain = Text(_number(summary.speedup, 2, unit="x"), style="bold")
-                drafted = [_number(fast.tokens_per_round, 2), _share(fast.acceptance_rate), gain]
-                drafted += [_number(forecast.speedup, 2, unit="x")]
-            ms = [_number(mode.ms_per_token, 2), _number(expected_ms, 2)]
-            rows.append([name, *ms, _number(mode.tokens_per_s, 1), *drafted])
+                gain = Text(decimal(summary.speedup, unit="x"), style="bold")
+                drafted = [decimal(fast.tokens_per_round), share(fast.acceptance_rate), gain]
+                drafted += [decimal(forecast.speedup, unit="x")]
+            ms = [decimal(mode.ms_per_token), decimal(expected_ms)]
+            rows.append([name, *ms, decimal(mode.tokens_per_s, 1), *drafted])
             if mode.first_token_ms is not None:
                 first.append(f"{name} after {mode.first_token_ms:.1f} ms")
     meaning = "ms/token of a completion, prompt included; tokens/s over all rows and replicas"
@@ -63,7 +63,7 @@ def summary_table(summary: Summary) -> RenderableType:
     if fast and fast.verify_s:
         parts += [Text(), _round_line(fast)]
     if overlap := summary.overlap:
-        idle = f"target idle {_share(overlap.target_idle_share)}, draft idle {_share(overlap.draft_idle_share)}"
+        idle = f"target idle {share(overlap.target_idle_share)}, draft idle {share(overlap.draft_idle_share)}"
         dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
         parts.append(Text(f"overlap:  {idle}; {dropped}"))
     if experts := summary.experts:
@@ -87,8 +87,8 @@ def benchmark_table(rows: Sequence[BenchmarkRow]) -> RenderableType:
     found = [
         [
             "-" if row.num_draft_tokens is None else str(row.num_draft_tokens), str(row.prompt_tokens),
-            str(row.batch_size), *(_number(time, 2) for time in row.columns), _number(row.tokens_per_round, 2),
-            _share(row.other_share), _share(row.copy_share),
+            str(row.batch_size), *(decimal(time) for time in row.columns), decimal(row.tokens_per_round),
+            share(row.other_share), share(row.copy_share),
         ]
         for row in rows
     ]  # fmt: skip
@@ -108,17 +108,17 @@ def verdict_table(evaluation: Evaluation) -> RenderableType:
 def closing_line(summary: Summary) -> Text:
     """Sum up in one line what was generated and how fast; of two modes the speculative one."""
     if summary.cells:
-        return Text(f"{_count(len(summary.cells), 'cell')} measured")
+        return Text(f"{count(len(summary.cells), 'cell')} measured")
     mode = summary.speculative or summary.plain
     if mode is None:
         return Text("nothing was completed")
     name = "speculative " if summary.plain and summary.speculative else ""
     text = (
-        f"{_count(summary.num_new_tokens, 'token')} for {_count(summary.num_prompts, 'prompt')}: "
-        f"{name}{_number(mode.ms_per_token, 2)} ms/token, {_number(mode.tokens_per_s, 1)} tokens/s"
+        f"{count(summary.num_new_tokens, 'token')} for {count(summary.num_prompts, 'prompt')}: "
+        f"{name}{decimal(mode.ms_per_token)} ms/token, {decimal(mode.tokens_per_s, 1)} tokens/s"
     )
     if summary.speculative:
-        text += f", {_number(summary.speculative.tokens_per_round, 2)} tokens/round"
+        text += f", {decimal(summary.speculative.tokens_per_round)} tokens/round"
     return Text(f"{summary.evaluation.outcome}; {text}" if summary.evaluation else text)
 
 
@@ -129,7 +129,7 @@ def _title(summary: Summary) -> Text:
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
     counts = ((summary.num_prompts, "prompt"), (summary.num_new_tokens, "token"), (summary.world_size, "rank"))
-    return Text(f"{visible(models)}: {', '.join(_count(*each) for each in counts)}", style="bold")
+    return Text(f"{visible(models)}: {', '.join(count(*each) for each in counts)}", style="bold")
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:
@@ -139,21 +139,9 @@ def _round_line(fast: SpeculativeSummary) -> Text:
     for part, part_s in parts_s.items():
         done_s += part_s
         bar.append("━" * (round(_BAR_WIDTH * done_s / total_s) - len(bar)), style=_PART_STYLES[part])
-        line.append(part, style=_PART_STYLES[part]).append(f" {_share(part_s / total_s)}  ")
+        line.append(part, style=_PART_STYLES[part]).append(f" {share(part_s / total_s)}  ")
     return line.append_text(bar)
 
 
 def _gibibytes(num_bytes: int | None) -> str:
     return f"{(num_bytes or 0) / 2**30:.2f} GiB"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _number(value: float | None, digits: int, *, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"

@@ -1,9 +1,10 @@
 """A LoRA adapter in a folder as PEFT writes it, merged into the weights of a checkpoint while slices are read.
 
-    adapter_config.json          r, lora_alpha, use_rslora
+    adapter_config.json          r, lora_alpha, use_rslora, rank_pattern, alpha_pattern
     adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R)
 
-A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Of a slice, only the
+A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Patterns of modules
+have another r, or another lora_alpha, than the rest. Of a slice, only the
 rows of B or the columns of A that it has are read. The sum is in fp32, and is rounded once, to the number format that
 the weight is loaded in, before any quantization.
 
@@ -12,7 +13,7 @@ Shapes: O outputs, I inputs, R rank.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,15 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, read_json, shown
-from llama_ssp.weights.checkpoint import Checkpoint, summary
+from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, read_json, shown
+from llama_ssp.settings.patterns import Pattern
+from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
 from llama_ssp.weights.source import StoredTensor, read_header
 
-ADAPTER_FILE = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _OTHER_METHODS = (
-    "use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication",
+    "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication",
     "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
 )  # fmt: skip
 """Fields that change what is merged; all are refused."""
@@ -75,19 +76,25 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} holds {summary(strays)}, and only lora_A and lora_B of linear layers are merged"
         )
-    rank, root = config["r"], math.sqrt(config["r"])
-    scale = config["lora_alpha"] / (root if config.get("use_rslora") else rank)
+    rank_of, alpha_of = (
+        _by_pattern(config.get(f"{name}_pattern") or {}, config[field], where=f"{folder}: {name}_pattern has")
+        for name, field in (("rank", "r"), ("alpha", "lora_alpha"))
+    )
     targets = {module: _target(checkpoint.tensors, module) for module in pairs}
     if not targets or (absent := [module for module, name in targets.items() if name is None]):
         lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if targets else "nothing"
         raise CheckpointError(f"{folder} changes {lacks}: give the adapter of this model")
     merged = {
-        name: _merged(checkpoint.tensors[name], pairs[module], rank, scale) for module, name in targets.items() if name
-    }
+        name: _merged(
+            checkpoint.tensors[name], pairs[module], rank_of(module), alpha_of(module),
+            is_root=bool(config.get("use_rslora")),
+        )
+        for module, name in targets.items() if name
+    }  # fmt: skip
     if unfit := [name for name, tensor in merged.items() if tensor is None]:
         raise CheckpointError(
-            f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank {rank} and "
-            "of the sizes of a weight in 16 or 32 bits are required"
+            f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank "
+            f"{config['r']}, or that of rank_pattern, and of the sizes of a weight in 16 or 32 bits are required"
         )
     return replace(checkpoint, tensors={**checkpoint.tensors, **{name: each for name, each in merged.items() if each}})
 
@@ -106,12 +113,22 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _target(tensors: Mapping[str, object], module: str) -> str | None:
-    """The stored name of a module's weight, which may lack the prefix of the base model."""
-    parts = f"{module}.weight".split(".")
+    """The stored name of a module's weight, which may lack the prefix of the base model, or be that of a text part."""
+    parts = of_text(f"{module}.weight").split(".")
     return next((name for begin in range(2) if (name := ".".join(parts[begin:])) in tensors), None)
 
 
-def _merged(weight: object, pair: Mapping[str, StoredTensor], rank: int, scale: float) -> MergedTensor | None:
+def _by_pattern(values: Mapping[str, Any], default: float, *, where: str) -> Callable[[str], float]:
+    """The value of a module: that of the first pattern that matches the end of its name, as PEFT reads them."""
+    if odd := [value for value in values.values() if type(value) not in {int, float} or not value > 0]:
+        raise CheckpointError(f"{where} {shown(odd[0])}, and a number above 0 is required: copy or download it again")
+    patterns = [(Pattern(f"(.*\\.)?({text})$", where=where), value) for text, value in values.items()]
+    return lambda module: next((value for pattern, value in patterns if pattern.match(module)), default)
+
+
+def _merged(
+    weight: object, pair: Mapping[str, StoredTensor], rank: float, alpha: float, *, is_root: bool
+) -> MergedTensor | None:
     """The weight with its pair; None if they do not fit each other."""
     if not isinstance(weight, StoredTensor) or pair.keys() != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
         return None
@@ -120,4 +137,4 @@ def _merged(weight: object, pair: Mapping[str, StoredTensor], rank: int, scale: 
         return None
     if None in {weight.dtype, down.dtype, up.dtype}:
         return None
-    return MergedTensor(**vars(weight), up=up, down=down, scale=scale)
+    return MergedTensor(**vars(weight), up=up, down=down, scale=alpha / (math.sqrt(rank) if is_root else rank))

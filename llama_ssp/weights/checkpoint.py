@@ -23,7 +23,9 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
+    GGUF,
     GGUF_ALONE,
+    MISTRAL_ALONE,
     adapter_alone,
     read_json,
     read_model_config,
@@ -106,13 +108,18 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         config.vocab_size = shape.vocab_size
     tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
     if text is not content:
-        tensors = {_OF_TEXT.sub("model.", name).removeprefix("language_model."): each for name, each in tensors.items()}
+        tensors = {of_text(name): each for name, each in tensors.items()}
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
 
 
 _OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 """What precedes the names of a text model's tensors in the files of a model that reads images too."""
+
+
+def of_text(name: str) -> str:
+    """The name of a tensor in a text model, from that in the files of a model that reads images too."""
+    return _OF_TEXT.sub("model.", name).removeprefix("language_model.")
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
@@ -157,13 +164,12 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
     file = folder / CONFIG_FILE
     model_type = content.get("model_type")
     problem = None
+    asks = " and asks for Python code from its folder, which is never run" if "auto_map" in content else ""
     if not isinstance(model_type, str):
         problem = "has no model_type: a config.json as save_pretrained writes it is required"
-    elif model_type not in CONFIG_MAPPING and ("auto_map" in content or "trust_remote_code" in content):
-        known = "a model that transformers knows is required"
-        problem = f"asks for Python code from its folder, which is never run: {known}"
     elif model_type not in CONFIG_MAPPING:
-        problem = f"has model_type {shown(model_type)}, unknown to transformers {__version__}: a newer one may know it"
+        unknown = f"has model_type {shown(model_type)}, unknown to transformers {__version__}"
+        problem = f"{unknown},{asks}: a newer one may know it" if asks else f"{unknown}: a newer one may know it"
     elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         problem = f"has model_type {shown(model_type)}, which is no causal language model"
     layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
@@ -195,12 +201,8 @@ def _list_tensors(folder: Path, *, is_head: bool) -> dict[str, StoredTensor]:
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise CheckpointError(f"{index} names {summary(absent)}, which is missing: copy or download the folder again")
-    headers = {name: read_header(folder / name) for name in files}
-    strays = [name for name, file in file_of.items() if name not in headers[file]]
-    if strays:
-        message = f"{index} looks for {summary(strays)} in files without it: copy or download the folder again"
-        raise CheckpointError(message)
-    return {name: headers[file][name] for name, file in file_of.items()}
+    # As transformers reads them: all tensors of the files, whatever the index says of each.
+    return {name: tensor for file in files for name, tensor in read_header(folder / file).items()}
 
 
 def _is_file_name(name: object) -> bool:
@@ -226,9 +228,10 @@ def _no_weights(folder: Path, *, is_head: bool) -> CheckpointError:
             f'python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
         )
-    if any(folder.glob("*.gguf")):
-        return CheckpointError(f"{folder} {GGUF_ALONE}")
     shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    is_of_mistral = bool(shards) and all(name.startswith("consolidated") for name in shards)
+    if is_of_mistral or any(folder.glob(f"*{GGUF}")):
+        return CheckpointError(f"{folder} {MISTRAL_ALONE if is_of_mistral else GGUF_ALONE}")
     if shards:
         return CheckpointError(f"{folder} holds {summary(shards)} but no {INDEX_FILE}: copy or download the index too")
     return CheckpointError(f"{folder} holds no weights: {SINGLE_FILE}, or shards and their {INDEX_FILE}, is required")

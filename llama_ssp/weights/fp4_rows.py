@@ -12,11 +12,9 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
+from llama_ssp.settings.formats import FP4_GROUP
 from llama_ssp.weights import byte_rows, int4_rows
 
-NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""Of the codes."""
 SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 """The number formats of scales, by storage format."""
 _CODE_BYTES = FP4_GROUP // 2
@@ -37,25 +35,6 @@ def split(rows_OGW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bytes_OGB = bytes_OI.unflatten(1, (words_OG.shape[1], -1))
     codes, scales = bytes_OGB[..., :_CODE_BYTES].flatten(1), bytes_OGB[..., _CODE_BYTES:].flatten(1)
     return codes, scales, words_OG[:, 0].contiguous().view(torch.float32)
-
-
-def rounded(storage: str, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the nearest numbers, and their factors.
-
-    A scale is the power of two that leaves the largest weight below 8, or the number that makes it 6.
-    """
-    tiny, factors_O = torch.finfo(torch.float32).smallest_normal, torch.ones(len(weight_OI), device=weight_OI.device)
-    groups_OSI = weight_OI.float().unflatten(1, (-1, FP4_SCALED[storage]))
-    largest_OS = groups_OSI.abs().amax(2)
-    if SCALES[storage] is torch.float8_e8m0fnu:
-        scales_OS = (largest_OS.frexp().exponent + 124).clamp_(0, 254).to(torch.uint8).view(SCALES[storage])
-    else:
-        most = torch.finfo(SCALES[storage]).max
-        factors_O = (largest_OS.amax(1) / (NUMBERS[7] * most)).clamp_(min=tiny)
-        scales_OS = (largest_OS / (NUMBERS[7] * factors_O[:, None])).clamp_(max=most).to(SCALES[storage])
-    steps_OS = (scales_OS.float() * factors_O[:, None]).clamp_(min=tiny)
-    numbers_OSI = groups_OSI / steps_OS[..., None]
-    return pack(codes_of(numbers_OSI.flatten(1)), scales_OS.view(torch.uint8), factors_O), factors_O
 
 
 def codes_of(numbers: Tensor) -> Tensor:

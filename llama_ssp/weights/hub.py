@@ -13,11 +13,15 @@ from huggingface_hub import constants, errors, get_token, model_info, snapshot_d
 
 from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.catalogue import read_path
+from llama_ssp.settings.catalogue import is_hub_id, read_path
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
     CONFIG_FILE,
+    GGUF,
     GGUF_ALONE,
+    MISTRAL_ALONE,
+    MISTRAL_FILE,
     MODELOPT_FILE,
     adapter_alone,
     read_json,
@@ -49,6 +53,19 @@ def resolve(model: ModelConfig) -> Path:
     return folder
 
 
+def resolve_adapter(model: ModelConfig) -> Path | None:
+    """Find the folder of a model's adapter: one that exists, or the hub's if it has the form of an id.
+
+    Raises as `resolve`.
+    """
+    if (adapter := model.adapter) is None:
+        return None
+    if (folder := read_path(adapter)).is_dir() or not is_hub_id(adapter):
+        return folder
+    with _one_sentence(ModelConfig(name=adapter, hub_id=adapter)):
+        return Path(snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG_FILE, ADAPTER_FILE]))
+
+
 def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
     """Find a folder with the config.json of a model of the hub, downloading this file alone; raises as `resolve`.
 
@@ -78,11 +95,14 @@ def _names(model: ModelConfig) -> list[str]:
 
 
 def _other_kind(model: ModelConfig, folder: Path, names: list[str]) -> str | None:
-    """Say what a repository without a model's files holds instead; None if it is neither an adapter nor GGUF."""
+    """Say what a repository without a model's files holds instead; None for no kind that is known."""
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         return adapter_alone(f"{model.hub_id} on the hub", folder / ADAPTER_CONFIG_FILE)
+    names = [*names, *(file.name for file in folder.iterdir())]  # what others have put into the cache
     endings = {Path(name).suffix for name in names}
-    return f"{model.hub_id} on the hub {GGUF_ALONE}" if ".gguf" in endings and ".safetensors" not in endings else None
+    if GGUF in endings and ".safetensors" not in endings:
+        return f"{model.hub_id} on the hub {GGUF_ALONE}"
+    return f"{model.hub_id} on the hub {MISTRAL_ALONE}" if MISTRAL_FILE in names else None
 
 
 @contextmanager

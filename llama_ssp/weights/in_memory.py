@@ -25,7 +25,7 @@ class WeightsInMemory:
         name: for reports.
         folder: where the model came from, if that was a folder.
         parameters: by name, tied ones once.
-        eos_ids: of its generation config.
+        generation: the fields of its generation config.
     """
 
     name: str
@@ -33,7 +33,7 @@ class WeightsInMemory:
     config: PretrainedConfig
     shape: ModelShape
     parameters: Mapping[str, Tensor]
-    eos_ids: tuple[int, ...]
+    generation: Mapping[str, Any]
 
     @property
     def context(self) -> int:
@@ -81,7 +81,7 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     path = str(model.name_or_path)
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=model.config, shape=shape_of(model.config),
-        parameters=parameters, eos_ids=as_eos_ids(getattr(model.generation_config, "eos_token_id", None)),
+        parameters=parameters, generation=model.generation_config.to_dict(),
     )  # fmt: skip
 
 

@@ -15,11 +15,9 @@ Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inp
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.settings.formats import INT4_GROUPS, INT4_ZERO_BITS
 from llama_ssp.weights import byte_rows
 
-ZERO_BITS = 31
-"""Those bits of a word that hold the zero."""
 GAP = 2**16 - 1
 """In an order; inputs are fewer."""
 
@@ -53,7 +51,7 @@ def split(rows_OGW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def words_of(scales_OG: Tensor, zeros_OG: Tensor) -> Tensor:
     """The words (int32) of scales (fp32) and zeros (integers)."""
-    return scales_OG.contiguous().view(torch.int32) & ~ZERO_BITS | zeros_OG.to(torch.int32)
+    return scales_OG.contiguous().view(torch.int32) & ~INT4_ZERO_BITS | zeros_OG.to(torch.int32)
 
 
 def unpack_codes(bytes_OGB: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,9 +61,9 @@ def unpack_codes(bytes_OGB: Tensor) -> tuple[Tensor, Tensor]:
 
 def scales_of(words: Tensor) -> Tensor:
     """The scales (fp32) of words."""
-    return (words & ~ZERO_BITS).view(torch.float32)
+    return (words & ~INT4_ZERO_BITS).view(torch.float32)
 
 
 def zeros_of(words: Tensor) -> Tensor:
     """The zeros (int32) of words."""
-    return words & ZERO_BITS
+    return words & INT4_ZERO_BITS

@@ -2,7 +2,7 @@
 
     compressed-tensors   weight_packed (O, I / 8), weight_scale (O, G), weight_zero_point (O / 8, G) unless symmetric,
                          weight_g_idx (I,) if inputs are sorted
-    GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,)
+    GPTQ                 qweight (I / 8, O), scales (G, O), qzeros (G, O / 8), g_idx (I,); of 8 bits / 4 in place of 8
     AWQ                  qweight (I, O / 8), scales (G, O), qzeros (G, O / 8)
     int8, FP8            weight (O, I) or, of int8, weight_packed (O, I / 4); weight_scale per output, matrix or block,
                          which some files with FP8 call weight_scale_inv
@@ -93,6 +93,7 @@ class PackedTensor(TensorFacts):
         if self.layout.storage == _INT4:
             scales_OG, zeros_OG = (each[:, columns_G] for each in self._steps(outputs, columns))
             return int4_rows.pack(self._codes(outputs, inputs), scales_OG, zeros_OG)
+        self._check_zeros(outputs, columns)
         scales_OG = self._matrix(self.layout.scale, rows, columns).float()[rows_O][:, columns_G] / self.layout.steps
         return byte_rows.join(self._bytes(outputs, inputs).unflatten(1, (len(columns_G), -1)), scales_OG)
 
@@ -149,8 +150,13 @@ class PackedTensor(TensorFacts):
         stored = self.parts[self.layout.weight]
         if stored.kind != "I32":
             return stored.read(outputs, inputs).view(torch.uint8)
-        words = stored.read(outputs, range(inputs.start // _BYTES_OF_A_WORD, inputs.stop // _BYTES_OF_A_WORD))
-        return words.clone(memory_format=torch.contiguous_format).view(torch.uint8) ^ _SIGN_BIT
+        words = range(inputs.start // _BYTES_OF_A_WORD, inputs.stop // _BYTES_OF_A_WORD)
+        return (
+            self._matrix(self.layout.weight, outputs, words)
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)
+            ^ _SIGN_BIT
+        )
 
     def _codes(self, outputs: range, inputs: range) -> Tensor:
         if self.layout.joins_outputs:
@@ -173,6 +179,17 @@ class PackedTensor(TensorFacts):
         if len(stored.shape) < 2:  # noqa: PLR2004 - a matrix
             return stored.read().view(-1, 1)[rows.start : rows.stop]
         return stored.read(columns, rows).t() if self.layout.has_inputs_first else stored.read(rows, columns)
+
+    def _check_zeros(self, outputs: range, groups: range) -> None:
+        """CheckpointError if int8 weights have another zero than the middle."""
+        if stored := self.parts.get(self.layout.zero):
+            words = range(outputs.start // _BYTES_OF_A_WORD, -(-outputs.stop // _BYTES_OF_A_WORD))
+            zeros = self._matrix(self.layout.zero, words, groups).clone(memory_format=torch.contiguous_format)
+            if not bool((zeros.view(torch.uint8) == _SIGN_BIT - self.layout.least_zero).all()):
+                raise CheckpointError(
+                    f"{stored.file} has other zeros than the middle in {stored.name}, and its config.json says that "
+                    "weights are symmetric (sym): copy or download the folder again"
+                )
 
     def _check_order(self, inputs: range) -> None:
         stored, size = self.parts.get(self.layout.order), self.layout.block[1] or self.shape[1]
@@ -231,19 +248,20 @@ def _packed(tensors: Mapping[str, StoredTensor], layout: PackedLayout, module: s
         return make(dtype=torch.float32, shape=shape) if shape else None
     num_outputs, num_inputs = matrices[layout.weight]
     is_int4 = layout.storage == _INT4
-    kind = "I32" if is_int4 or layout.weight == "weight_packed" else _KINDS[layout.storage]
+    kind = "I32" if is_int4 or layout.weight in ("weight_packed", "qweight") else _KINDS[layout.storage]
+    num_codes = _CODES_OF_A_WORD if is_int4 else _BYTES_OF_A_WORD
     if layout.joins_outputs:
-        num_outputs *= _CODES_OF_A_WORD
+        num_outputs *= num_codes
     elif kind == "I32":
-        num_inputs *= _CODES_OF_A_WORD if is_int4 else _BYTES_OF_A_WORD
+        num_inputs *= num_codes
     dtype, shape = parts[layout.scale].dtype, (num_outputs, num_inputs)
     num_blocks, num_groups = (-(-whole // (size or whole)) for whole, size in zip(shape, layout.block, strict=True))
     fits = parts[layout.weight].kind == kind and dtype is not None
-    fits &= not is_int4 or num_inputs % num_groups == 0
+    fits &= kind != "I32" or num_inputs % num_groups == 0
     fits &= parts[layout.scale].shape[::step] in _shapes(num_blocks, num_groups)
     fits &= not layout.is_scattered or (layout.order in parts and num_inputs < int4_rows.GAP)
     if zero := parts.get(layout.zero):
-        fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // _CODES_OF_A_WORD), num_groups)
+        fits &= zero.kind == "I32" and matrices.get(layout.zero) == (-(-num_outputs // num_codes), num_groups)
     if form := parts.get(BNB_FORM):
         fits &= form.shape == () and int(form.read()) == 0
     if order := parts.get(layout.order):

@@ -5,12 +5,11 @@ from functools import partial
 
 import pytest
 
-from llama_ssp.settings.schema import DraftLayout, TargetKind, WholeParts
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from tests.distributed.ranks import SYNTHETIC, Cell
 
 ACCELERATE, DEEPSPEED = TargetKind.accelerate, TargetKind.deepspeed
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
-NONE, _, ATTENTION = WholeParts
 BOTH, ALL_3, ALL_4 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
 HEAVY_PAIRS, SLOW_PAIRS = ("llama", "gpt_neox", "gpt_neo"), ("qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 
@@ -27,22 +26,18 @@ _SAMPLED = [
     heavy((0,), (0,), SHARDED),
     slow((0,), (0,), REPLICATED),
     heavy((0,), (0,), pair="llama", batch_size=1, target_kind=ACCELERATE),
-    slow((0,), (0,), target_kind=ACCELERATE, max_memory_gb=0.04),
-    heavy((0,), (0,), pair="llama", batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4),
-    heavy((0,), (0,), pair="gpt_neox", batch_size=3, target_kind=ACCELERATE, max_memory_gb=3e-4),
     heavy((0,), (0,), pair="gpt_neo", batch_size=3, target_kind=ACCELERATE),
     # Chains on two ranks.
     heavy(BOTH, (1,)),
     slow(BOTH, (0,), SHARDED),
-    Cell(BOTH, BOTH, SHARDED, whole=ATTENTION),
-    heavy(BOTH, BOTH, SHARDED, whole=NONE),
+    Cell(BOTH, BOTH, SHARDED),
     heavy(BOTH, (0,), pair="head", batch_size=3),
     Cell(BOTH, BOTH, SHARDED, pair="head", batch_size=3),
     heavy(BOTH, BOTH, REPLICATED, pair="head", batch_size=3),
     slow((1,), BOTH, SHARDED),
     heavy((0,), BOTH, SHARDED, target_kind=ACCELERATE),
     heavy(BOTH, BOTH, SHARDED, pair="llama", batch_size=1),
-    heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3, whole=ATTENTION),
+    heavy(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3),
     slow(BOTH, BOTH, REPLICATED, pair="llama", batch_size=1),
     slow(BOTH, BOTH, REPLICATED, pair="gpt_neox"),
     slow(BOTH, BOTH, SHARDED, pair="gpt_neo", batch_size=1),
@@ -83,7 +78,7 @@ _SAMPLED = [
     Cell(ALL_4, (3,)),
     Cell(ALL_4, (2,), SHARDED),
     Cell(ALL_4, (1, 2), SHARDED),
-    Cell(ALL_4, ALL_4, SHARDED, whole=ATTENTION),
+    Cell(ALL_4, ALL_4, SHARDED),
     Cell(ALL_4, ALL_4, REPLICATED),
     Cell(ALL_4, (1, 3), REPLICATED),
     Cell(ALL_3, (3,)),

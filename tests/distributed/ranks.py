@@ -37,14 +37,12 @@ from llama_ssp.settings.schema import (
     DraftPlacement,
     Dtype,
     ModelConfig,
-    Offload,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
     TargetKind,
     TargetPlacement,
     WeightsKind,
-    WholeParts,
 )
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
@@ -81,8 +79,6 @@ class Cell:
 
     Attributes:
         draft: its ranks; none are those of prompt look-up.
-        max_memory_gb: of weights on a device; the rest is on disk.
-        whole: what each rank of a sharded draft holds whole.
         tree: the shape of drafted trees; None for chains.
         batch_size: rows decoded together; there may be more or fewer prompts.
         adapts: K is chosen for each round, and prompt look-up is the fallback.
@@ -96,8 +92,6 @@ class Cell:
     kind: DraftLayout = DraftLayout.one_rank
     pair: str = "tiny"
     target_kind: TargetKind = TargetKind.tensor
-    max_memory_gb: float | None = None
-    whole: WholeParts = WholeParts.embedding
     tree: str | None = None
     batch_size: int = 17
     rule: str = "speculative"
@@ -130,17 +124,14 @@ class Cell:
             return replace(self, target=(0,), draft=(1,), batch_size=5)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind=TargetKind.tensor,
-            max_memory_gb=None, whole=WholeParts.embedding, batch_size=4, adapts=False, overlaps=False,
+            batch_size=4, adapts=False, overlaps=False,
         )  # fmt: skip
 
     def config(self, folder: Path) -> RunConfig:
         """As `launch/run.py` would compose it."""
         placement = PlacementConfig(
-            target=TargetPlacement(
-                kind=self.target_kind, ranks=[*self.target], max_memory_gb=self.max_memory_gb,
-                offload=Offload.disk if self.max_memory_gb else Offload.none,
-            ),
-            draft=DraftPlacement(kind=self.kind, ranks=[*self.draft], whole=self.whole),
+            target=TargetPlacement(kind=self.target_kind, ranks=[*self.target]),
+            draft=DraftPlacement(kind=self.kind, ranks=[*self.draft]),
         )  # fmt: skip
         target, draft = pair_of(self.pair, folder)
         config = decoding.run_config(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.settings.formats import FP4_NUMBERS
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from tests.helpers.lanes import grid
 
@@ -33,7 +34,7 @@ def operands(form: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Ten
         scales_OS = torch.rand(shape[0], shape[1] // group, generator=generator).to(fp4_rows.SCALES[form])
         factors_O = torch.rand(shape[0], generator=generator) / 64
         codes, _, _ = fp4_rows.split(fp4_rows.pack(codes_OI, scales_OS.view(torch.uint8), factors_O))
-        numbers = torch.tensor(fp4_rows.NUMBERS).double()[codes_OI.int()].unflatten(1, (-1, group))
+        numbers = torch.tensor(FP4_NUMBERS).double()[codes_OI.int()].unflatten(1, (-1, group))
         numbers = (numbers * scales_OS.double()[..., None]).flatten(1) * factors_O.double()[:, None]
         return x_MI, (codes.cuda(), scales_OS.t().contiguous().cuda(), factors_O.cuda()), numbers.cuda()
     scales_OG = torch.rand(shape[0], shape[1] // group, generator=generator).half().float() / 64

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from llama_ssp.ranks.comms import Comm, is_recording
+from llama_ssp.ranks.comms import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,21 +18,20 @@ class CountingComm(Comm):
         """The same end, counting."""
         return cls(rank=comm.rank, size=comm.size, members=comm.members, device=comm.device, board=comm.board)
 
-    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
         """Counts on all ranks but the sender."""
         self._count(values.nbytes * (self.size > 1 and self.rank != src))
-        return super().broadcast(values, src=src)
+        return super().do_broadcast(values, src)
 
-    def receive(self, values: Tensor, *, src: int) -> Tensor:
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
         """Counts what it fills."""
         self._count(values.nbytes)
-        return super().receive(values, src=src)
+        return super().do_receive(values, src)
 
-    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Counts the other ranks' slices, which travel at the width of the widest."""
         self._count(max(sizes) * values.itemsize * (self.size - 1))
-        return super().all_gather_last(values, sizes)
+        return super().do_all_gather_last(values, sizes)
 
     def _count(self, num_bytes: int) -> None:
-        if not is_recording():  # which sends nothing
-            self.arrived[0] += num_bytes
+        self.arrived[0] += num_bytes

@@ -23,6 +23,7 @@ from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.trees import Tree
+from tests.helpers.recorded import WatchedGraphs
 
 
 def make_decoder(  # noqa: PLR0913
@@ -35,7 +36,7 @@ def make_decoder(  # noqa: PLR0913
     eos_ids: Sequence[int] = (),
     comm: Comm | None = None,
     stop_request: StopRequest | None = None,
-    replay: Recorder | bool = True,
+    replay: Recorder | type[WatchedGraphs] | bool = True,
     rule_name: str = "speculative",
     ngram: bool = False,
     sampling: SamplingConfig | None = None,
@@ -45,7 +46,8 @@ def make_decoder(  # noqa: PLR0913
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
-    Its rounds are replayed by torch's interpreter or by a recorder, or launched from Python without `replay`.
+    Its rounds are replayed by torch's interpreter, by a recorder or by `WatchedGraphs`, or launched from Python without
+    `replay`.
     """
     comm = comm or Comm.single()
     rule = make_rule(sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name))
@@ -74,8 +76,10 @@ def make_decoder(  # noqa: PLR0913
     )
 
 
-def executor_of(round_: Round, replay: Recorder | bool) -> Executor:
+def executor_of(round_: Round, replay: Recorder | type[WatchedGraphs] | bool) -> Executor:
     """See `make_decoder`."""
+    if isinstance(replay, type):
+        return replay(round_)
     if not isinstance(replay, bool):
         return GraphExecutor(round_, recorder=replay)
     return TracedExecutor(round_) if replay else Executor()

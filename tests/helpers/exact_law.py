@@ -147,7 +147,8 @@ def _context(prompt: tuple[int, ...], texts_BS: Tensor, *, num_scored: int) -> C
     prompts = torch.tensor(prompt, dtype=torch.long).expand(num_rows, -1)
     tokens_BS = torch.cat([prompts, texts_BS, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1)
     last_BT = len(prompt) + length - num_scored + torch.arange(num_scored).expand(num_rows, -1)
-    return Context(tokens_BS, torch.zeros(num_rows, dtype=torch.long), last_BT)
+    prompt_lengths_B = torch.full((num_rows,), len(prompt))
+    return Context(tokens_BS, torch.zeros_like(prompt_lengths_B), prompt_lengths_B, last_BT)
 
 
 def _rows_of(context: Context, rows_B: Tensor) -> Context:

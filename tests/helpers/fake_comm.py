@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llama_ssp.ranks.comms import Comm, is_recording, record
+from llama_ssp.ranks.comms import Comm
 
 Result = TypeVar("Result")
 
@@ -26,37 +26,27 @@ class ThreadComm(Comm):
     delivered: list[tuple[int, ...]] = field(default_factory=list)
     """Shapes of what was delivered from here."""
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def do_all_reduce(self, values: Tensor) -> Tensor:
         """Add up, in rank order."""
-        if is_recording():
-            return record("all_reduce", self, values)
         return values.copy_(torch.stack(self._swap(values)).sum(0))
 
-    def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Join along the last dimension."""
-        if is_recording():
-            return record("all_gather_last", self, values, list(sizes))
         slices = self._swap(values)
         assert tuple(part.shape[-1] for part in slices) == sizes
         return torch.cat(slices, dim=-1)
 
-    def broadcast(self, values: Tensor, *, src: int) -> Tensor:
+    def do_broadcast(self, values: Tensor, src: int) -> Tensor:
         """Take the values of one rank."""
-        if is_recording():
-            return record("broadcast", self, values, src)
         return values.copy_(self._swap(values)[src])
 
-    def send(self, values: Tensor, *, dst: int) -> Tensor:
+    def do_send(self, values: Tensor, dst: int) -> Tensor:
         """Leave values for one rank."""
-        if is_recording():
-            return record("send", self, values, dst)
         self.mail[self.rank, dst].put(values.clone())
         return values
 
-    def receive(self, values: Tensor, *, src: int) -> Tensor:
+    def do_receive(self, values: Tensor, src: int) -> Tensor:
         """Wait for the values of one rank."""
-        if is_recording():
-            return record("receive", self, values, src)
         return values.copy_(self.mail[src, self.rank].get(timeout=60))
 
     def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:

@@ -42,6 +42,7 @@ from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.four_bits import rounded
 from tests.helpers.models import build_checkpoint
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
@@ -448,7 +449,8 @@ def modules_of_experts() -> None:
             parameter.data = some(*parameter.shape) / (8 if name == "down_proj" else 4)
         kernel = Precision(quantization=kind).kernel
         assert kernel
-        own = OwnExperts(module, kernel)
+        packing = (lambda w, b, make=kernel: make(rounded("mxfp4", w), b)) if kind == "mxfp4" else kernel
+        own = OwnExperts(module, packing)
         assert own._of_few, kind
         found = own(x, ids, weights)
         own._of_few = None

@@ -83,10 +83,10 @@ def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif fault == "forgetful penalty":
         count = context.count_tokens
 
-        def forgetful(context: Context, *, vocab_size: int) -> Tensor:
+        def forgetful(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
             """Of several scored positions all know what the first one knows."""
             first = context._replace(last_BT=context.last_BT[:, :1])
-            return count(first, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
+            return count(first, first_B, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
 
         monkeypatch.setattr(context, "count_tokens", forgetful)
     elif fault == "key of the run":

@@ -17,6 +17,7 @@ from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, executor_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.recorded import WatchedGraphs
 
 VERIFY_RANK = 0
 
@@ -33,7 +34,7 @@ def overlapped_decoder(  # noqa: PLR0913
     eos_ids: Sequence[int] = (),
     rule_name: str = "speculative",
     sampling: SamplingConfig | None = None,
-    replay: Recorder | bool = True,
+    replay: Recorder | type[WatchedGraphs] | bool = True,
     stop_request: StopRequest | None = None,
     num_left: int = 0,
 ) -> Decoder:

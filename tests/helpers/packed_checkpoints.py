@@ -16,7 +16,7 @@ from torch import Tensor
 _GROUPS = {
     "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
     "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64, "gptq, sorted": 128,
-    "compressed-tensors, sorted": 64,
+    "compressed-tensors, sorted": 64, "auto-round": 128,
 }  # fmt: skip
 """Layouts of int4, with the inputs that share a scale."""
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
@@ -25,11 +25,14 @@ _BLOCKS: dict[str, tuple[int | None, int | None]] = {
     "float, one scale": (None, None), "int8 of bitsandbytes": (1, None),
 }  # fmt: skip
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
+_GPTQ_BYTES = {"gptq, bytes": 128, "gptq, bytes of rows": -1, "gptq_v2, bytes": 64}
+"""Layouts of GPTQ in 8 bits, with the inputs that share a scale."""
+_AUTO_ROUND = "auto-round"
 _FLOATS = ("nf4", "nf4, twice", "fp4, twice")
 _BNB_INT8 = "int8 of bitsandbytes"
 _FP4 = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16, "nvfp4 of modelopt": 16}
 """Layouts of floats of 4 bits, with the inputs that share a scale."""
-LAYOUTS = (*_GROUPS, *_BLOCKS, *_FLOATS, *_FP4)
+LAYOUTS = (*_GROUPS, *_BLOCKS, *_GPTQ_BYTES, *_FLOATS, *_FP4)
 FP4 = torch.tensor([sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)])
 NF4 = torch.tensor(
     [
@@ -66,7 +69,9 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
         if layout == MXFP4 or not _LINEAR.search(name):
             packed_tensors[name] = numbers[name] = tensor
             continue
-        makers = {_in_bytes: _BLOCKS, _in_floats: _FLOATS, _in_fp4: _FP4, _in_4_bits: _GROUPS}
+        makers: dict[Any, Any] = {
+            _in_bytes: _BLOCKS, _in_bytes_of_gptq: _GPTQ_BYTES, _in_floats: _FLOATS, _in_fp4: _FP4, _in_4_bits: _GROUPS
+        }  # fmt: skip
         make = next(make for make, layouts in makers.items() if layout in layouts)
         numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
@@ -95,23 +100,31 @@ def quantization_config(layout: str) -> dict[str, Any]:
         }  # fmt: skip
     if layout == MXFP4 or layout in _FP4:
         return _config_of_fp4(layout)
-    size = _GROUPS[layout]
-    if layout.startswith("awq"):
-        return {
-            "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
-            "modules_to_not_convert": None,
-        }  # fmt: skip
-    if layout.startswith("gptq"):
-        version = layout.partition(",")[0]
-        return {
-            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": "sorted" in layout,
-            "sym": layout == "gptq", "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True,
-        }  # fmt: skip
+    size = (_GROUPS | _GPTQ_BYTES)[layout]
+    if layout.startswith(("awq", "gptq", _AUTO_ROUND)):
+        return _config_in_groups(layout, size)
     return _compressed(
         "pack-quantized", num_bits=4, type="int", symmetric=not layout.endswith(("asymmetric", "sorted")),
         strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
         actorder="group" if "sorted" in layout else None,
     )  # fmt: skip
+
+
+def _config_in_groups(layout: str, size: int) -> dict[str, Any]:
+    described: dict[str, Any] = {"bits": 8 if "bytes" in layout else 4, "group_size": size}
+    if layout == _AUTO_ROUND:
+        return described | {
+            "quant_method": layout, "packing_format": "auto_round:auto_gptq", "sym": True, "data_type": "int",
+            "autoround_version": "0.5.1", "block_name_to_quantize": "model.layers", "extra_config": {},
+        }  # fmt: skip
+    if layout.startswith("awq"):
+        return described | {
+            "quant_method": "awq", "zero_point": True, "version": "gemm", "modules_to_not_convert": None
+        }  # fmt: skip
+    return described | {
+        "quant_method": "gptq", "desc_act": "sorted" in layout, "sym": layout == "gptq" or "bytes" in layout,
+        "checkpoint_format": layout.partition(",")[0], "damp_percent": 0.01, "true_sequential": True,
+    }  # fmt: skip
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")
@@ -230,6 +243,24 @@ def _in_bytes(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]
     return numbers, stored
 
 
+def _in_bytes_of_gptq(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers (O, I) and the stored parts of a weight, whose zeros are all 128."""
+    size = _GPTQ_BYTES[layout] if _GPTQ_BYTES[layout] > 0 else weight_OI.shape[1]
+    groups = weight_OI.unflatten(1, (-1, size))
+    scales = (groups.abs().amax(2) / 127).half()
+    steps = (groups / scales.float()[..., None]).round().clamp(-128, 127)
+
+    def words(bytes_NM: Tensor) -> Tensor:
+        return _int32((bytes_NM.long().unflatten(1, (-1, 4)) << 8 * torch.arange(4)).sum(2))
+
+    zeros = torch.full((scales.shape[1], len(weight_OI)), 128 if layout.startswith("gptq_v2") else 127)
+    parts = {
+        "qweight": words(steps.flatten(1) + 128).t(), "scales": scales.t(), "qzeros": words(zeros),
+        "g_idx": torch.arange(weight_OI.shape[1], dtype=torch.int32) // size,
+    }  # fmt: skip
+    return (steps * scales.float()[..., None]).flatten(1), parts
+
+
 def _in_floats(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight, also with scales that are quantized themselves."""
     blocks = weight_OI.view(-1, 64)
@@ -256,7 +287,7 @@ def _in_floats(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor
 def _in_4_bits(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers (O, I) and the stored parts of a weight."""
     size = _GROUPS[layout] if _GROUPS[layout] > 0 else weight_OI.shape[1]
-    is_symmetric = layout in {"gptq", "compressed-tensors", "compressed-tensors, whole rows"}
+    is_symmetric = layout in {"gptq", _AUTO_ROUND, "compressed-tensors", "compressed-tensors, whole rows"}
     order = torch.arange(weight_OI.shape[1])
     if "sorted" in layout:
         order = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(order)))
@@ -289,7 +320,7 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, layout:
     num_outputs, num_inputs = codes.shape
     if layout.startswith("awq"):
         return {"qweight": _awq_words(codes.t()), "scales": scales.t(), "qzeros": _awq_words(zeros.t())}
-    if layout.startswith("gptq"):
+    if layout.startswith(("gptq", _AUTO_ROUND)):
         first = 0 if layout == "gptq_v2" else 1
         return {
             "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),

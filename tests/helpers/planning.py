@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.machines.profile import LinearPoint, Profile, RowsPoint, SizePoint
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings import catalogue
@@ -73,29 +72,3 @@ def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:
         dtype=Dtype.fp16,
         quantization=quantization,
     )
-
-
-def measured_machine(machine: HardwareConfig) -> HardwareConfig:
-    """A machine whose linear layers take a second for each row and a million elements; the rest are round figures."""
-    linear = [
-        LinearPoint(
-            dtype="fp16", arithmetic="fp16", rows=rows, elements=elements, working_set_bytes=size,
-            s=rows * elements / 1e6,
-        )
-        for rows in (1, 5)
-        for elements in (1000, 100_000)
-        for size in (1, 10**9)
-    ]  # fmt: skip
-    flat = [SizePoint(size=1, s=0.5), SizePoint(size=1000, s=0.5)]
-    profile = Profile(
-        num_ranks=1,
-        linear=linear,
-        tied_head=[replace(point, s=2 * point.s) for point in linear],
-        layer=[RowsPoint(rows=1, width=64, s=10.0), RowsPoint(rows=5, width=64, s=14.0)],
-        frame=[RowsPoint(rows=1, width=64, s=3.0)],
-        attention=[SizePoint(size=1, s=1e-15)],
-        draw=flat,
-        verify=flat,
-        round_s=0.25,
-    )
-    return replace(machine, device="cpu", profiles=[profile])

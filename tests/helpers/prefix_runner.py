@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import PerBucket, Taps, Workspace
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, TreePlaces
+from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from llama_ssp.reports.folder import Run
 from llama_ssp.reports.records import (
     BenchmarkRow,
     CompletionLine,
@@ -14,6 +13,7 @@ from llama_ssp.reports.records import (
     StartUp,
     Summary,
 )
+from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 
 PLAIN = CompletionLine(

@@ -62,6 +62,22 @@ NODE = (
 )
 
 
+# Ends the jobs and the daemons, whose ids it reads, when nobody holds its standard input any more: at the end of the
+# cluster, and when the tests were ended by any signal.
+REAPER = """\
+pids=
+while read -r pid; do pids="$pid $pids"; done
+scancel --full --signal=KILL --user=root
+for _ in $(seq 150); do [ -n "$(squeue --noheader)" ] || break; sleep 0.1; done
+kill $pids
+for pid in $pids; do
+    for _ in $(seq 100); do kill -0 "$pid" || break; sleep 0.1; done
+    kill -KILL "$pid"
+done
+rm -rf "$1"
+"""
+
+
 def why_not() -> str | None:
     """Say what keeps a cluster from being started here; None when nothing does."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
@@ -79,6 +95,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._reaper: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         for name in ("state", "munge", *(f"spool/{node}" for node in NODES)):
@@ -88,6 +105,10 @@ class Cluster:
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
         } | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self._reaper = subprocess.Popen(
+            ["sh", "-c", REAPER, "reaper", self._run], env=self.environment, stdin=subprocess.PIPE, text=True,
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
             self._start_munge()
             self._write_config()
@@ -100,19 +121,12 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if len(self._daemons) > 1:
-            self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
-            deadline = time.monotonic() + 15
-            while self.run("squeue", "--noheader", check=False) and time.monotonic() < deadline:
-                time.sleep(0.1)
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-        shutil.rmtree(self._run, ignore_errors=True)
+        assert self._reaper
+        assert self._reaper.stdin
+        self._reaper.stdin.close()
+        for daemon in self._daemons:
+            daemon.wait(40)
+        self._reaper.wait(40)
 
     def run(
         self, *command: str | Path, check: bool = True, cwd: Path | None = None, env: Mapping[str, str] | None = None
@@ -151,6 +165,9 @@ class Cluster:
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         self._daemons.append(daemon)
+        assert self._reaper
+        assert self._reaper.stdin
+        print(daemon.pid, file=self._reaper.stdin, flush=True)
 
     def _start_munge(self) -> None:
         key = self.folder / "munge" / "key"

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 
-from llama_ssp.reports.folder import Run
 from llama_ssp.reports.records import CompletionLine, Summary
+from llama_ssp.reports.runs import Run
 from tests.helpers.runs import FAST, PLAIN, summary
 
 PLAIN_MS = 5.0

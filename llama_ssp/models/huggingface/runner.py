@@ -18,7 +18,7 @@ from llama_ssp.kernels.rows import rows_of
 from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
-from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import OWN_DTYPE
 
@@ -113,7 +113,10 @@ class ModuleRunner(CachedRunner):
         cache.view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
         # Every layer would convert a boolean mask to this form again.
         if tree:
-            masks = dict.fromkeys(self._windows, mask_of(tree, dtype=self.dtype)[:, None])
+            masks = {
+                window: mask_BTU[:, None]
+                for window, mask_BTU in masks_of(tree, self._windows, dtype=self.dtype).items()
+            }
         else:
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)

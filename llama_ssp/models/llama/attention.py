@@ -33,9 +33,9 @@ from llama_ssp.kernels.between import Heads, RmsNorm, norm_heads
 from llama_ssp.kernels.layer import TokenPlaces, WholeLayer
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.models.cache import BufferOf, CacheView, Workspace
+from llama_ssp.models.cache import BufferOf, CacheView
 from llama_ssp.models.runner import Pieces
-from llama_ssp.shapes import static_shape
+from llama_ssp.workspaces import Workspace
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `LayerBuffer` has them, and the heads to (M, H * D)."""
@@ -169,7 +169,7 @@ class LengthTables(Workspace):
 
         Every piece of a packed forward is a sequence, and every token is one if positions are not consecutive.
         """
-        batch_size, num_queries = static_shape(positions_BT)
+        batch_size, num_queries = positions_BT.shape
         rows_B, first_slot_C1 = pieces.rows_C if pieces else cache_rows_B, self._first_slots
         if rows_B is not None:
             first_slot_C1 = first_slot_C1.index_select(0, functional.pad(rows_B, (0, 1)))

@@ -33,10 +33,9 @@ from llama_ssp.models.llama.attention import (
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, added, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
-from llama_ssp.models.runner import Pieces, TreePlaces, mask_of
+from llama_ssp.models.runner import Pieces, TreePlaces, masks_of, nearest
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.shapes import static_shape
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -179,7 +178,7 @@ class LeanRunner(CachedRunner):
             if taps and layer.number in tapped:
                 taps.write(layer.number, added(stream), slots_M)
             stream = layer.forward(stream, attention[window])
-        return self._scored(stream, static_shape(ids_BT)[0], score_positions_BR)[1]
+        return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _scored(self, stream: Stream, batch_size: int, score_positions_BR: Tensor | None) -> tuple[Tensor, Tensor]:
         """The hidden states (B, R, E) of the scored positions, and their logits (B, R, V)."""
@@ -255,18 +254,22 @@ class LeanRunner(CachedRunner):
         """How one forward attends by the compiled operator, by window."""
         assert self._cache is not None, "allocate comes first"
         positions_BT = positions_BT.contiguous()
-        slots_BT, sees_BTA = (
-            (tree.slots_BT.contiguous(), tree.sees_BTA.contiguous()) if tree else (positions_BT, self._sees_all)
-        )
+        slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         view = self._cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
-        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT, sees_BTA, view
-        return {window: CompiledAttention(operator, *where, window) for window in self._windows}
+        where = self._rotations.freqs_cis_S1P, positions_BT, slots_BT
+        sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
+                for window in dict.fromkeys(self._windows)}  # fmt: skip
+        return {
+            window: CompiledAttention(operator, *where, sees_BTA, view, window) for window, sees_BTA in sees.items()
+        }
 
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[int | None, Attend]:
-        batch_size, group = static_shape(positions_BT)[0], self._heads.num // self._heads.num_kv
+        batch_size, group = positions_BT.shape[0], self._heads.num // self._heads.num_kv
         if tree:
-            mask_B1QU = mask_of(tree, dtype=self.dtype).repeat_interleave(group, dim=1)[:, None]
-            masks = dict.fromkeys(self._windows, mask_B1QU)
+            masks = {
+                window: mask_BTU.repeat_interleave(group, dim=1)[:, None]
+                for window, mask_BTU in masks_of(tree, self._windows, dtype=self.dtype).items()
+            }
         else:
             positions_BQ = positions_BT[..., None].repeat(1, 1, group).flatten(1)
             masks = self._masks.rows(positions_BQ, bucket=bucket)

@@ -29,7 +29,6 @@ from llama_ssp.models.llama.layer import Layer, Stream, take
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.shapes import static_shape
 from llama_ssp.weights.head import HeadSource
 
 
@@ -131,7 +130,7 @@ class HeadRunner(LeanRunner):
         elif self._input_norm:
             taps_MX = self._input_norm(taps_MX)
         hidden_ME = self._fc(taps_MX)
-        return hidden_ME.view(*static_shape(taps_BTX)[:2], -1)
+        return hidden_ME.view(*taps_BTX.shape[:2], -1)
 
     def extend(
         self,
@@ -146,7 +145,7 @@ class HeadRunner(LeanRunner):
         tree: TreePlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
-        batch_size, _ = static_shape(ids_BT)
+        batch_size, _ = ids_BT.shape
         attention = self._attention(positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive,
                                     tree=tree)  # fmt: skip
         (layer,), (window,) = self._layers, self._windows
@@ -157,5 +156,5 @@ class HeadRunner(LeanRunner):
             hidden_BRE = self._norm(hidden_BRE)
         if self._token_ids_D is None:
             return hidden_BRE, logits_BRD
-        nowhere_BRV = logits_BRD.new_full((*static_shape(logits_BRD)[:2], self.num_token_ids), float("-inf"))
+        nowhere_BRV = logits_BRD.new_full((*logits_BRD.shape[:2], self.num_token_ids), float("-inf"))
         return hidden_BRE, nowhere_BRV.index_copy_(2, self._token_ids_D, logits_BRD)

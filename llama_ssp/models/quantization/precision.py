@@ -23,7 +23,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels.linear import DOTS, Kernel, Linear, make_linear, native_linear
+from llama_ssp.cpu.kinds import DOTS
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
 from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
@@ -37,14 +38,11 @@ class Precision:
     """How the linear layers of a model, and its cache, are stored.
 
     Attributes:
-        int8_threshold: for `int8`, columns with an input of at least this size in any row are not quantized, which
-            makes rows depend on each other; 0 quantizes all.
         is_stored: the files have packed weights, and their other weights are not quantized.
         cache_dtype: the format of the cache, a name of `settings.formats`.
     """
 
     quantization: str = NO_QUANTIZATION
-    int8_threshold: float = 0.0
     is_stored: bool = False
     cache_dtype: str = OWN_DTYPE
 
@@ -53,8 +51,6 @@ class Precision:
         """The quantizing kernel; None if weights are not quantized."""
         storage = format_of(self.quantization)
         kernel: Kernel | None = storage.load_kernel()
-        settings = {keyword: getattr(self, setting) for setting, keyword in storage.settings.items()}
-        kernel = partial(kernel, **settings) if kernel and settings else kernel
         return partial(_packed_alone, kernel) if kernel and self.is_stored else kernel
 
     @property
@@ -73,34 +69,27 @@ UNQUANTIZED = Precision()
 class _Int8Linear(Linear):
     """LLM.int8() of bitsandbytes."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, threshold: float) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self._quantize = bitsandbytes().functional.int8_vectorwise_quant
         self._weight_OI, self._scales_O = quantize_by_blocks(weight_OI, lambda block: self._quantize(block.half())[:2])
         self._bias_O = bias_O
-        self._threshold = threshold
 
     def __call__(self, x_MI: Tensor) -> Tensor:
         """See `Linear`."""
-        x_int8_MI, x_scales_M, columns = self._quantize(x_MI.half(), threshold=self._threshold)
-        operands = x_int8_MI, self._weight_OI, x_scales_M, self._scales_O
-        if self._threshold > 0:
-            mixed = torch.ops.bitsandbytes.int8_mixed_scaled_mm
-            y_MO: Tensor = mixed(x_MI, *operands, columns, self._bias_O)[0]
-        else:
-            y_MO = torch.ops.bitsandbytes.int8_scaled_mm(*operands, bias=self._bias_O, dtype=x_MI.dtype)
+        x_int8_MI, x_scales_M, _ = self._quantize(x_MI.half(), threshold=0.0)
+        y_MO: Tensor = torch.ops.bitsandbytes.int8_scaled_mm(
+            x_int8_MI, self._weight_OI, x_scales_M, self._scales_O, bias=self._bias_O, dtype=x_MI.dtype
+        )
         return y_MO
 
 
-def int8_linear(weight_OI: Tensor, bias_O: Tensor | None, *, threshold: float = 0.0) -> Linear:
-    """A layer of LLM.int8(); for the threshold see `Precision`.
-
-    On CPUs with integer products, and without a threshold, a compiled kernel does the same arithmetic.
+def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer of LLM.int8(), with all inputs quantized; on CPUs with integer products by a compiled kernel.
 
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
     quantize = partial(quantize_by_blocks, weight_OI, _to_steps)
-    native = None if threshold else native_linear(DOTS, quantize, weight_OI, bias_O)
-    return native or _Int8Linear(weight_OI, bias_O, threshold)
+    return native_linear(DOTS, quantize, weight_OI, bias_O) or _Int8Linear(weight_OI, bias_O)
 
 
 def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.cpu.kinds import FP8, NIBBLES
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
-from llama_ssp.kernels.linear import FP8, NIBBLES, Linear, NativeLinear, fits
-from llama_ssp.ranks.comms import is_recording
-from llama_ssp.settings.formats import FEW_ROWS, FP4_GROUP, FP8_GROUP, UNPACKED_WEIGHTS, format_of
+from llama_ssp.kernels.linear import Linear, NativeLinear, fits
+from llama_ssp.settings.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 
 if TYPE_CHECKING:
@@ -153,10 +153,8 @@ class _Int4WeightOnly(_WeightOnlyLinear):
         groups[:, :, 0].copy_(first)
         groups[:, :, 1].copy_(last)
         words_CG11 = words_CG[..., None, None].contiguous()
-        # A trace cannot hold the change from bits to numbers, but it can hold an operator.
-        scales_of = torch.ops.llama_ssp.int4_scales if is_recording() else int4_rows.scales_of
         # Zeros are integers and scales in fp32, so that a weight is rounded once.
-        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(scales_of(words_CG11))
+        groups.sub_(int4_rows.zeros_of(words_CG11)).mul_(int4_rows.scales_of(words_CG11))
 
 
 class _Reordered(Linear):
@@ -269,13 +267,22 @@ def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> L
     return _Int4WeightOnly((codes_OI, words_OG.t().contiguous()), bias_O, kernel)
 
 
-class _Fp8WeightOnly(_WeightOnlyLinear):
-    """Its operands are the weights (O, I) in E4M3 and the scales (G, O) of their groups."""
+class _ScaledGroups(_WeightOnlyLinear):
+    """Its operands are the weights (O, I) in E4M3 or int8 and the scales (G, O) of their groups."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         weight_OI, scales_GO = self._operands
         into_CI.copy_(weight_OI[outputs])
         into_CI.unflatten(1, (len(scales_GO), -1)).mul_(scales_GO[:, outputs].t()[..., None])
+
+
+def int8_groups_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+    """A layer in the format `int8_groups`, of `byte_rows` whose words are scales of groups of inputs.
+
+    No kernel reads these packed, so each product unpacks them.
+    """
+    bytes_OI, words_OG = byte_rows.split(weight_OI)
+    return _ScaledGroups((bytes_OI.view(torch.int8), words_OG.view(torch.float32).t().contiguous()), bias_O, None)
 
 
 def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
@@ -291,7 +298,7 @@ def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
     if weight_OI.device.type == "cpu" and fits(FP8, bytes_OI.shape):
         return NativeLinear(FP8, bytes_OI, scales_OG, bias_O)
     kernel = find_few_rows("fp8_weight_only", weight_OI.device.type)
-    return _Fp8WeightOnly((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
+    return _ScaledGroups((bytes_OI.view(_E4M3), scales_OG.t().contiguous()), bias_O, kernel)
 
 
 def _to_fp8(weight_CI: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,7 +313,7 @@ class _Fp4WeightOnly(_Int4WeightOnly):
     """Its operands are the bytes of codes (O, I / 2), the scales (S, O) of their groups, and of the outputs (O,)."""
 
     def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
-        numbers = torch.tensor(fp4_rows.NUMBERS, device=into_CI.device)
+        numbers = torch.tensor(FP4_NUMBERS, device=into_CI.device)
         halves = int4_rows.unpack_codes(codes_CI.unflatten(1, (-1, FP4_GROUP // 2)))
         into_CI.copy_(numbers[torch.cat(halves, dim=2).flatten(1).int()])
         into_CI.unflatten(1, (words_CG.shape[1], -1)).mul_(words_CG[..., None].float())
@@ -314,23 +321,15 @@ class _Fp4WeightOnly(_Int4WeightOnly):
 
 
 def _fp4_linear(kind: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of floats of 4 bits, of `fp4_rows`; numbers are rounded to them."""
-    rows_OGW = weight_OI
-    if weight_OI.dtype is not torch.uint8:
-        rows_OGW, _ = quantize_by_blocks(weight_OI, partial(fp4_rows.rounded, kind))
-    codes_OI, scales_OS, factors_O = fp4_rows.split(rows_OGW)
+    """A layer of floats of 4 bits, of `fp4_rows`."""
+    codes_OI, scales_OS, factors_O = fp4_rows.split(weight_OI)
     if weight_OI.device.type == "cpu" and fits(kind, torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))):
-        return NativeLinear(kind, rows_OGW, factors_O, bias_O)
+        return NativeLinear(kind, weight_OI, factors_O, bias_O)
     scales_SO = scales_OS.t().contiguous().view(fp4_rows.SCALES[kind])
     return _Fp4WeightOnly((codes_OI, scales_SO, factors_O), bias_O, find_few_rows(kind, weight_OI.device.type))
 
 
 mxfp4_linear, nvfp4_linear = partial(_fp4_linear, "mxfp4"), partial(_fp4_linear, "nvfp4")
-
-
-_library = torch.library.Library("llama_ssp", "FRAGMENT")
-_library.define("int4_scales(Tensor words) -> Tensor")
-_library.impl("int4_scales", int4_rows.scales_of, "CPU")
 
 
 def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,8 @@
 On a shared machine a single time means little. Report a median over repetitions, or the median of ratios within them.
 """
 
-import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def interleave(
@@ -28,15 +27,6 @@ def interleave(
 def undisturbed(seconds: Sequence[float]) -> float:
     """The lower quartile: others only ever add time, and the quartile excludes most of it."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
-
-
-def trimmed_mean(turns: Iterable[float]) -> float:
-    """The mean without the slowest tenth, at least one of several turns: a stall that other work caused.
-
-    Means of parts add up to the mean of their sum, which is what a run of many seconds takes; quartiles do not.
-    """
-    taken = sorted(turns)
-    return statistics.mean(taken[: max(1, len(taken) - math.ceil(len(taken) / 10))])
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from threading import Thread
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.process import Ranks, heeded_signals, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
+from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import check_models
 from llama_ssp.settings.schema import RunConfig
@@ -129,6 +130,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
     def act(config: RunConfig, clock: StartClock) -> bool:
         """Run the point on one rank; for several, which each check and run it, only note it."""
         check_models(config, world_size=size)
+        check_lengths(config)
         points.append(config)
         if size > 1:
             return False

@@ -5,13 +5,13 @@
     llama-ssp plan model=30B hardware=8xa100_80gb search=true
     llama-ssp plan model=./DIR draft=none hardware=laptop_cpu
     llama-ssp plan model=OWNER/NAME draft=none hardware=1xh200
-    llama-ssp plan model=llama3_70B hardware=all objective=price max_ms_per_token=30
-    llama-ssp plan model=llama3_8B hardware=all workload=chat concurrency=32 search=true max_first_token_ms=2000
+    llama-ssp plan model=llama3_70B workload=chat batch_size=8 hardware=8xh100,8xh200
 
 Takes the settings of a run, which `llama-ssp run --help all` lists, and those below. hardware.KEY=VALUE changes a
-figure of the machine, for example hardware.num_gpus=4 or hardware.num_nodes=2. workload=chat, code, summarize or batch
-sets prompt_tokens and max_new_tokens. Exit code: 0 fits, 3 does not fit (the message names changes that would fit, the
-smallest first), 2 a setting is wrong.
+figure of the machine, for example hardware.num_gpus=4, hardware.num_nodes=2, or hardware.usd_per_hour=20 for the price
+of a million tokens. Several machines are one table of plans, in the order given. workload=chat, code, summarize or
+batch sets prompt_tokens and max_new_tokens. Exit code: 0 fits, 3 does not fit (the message names changes that would
+fit, the smallest first), 2 a setting is wrong.
 """
 
 import argparse
@@ -21,16 +21,15 @@ from typing import cast
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.spec import job_of_plan
-from llama_ssp.run.commands import program, topics
-from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_comparison, show_plan, show_search
+from llama_ssp.run.commands import help as help_page
+from llama_ssp.run.commands import program
+from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
 from llama_ssp.settings.described import settings_of_plan
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import PlanConfig
 
-ALL = "all"
 _KEY = "hardware"
 
 
@@ -44,7 +43,7 @@ def read_settings(settings: list[str]) -> PlanConfig:
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    own = topics.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
+    own = help_page.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
     parser = program.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
@@ -55,25 +54,24 @@ def _show(given: argparse.Namespace) -> None:
     load_plugins()
     catalogue.use(given.config_dir)
     config = read_settings(given.settings)
+    if names := compared(given.settings):
+        if config.search or config.figure:
+            asked = "search=true" if config.search else f"figure={config.figure}"
+            raise ConfigError(f"{asked} takes one machine, and hardware= names {len(names)}: give one of them")
+        show_machines(config, machines_of(names, given.settings))
+        return
     resolve(config)
-    machine, names = hardware.build(config.hardware), compared(given.settings)
-    if names or config.compares:
-        for setting in given.settings:
-            if setting.startswith("placement"):
-                raise ConfigError(f"{setting} has no effect on a comparison of machines, which chooses the placement")
-        show_comparison(config, machines_of(names, given.settings) if names else [machine], given.settings)
-    elif config.search:
-        show_search(job_of_plan(config, machine), machine, config.format, figure=config.figure)
+    machine = hardware.build(config.hardware)
+    if config.search:
+        show_search(config, machine, given.settings)
     else:
         show_plan(plan_on(config, machine), config.format, figure=config.figure)
 
 
 def compared(settings: Sequence[str]) -> list[str] | None:
-    """Name the machines that the settings compare; None if they name one. ConfigError for names that do not exist."""
+    """Name the machines of a list; None if the settings name one. ConfigError for names that do not exist."""
     named = [setting.partition("=")[2] for setting in settings if setting.startswith(f"{_KEY}=")]
     chosen = named[-1].strip("[]'\" ") if named else ""
-    if chosen == ALL and ALL not in hardware.names():
-        return hardware.names()
     names = [*dict.fromkeys(filter(None, map(str.strip, chosen.split(","))))]
     if "," not in chosen or not names:
         return None

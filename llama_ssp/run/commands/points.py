@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,17 @@ def points_of(composed: Sequence[Composed]) -> list[Point]:
         Point(number=number, settings=each.settings, run=run, explicit=each.explicit)
         for number, (each, run) in enumerate(zip(composed, runs, strict=True))
     ]
+
+
+def repeated(points: Sequence[Point]) -> Iterator[str]:
+    """Yield a sentence for the points that are one run, whose settings may be written in several ways."""
+    alike: dict[str, list[str]] = {}
+    for point in points:
+        alike.setdefault(repr(point.run), []).append(str(point.number))
+    for numbers in alike.values():
+        if len(numbers) > 1:
+            named = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+            yield f"points {named} of the sweep are one run, which is made {len(numbers)} times"
 
 
 def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_Result]:

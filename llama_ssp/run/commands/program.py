@@ -21,12 +21,11 @@ HELP = """\
     llama-ssp plan [SETTING=VALUE ...]            memory and time of a job, on a machine that is only described
     llama-ssp report FOLDER... [--output=DIR]     a page of figures and tables of finished runs
     llama-ssp calibrate [ranks=N]                 measure this machine, for forecasts
-    llama-ssp manifest DIR [--output=FILE]        hashes of a checkpoint's files, for model.verify=true
     llama-ssp --version
 
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
 INTERRUPTED = 4
-COMMANDS = ("calibrate", "manifest", "plan", "report", "run")
+COMMANDS = ("calibrate", "plan", "report", "run")
 
 
 def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) -> NoReturn:
@@ -38,6 +37,11 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
     handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
+    try:
+        read_ranks(os.environ)
+    except ConfigError as error:  # no rank knows which one speaks
+        complain(str(error))
+        sys.exit(error.exit_code)
     _leave(_exit_code(list(sys.argv[1:] if words is None else words), num_ranks))
 
 
@@ -59,7 +63,9 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
 
         return own_ranks.main(_of_run(command, rest), num_ranks=num_ranks)
     if command in {"-sc", "--shell-completion"}:
-        return _complete(words)
+        from llama_ssp.run.commands import run  # noqa: PLC0415 - see main
+
+        return run.main(words)
     if command in COMMANDS:
         return int(import_module(f"llama_ssp.run.commands.{command}").main(rest))
     from llama_ssp.settings.compose import unknown_command  # noqa: PLC0415 - see main
@@ -75,20 +81,6 @@ def _of_run(command: str, words: list[str]) -> list[str]:
     if {"--help", "-h"} & {*words}:
         return ["--help", "tasks"]
     return ["task=calibrate", *(word for word in words if word != "task=calibrate")]
-
-
-def _complete(words: list[str]) -> int:
-    """Answer the shell, which does not pass on the command: candidates for it, or for the settings of a run."""
-    from llama_ssp.run.commands import completion, run  # noqa: PLC0415 - see main
-
-    if completion.LINE in os.environ:
-        command, settings = completion.read_line(os.environ[completion.LINE])
-        if settings is None:
-            return _show(" ".join(name for name in COMMANDS if name.startswith(command)))
-        if command not in {"run", "calibrate"}:
-            return 0
-        os.environ[completion.LINE] = " ".join(["llama-ssp", *_of_run(command, []), settings])
-    return run.main(words)
 
 
 def _show(text: str) -> int:

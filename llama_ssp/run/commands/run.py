@@ -15,19 +15,18 @@ from types import FrameType
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.run import startup
-from llama_ssp.run.commands import completion, topics, torchrun
-from llama_ssp.run.commands.points import check_here, for_all, points_of
+from llama_ssp.run.commands import help as help_page
+from llama_ssp.run.commands import torchrun
+from llama_ssp.run.commands.points import check_here, for_all, points_of, repeated
 from llama_ssp.run.commands.program import Options, until_unread
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings import catalogue, checks
-from llama_ssp.settings.compose import Composed, compose, to_run_config
+from llama_ssp.settings.compose import COMPLETIONS, Composed, complete, compose, to_run_config
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
-EXIT_CODE_FILE = "EXIT_CODE_FILE"
-"""Environment variable: a file for rank 0's exit code, which torchrun does not pass on to launch/slurm.sbatch."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
@@ -70,8 +69,6 @@ def main(
                 raise
             _failures.append(known)
             exit_code = fail(known, ranks)
-    if ranks.rank == 0 and (file := os.environ.get(EXIT_CODE_FILE)):
-        Path(file).write_text(f"{exit_code}\n", encoding="ascii")
     return exit_code
 
 
@@ -150,9 +147,9 @@ def _act(act: Act, run: RunConfig, clock: startup.StartClock, *, of_sweep: bool)
 def _show(options: argparse.Namespace) -> None:
     """Print the help, candidates for a shell, or the composed settings."""
     if options.help:
-        topics.show(options.words)
+        help_page.show(options.words)
     elif options.shell_completion:
-        completion.answer(options.words)
+        complete(options.shell_completion)
     else:
         (composed,) = compose(options.words)
         print(visible(composed.to_yaml(resolve=options.resolve)), end="")
@@ -161,6 +158,8 @@ def _show(options: argparse.Namespace) -> None:
 def _is_submitted(composed: Sequence[Composed], ranks: Ranks) -> bool:
     """Check all points of a sweep, and submit them if they are jobs."""
     points, launcher = points_of(composed), composed[0].launcher
+    for sentence in repeated(points) if ranks.rank == 0 else ():
+        complain(f"warning: {sentence}")
     if launcher is None:
         for_all(points, lambda point: check_here(point, ranks))
         return False
@@ -212,7 +211,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("-m", "--multirun", action="store_true")
     kinds.add_argument("-c", "--cfg", choices=["job"])
-    kinds.add_argument("-sc", "--shell-completion", "--shell_completion", action="store_true")
+    kinds.add_argument("-sc", "--shell-completion", "--shell_completion", choices=COMPLETIONS)
     options = parser.parse_intermixed_args(arguments)
     catalogue.use(options.config_dir)
     if options.resolve and not (options.cfg or options.help):

@@ -1,12 +1,11 @@
 """Plans as a task: for a described machine, or for the job that a run is about to start. Never imports torch.
 
-`planning` computes plans, searches and comparisons of machines; `reports.plan_tables` and `plan_figures` show them.
+`planning` computes plans and searches; `reports.plan_tables` and `plan_figures` show them.
 """
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,15 +15,8 @@ from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
-from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room
-from llama_ssp.planning.search import (
-    choose_placement,
-    compare,
-    comparison_document,
-    notes_on_guesses,
-    nothing_left,
-    search,
-)
+from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room, shortage
+from llama_ssp.planning.search import choose_placement, notes_on_guesses, search
 from llama_ssp.planning.spec import PlanSpec, job_of_plan, make_job, resolve_shapes
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
@@ -60,46 +52,35 @@ def show_plan(
     require_room(plan, words=words)
 
 
-def show_search(job: PlanSpec, machine: HardwareConfig, form: PlanFormat, *, figure: str | None = None) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; raises ConfigError as `show_plan`."""
-    _check_figure(figure)
-    choices = search(job, machine)
-    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
-    content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
-    _show(content, form, figure, machine=machine.name, unit=machine.unit)
+def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
+    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are those that were given.
 
-
-def show_comparison(config: PlanConfig, machines: Sequence[HardwareConfig], settings: Sequence[str]) -> None:
-    """Print what a job needs on each machine, the best first, and draw it; `settings` are those of the command line.
-
-    Raises ConfigError as `show_plan`, and CapacityError at the end if nothing is left.
+    Raises ConfigError as `show_plan`.
     """
     _check_figure(config.figure)
-    choices = compare(config, machines)
-    left = {choice.machine for choice in choices if choice.reason is None}
-    used = [machine for machine in machines if machine.name in left] or machines
-    content = {"plan_version": PLAN_VERSION} | comparison_document(choices, config, machines)
-    content["command"] = _command(settings, choices[0].settings)
-    _show(content | {"basis": sorted(set(map(basis, used)))}, config.format, config.figure)
-    if problem := nothing_left(choices):
-        raise CapacityError(problem)
+    choices = search(job_of_plan(config, machine), machine, settings)
+    notes = notes_on_guesses(choice["adapts"] and choice["reason"] is None for choice in choices)
+    content = {"plan_version": PLAN_VERSION, "basis": basis(machine), "notes": notes, "search": choices}
+    _show(content, config.format, config.figure, machine=machine.name, unit=machine.unit)
 
 
-_OF_COMPARISONS = {
-    "objective", "concurrency", "max_ms_per_token", "max_first_token_ms", "max_price", "prices", "search", "format",
-    "figure",
-}  # fmt: skip
+def show_machines(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+    """Print the plans of a job on several machines in one table, in the order given.
 
-
-def _command(settings: Sequence[str], choice: Sequence[str]) -> str:
-    """The command that plans a choice: what the user gave and the choice does not set, then its settings."""
-    given = {setting.partition("=")[0]: setting for setting in settings}
-    chosen = {setting.partition("=")[0] for setting in choice}
-    without = ("draft.", "speculation.") if "draft=none" in choice else ()
-    kept = [
-        setting for key, setting in given.items() if key not in chosen | _OF_COMPARISONS and not key.startswith(without)
-    ]
-    return shlex.join(["llama-ssp", "plan", *kept, *choice])
+    Raises CapacityError at the end if it fits none.
+    """
+    plans = []
+    for machine in machines:
+        on_machine = replace(config, hardware=asdict(machine))
+        resolve(on_machine)
+        plans.append(plan_on(on_machine, machine))
+    content = {"plan_version": PLAN_VERSION, "plans": [document(plan) for plan in plans]}
+    _show(content, config.format, None)
+    if not any(plan.fits for plan in plans):
+        nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
+        raise CapacityError(
+            f"none of the {len(plans)} machines has room; on {nearest.hardware.name}, {shortage(nearest)}"
+        )
 
 
 def _check_figure(figure: str | None) -> None:

@@ -133,7 +133,9 @@ class Scorer:
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
                 if drafter and place > length:
-                    draft_BV = self._draft(drafter, tokens_BS, place, vocab_size=log_probs_BV.shape[-1])
+                    draft_BV = self._draft(
+                        drafter, tokens_BS, place, num_given=length, vocab_size=log_probs_BV.shape[-1]
+                    )
                     if law:
                         law.add(
                             next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place - length],
@@ -150,10 +152,10 @@ class Scorer:
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
-        logits_BTV, last = first_BV[:, None], length - 1
+        logits_BTV, last, rows = first_BV[:, None], length - 1, _rows(tokens_BS, length, num_given=length)
         while True:
             for logits_B1V in logits_BTV.split(1, dim=1):
-                context = Context(tokens_BS, torch.zeros_like(tokens_BS[:, 0]), torch.full_like(tokens_BS[:, :1], last))
+                context = rows.before(torch.full_like(tokens_BS[:, :1], last))
                 yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0]
                 last += 1
             if last == num_slots - 1:
@@ -162,17 +164,24 @@ class Scorer:
             positions_BT = torch.arange(last, stop, device=tokens_BS.device).expand(self._batch_size, -1)
             logits_BTV = self._target.forward(tokens_BS[:, last:stop], positions_BT, bucket=bucket, taps=self._taps)
 
-    def _draft(self, drafter: Drafter, tokens_BS: Tensor, length: int, *, vocab_size: int) -> Tensor:
+    def _draft(
+        self, drafter: Drafter, tokens_BS: Tensor, length: int, *, num_given: int, vocab_size: int
+    ) -> Tensor:  # fmt: skip
         """The draft's probabilities (B, V) of the token after `length` tokens; 1 for one that it proposes without."""
-        lengths_B = torch.full_like(tokens_BS[:, 0], length)
         uniforms_BKP = torch.full((self._batch_size, 1, PER_DRAW), 0.5, dtype=torch.float64, device=tokens_BS.device)
-        rows = Rows(tokens_BS.clone(), lengths_B, torch.zeros_like(lengths_B))  # the drafter writes into the tokens
+        rows = _rows(tokens_BS.clone(), length, num_given=num_given)  # the drafter writes into the tokens
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
         if draft.probs_BTV is not None:
             return draft.probs_BTV[:, 0]
         return torch.zeros(self._batch_size, vocab_size, device=tokens_BS.device).scatter_(1, draft.ids_BK, 1.0)
+
+
+def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
+    """Texts of one length behind prompts of one, whose keys do not count."""
+    lengths_B = torch.full_like(tokens_BS[:, 0], length)
+    return Rows(tokens_BS, lengths_B, torch.zeros_like(lengths_B), torch.full_like(lengths_B, num_given))
 
 
 @torch.inference_mode()

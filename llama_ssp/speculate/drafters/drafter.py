@@ -15,17 +15,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llama_ssp.models.cache import PerBucket, Taps, Workspace
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import DrafterConfig
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft, Rule
 from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.workspaces import PerBucket, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class TreeTables(Workspace):
 
         The first of them stands `first` slots behind it. For `sees_BMA` see `TreePlaces`.
         """
-        num_rows, num_nodes, _ = static_shape(sees_BMA)
+        num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
         positions_BM = (root_B1 + depths_BM).expand(num_rows, num_nodes)
         return positions_BM, TreePlaces(slots_BM, sees_BMA, self._slots[bucket])

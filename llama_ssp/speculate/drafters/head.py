@@ -21,7 +21,6 @@ from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
@@ -43,6 +42,7 @@ class HeadDrafter(StepwiseDrafter):
     ) -> None:
         super().__init__(head, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=head.num_token_ids, tree=tree)
         self._head, self._taps, self._first_row = head, taps, first_row
+        self._own_rows = range(0)
         self._width = (tree.depth if tree else num_draft_tokens) + 1
         self._pairs_T = torch.arange(max(self._width, CATCH_UP_CHUNK), device=head.device)
 
@@ -50,7 +50,9 @@ class HeadDrafter(StepwiseDrafter):
         """Allocate the cache."""
         super().allocate(batch_size=batch_size, num_slots=num_slots)
         first = self._first_row(self._taps.num_rows)
-        self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+        if self._own_rows != (own_rows := range(first, first + batch_size)):  # else graphs read what is there
+            self._tables.rows_B = torch.arange(first, first + batch_size, device=self._head.device)
+            self._own_rows = own_rows
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read all pairs of the prompts but the last, whose token is not drawn yet."""
@@ -102,7 +104,7 @@ class HeadDrafter(StepwiseDrafter):
                 newest_B1, level.first, level.depth, level.sees_BMA, bucket=bucket
             )
             above_BM1 = level.parents_BM[..., None]
-            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, static_shape(hidden_BME)[2]))
+            hidden_BME = hidden_BME.gather(1, above_BM1.expand(-1, -1, hidden_BME.shape[2]))
             hidden_BME, logits_BMV = self._head.extend(
                 level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
             )

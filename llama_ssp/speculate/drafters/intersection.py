@@ -29,17 +29,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from llama_ssp.models.cache import OwnBuckets, Workspace
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import OWN_SLOTS_PER_SLOT, own_slots
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
+from llama_ssp.workspaces import OwnBuckets, Workspace
 
 
 class VocabularyMap(NamedTuple):
@@ -97,7 +96,7 @@ class _OwnText(Workspace):
         ends_BS = spelled_BS + excess_BS.cummin(1).values
         starts_BS = torch.cat([own_prompt_B1, ends_BS], dim=1)[:, :-1]
         pieces_BSM = vocabularies.pieces_VM[tokens_BS]
-        offsets_M = torch.arange(static_shape(pieces_BSM)[-1], device=tokens_BS.device)
+        offsets_M = torch.arange(pieces_BSM.shape[-1], device=tokens_BS.device)
         places_BSM = starts_BS[..., None] + offsets_M
         places_BSM = torch.where(places_BSM < ends_BS[..., None], places_BSM, self._nowhere)
         self.tokens_BX.scatter_(1, places_BSM.flatten(1), pieces_BSM.flatten(1))
@@ -127,7 +126,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         encode: Callable[[Sequence[int]], list[int]],
         comm: Comm | None = None,
     ) -> None:
-        vocab_size, width = static_shape(vocabularies.pieces_VM)[0], static_shape(vocabularies.pieces_VM)[1] + 1
+        vocab_size, width = vocabularies.pieces_VM.shape[0], vocabularies.pieces_VM.shape[1] + 1
         super().__init__(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
         self.vocabularies, self._encode, self._comm = vocabularies, encode, comm or Comm.single()
         self._first_W = torch.arange(width, device=runner.device)
@@ -179,7 +178,7 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> Callable[[int, Tensor | None], Tensor]:
         assert self._text, "allocate comes first"
         own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
-        width, bucket = static_shape(self._first_W)[0], self.own_bucket(bucket)
+        width, bucket = self._first_W.shape[0], self.own_bucket(bucket)
         num_unread = width + (num_unread - 2) * (width - 1)
         catch_up(self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket)
 

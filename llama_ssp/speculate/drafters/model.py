@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.settings.drafters import Matching, matching_of
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
@@ -89,7 +88,7 @@ class ModelDrafter(StepwiseDrafter):
         return logits_of
 
     def _widened(self, logits: Tensor) -> Tensor:
-        missing = self.vocab_size - static_shape(logits)[-1]
+        missing = self.vocab_size - logits.shape[-1]
         return pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _known(self, ids: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
@@ -80,7 +79,7 @@ class NgramDrafter:
 
         Each node has a row of its own: its text and its path. `period_R1` is how far before the end its copy goes on.
         """
-        num_rows = static_shape(lengths_R1)[0]
+        num_rows = lengths_R1.shape[0]
         drafted: list[Tensor] = []
         for width in self._widths:
             if drafted and width > 1:

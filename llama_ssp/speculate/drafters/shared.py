@@ -32,7 +32,6 @@ from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PREFILL_CHUNK
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, HostTimed
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
@@ -110,7 +109,7 @@ class _SharedDrafter(HostTimed):
         return inner.take_host_s(most_s) if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
-        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[: static_shape(ids_BK)[1]], ids_BK)
+        rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[: ids_BK.shape[1]], ids_BK)
 
 
 class BroadcastDrafter(_SharedDrafter):
@@ -151,7 +150,7 @@ class BroadcastDrafter(_SharedDrafter):
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
             )
         else:
-            ids_BK, probs_BTV = rows.lengths_B.new_empty(static_shape(rows.lengths_B)[0], num_tokens), None
+            ids_BK, probs_BTV = rows.lengths_B.new_empty(rows.lengths_B.shape[0], num_tokens), None
             parents_BK = ids_BK if self._has_parents else None
         if parents_BK is None:
             ids_BK = self._comm.broadcast(ids_BK, src=self._src)
@@ -164,7 +163,7 @@ class BroadcastDrafter(_SharedDrafter):
             self._comm.send(probs_BTV[:, :-1], dst=self._receiver.rank)
         elif self._receiver and self._comm.rank == self._receiver.rank:
             num_rows = self._receiver.num_rows or num_tokens
-            shape = (static_shape(ids_BK)[0], num_rows, self._receiver.vocab_size)
+            shape = (ids_BK.shape[0], num_rows, self._receiver.vocab_size)
             probs_BKV = self._comm.receive(torch.empty(shape, device=ids_BK.device), src=self._src)
             probs_BTV = pad(probs_BKV, (0, 0, 0, 1))  # a row of zeros follows
         return Draft(ids_BK, probs_BTV, parents_BK)
@@ -184,7 +183,7 @@ class AheadDrafter(BroadcastDrafter):
             return self._inner.propose(
                 rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, num_unread=num_unread, bucket=bucket
             )
-        return Draft(rows.lengths_B.new_zeros(static_shape(rows.lengths_B)[0], num_tokens), None)
+        return Draft(rows.lengths_B.new_zeros(rows.lengths_B.shape[0], num_tokens), None)
 
     def exchange(self, draft: Draft, rows: Rows) -> Draft:
         """Give all ranks the drafted ids, behind the rows, and the rank that verifies their probabilities."""
@@ -246,7 +245,7 @@ class BatchSplit:
 
     def gather(self, own_RX: Tensor, *, batch_size: int) -> Tensor:
         """Gather the rows (B, X) of all ranks on every rank."""
-        width = static_shape(own_RX)[1]
+        width = own_RX.shape[1]
         rows = [self._of(rank, batch_size) for rank in range(self._comm.size)]
         widths = tuple((each.stop - each.start) * width for each in rows)
         return self._comm.all_gather_last(own_RX.flatten(), widths).view(batch_size, width)
@@ -285,7 +284,7 @@ class BatchSplitDrafter(_SharedDrafter):
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draft this rank's rows and gather the ids of all; the probabilities are those of its own rows only."""
-        batch_size, own = static_shape(rows.lengths_B)[0], self._own
+        batch_size, own = rows.lengths_B.shape[0], self._own
         ids_RK, probs_RWV = rows.lengths_B.new_empty(0, num_tokens), None
         if self._inner and own.start < own.stop:
             ids_RK, probs_RWV, _ = self._inner.propose(

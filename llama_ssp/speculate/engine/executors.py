@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.ranks.gpu import capture_stream, ends_run
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
-from llama_ssp.speculate.engine.tracing import Traced
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

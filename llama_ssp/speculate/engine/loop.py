@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
@@ -30,7 +31,6 @@ from llama_ssp.speculate.engine.held import HeldTexts, PromptRow
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.threads import ThreadChoice
 from llama_ssp.speculate.engine.verifier import GOES_ON, NOT_A_NUMBER, STOP_REQUESTED
 
 
@@ -214,6 +214,8 @@ class Decoder:
                 for skipped, lengths in zip(self._num_skipped, self._unread, strict=True)
             ]
         )
+        if all(self._outgrew(owner, choice) for owner in self._rows if owner):
+            return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if unread := self._unread[choice.source]:
                 self.round.read_late(
@@ -376,8 +378,9 @@ class Decoder:
                     owner.num_target_forwards += 1
                     if self.round.drafters:
                         owner.accepted_lengths.append(num_drafted)
-                        owner.draft_lengths.append(len(drafted) if owner.has_bonus else owner.num_ahead + 1)
-                        observed.append(num_accepted)
+                        num_examined = self._num_examined(owner, pending.choice, len(drafted))
+                        owner.draft_lengths.append(num_examined)
+                        observed += [num_accepted] * (num_examined > 0)
                         owner.num_ahead = goes_on * self.round.num_ahead
                 owner.token_ids += new_ids
                 if reason or num_before + num_new == limit:
@@ -394,6 +397,17 @@ class Decoder:
         self.length.observe(pending.choice, observed)
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
         return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
+
+    def _outgrew(self, owner: RowCompletion, choice: DraftChoice) -> bool:
+        """Whether a row, as far as it is known, is longer than a round drafts for."""
+        longest = self.round.longest(choice)
+        return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) > longest
+
+    def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
+        """How many drafted tokens of a row a round could accept, before its new tokens are known."""
+        if self._outgrew(owner, choice):
+            return 0
+        return num_drafted if owner.has_bonus else owner.num_ahead + 1
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""

@@ -29,6 +29,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
@@ -108,8 +109,9 @@ class Round:
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
-        """How often each model's cache has been allocated."""
-        return self.target.num_allocations, *[drafter.num_allocations for drafter in self.drafters]
+        """How often each part has replaced what its stages read."""
+        of_taps = self.taps.num_allocations if self.taps else 0
+        return self.target.num_allocations, of_taps, *[drafter.num_allocations for drafter in self.drafters]
 
     @property
     def reads_by_length(self) -> bool:
@@ -198,6 +200,15 @@ class Round:
             repeats=self.target.repeats_operators,
         )  # fmt: skip
 
+    def longest(self, choice: DraftChoice) -> int | None:
+        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all."""
+        drafter = self.drafters[choice.source] if choice.num_tokens else None
+        return drafter.longest(choice.num_tokens) if isinstance(drafter, LimitedDrafter) else None
+
+    def _is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
+        longest = self.longest(choice)
+        return None if longest is None else state.lengths_B[:, None] > longest
+
     def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
         uniforms_BN = state.uniforms()
         draft = self.drafters[choice.source].propose(
@@ -218,7 +229,9 @@ class Round:
         uniforms_BN, ids_BK, *probs = drafted
         draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
         draft = Draft(ids_BK, probs[0] if probs else None)
-        decision = self.verifier.verify(draft, self.verifier.process(*scores), draws=draws)
+        decision = self.verifier.verify(
+            draft, self.verifier.process(*scores), draws=draws, is_plain_B1=self._is_plain(choice, state)
+        )
         return state.commit(decision, drafted_ids_BK=ids_BK)
 
     def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:

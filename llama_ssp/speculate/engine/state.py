@@ -66,6 +66,7 @@ class BatchState(NamedTuple):
         limits_B: length at which a row ends; equal to the row's length once it has ended.
         first_round_B: the row of the flattened `uniforms_BMN` for a round at length 0.
         keys_B: the key of each row's uniforms.
+        prompt_lengths_B: how many tokens are the prompt.
         ahead_B: drafted tokens behind the text that wait for verification; 0 but in rounds that overlap (`overlap`).
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
     """
@@ -75,6 +76,7 @@ class BatchState(NamedTuple):
     limits_B: Tensor
     first_round_B: Tensor
     keys_B: Tensor
+    prompt_lengths_B: Tensor
     ahead_B: Tensor
     uniforms_BMN: Tensor
 
@@ -87,8 +89,9 @@ class BatchState(NamedTuple):
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
         shape = batch_size, num_rounds, table.num_uniforms
         uniforms_BMN = torch.arange(math.prod(shape), dtype=torch.float64, device=table.device).mul_(_GOLDEN).frac_()
-        lengths_B, limits_B, first_round_B, keys_B, ahead_B = tokens_BS.new_zeros(5, batch_size).unbind()
-        state = cls(tokens_BS, lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN.view(shape))
+        lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B = tokens_BS.new_zeros(6, batch_size).unbind()
+        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B
+        state = cls(tokens_BS, *rows, uniforms_BMN.view(shape))
         state.vacate(slice(None))
         return state
 
@@ -104,17 +107,17 @@ class BatchState(NamedTuple):
             length = len(request.prompt_ids)
             tokens_BS[row, :length] = torch.tensor(request.prompt_ids)
             numbers.append((length, length + request.max_new_tokens, row * num_rounds - length, request.key(seed), 0))
-        columns = to_device([*zip(*numbers, strict=True)], device).unbind()
-        lengths_B, limits_B, first_round_B, keys_B, ahead_B = columns
+        lengths_B, limits_B, first_round_B, keys_B, ahead_B = to_device([*zip(*numbers, strict=True)], device).unbind()
         uniforms_BMN = torch.empty(width, dtype=torch.float64, device=device)
         for row, (length, *_) in enumerate(numbers):  # one at a time, to save memory
             uniforms_BMN[row] = table.uniforms(keys_B[row], torch.arange(length, length + num_rounds, device=device))
-        return cls(to_device(tokens_BS, device), lengths_B, limits_B, first_round_B, keys_B, ahead_B, uniforms_BMN)
+        rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B
+        return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 
     @property
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
-        return Rows(self.tokens_BS, self.lengths_B, self.keys_B)
+        return Rows(self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B)
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, of as many slots and rounds, in order."""

@@ -53,8 +53,9 @@ class TreeRound(Round):
         ids_BT = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
         logits_BTV = self.target.forward(ids_BT, positions_BT, bucket=bucket, taps=self.taps, tree=places)
         decision, path_BD = self.verifier.verify_tree(
-            self._tree, shape, draft, self.verifier.process(logits_BTV), draws=self.uniforms.split(uniforms_BN)
-        )
+            self._tree, shape, draft, self.verifier.process(logits_BTV), draws=self.uniforms.split(uniforms_BN),
+            is_plain_B1=self._is_plain(choice, state),
+        )  # fmt: skip
         from_BD, to_BD = root_B1 + path_BD, lengths_B1 + self._steps_D
         self.target.move(from_BD, to_BD)
         if self.taps:

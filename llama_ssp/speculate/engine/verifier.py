@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, verify_ahead
@@ -77,34 +76,41 @@ class Verifier:
             ids_B1, probs_BV = self._rule.draw(logits_BV, uniforms_BP, context)
             weights_B1 = (logits_BV if probs_BV is None else probs_BV).gather(1, ids_B1)
             decision = self._decision(Verdict(torch.zeros_like(ids_B1), ids_B1, weights_B1))
-        return self._broadcast(decision, batch_size=static_shape(uniforms_BP)[0])
+        return self._broadcast(decision, batch_size=uniforms_BP.shape[0])
 
     def process(self, logits_BWV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`, for the rows that this rank decides."""
         if self._split:
-            own = self._split.own_rows(static_shape(logits_BWV)[0])
+            own = self._split.own_rows(logits_BWV.shape[0])
             return self._rule.process(logits_BWV[own], context and Context(*(each[own] for each in context)))
         return self._rule.process(logits_BWV, context) if self._decides else logits_BWV
 
-    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws) -> Decision:
-        """Accept a prefix of the draft and choose the token that follows it; with a split, any rank can ask to stop."""
-        batch_size, _ = static_shape(draft.ids_BK)
+    def verify(self, draft: Draft, target_BWV: Tensor, *, draws: Draws, is_plain_B1: Tensor | None = None) -> Decision:
+        """Accept a prefix of the draft and choose the token that follows it; with a split, any rank can ask to stop.
+
+        Where `is_plain_B1` nothing is accepted, and the next token is that of plain decoding.
+        """
+        batch_size, _ = draft.ids_BK.shape
         if not self._split:
             verdict = self._rule.verify(draft, target_BWV, draws=draws) if self._decides else None
+            verdict = verdict and self._or_plain(verdict, is_plain_B1, target_BWV, draws)
             return self._broadcast(verdict and self._decision(verdict), batch_size=batch_size)
         own = self._split.own_rows(batch_size)
         packed_R3 = self._stop_11.new_empty(0, 3)
         if own.start < own.stop:
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
             verdict = self._rule.verify(Draft(draft.ids_BK[own], draft.probs_BTV), target_BWV, draws=own_draws)
+            is_plain_R1 = None if is_plain_B1 is None else is_plain_B1[own]
+            verdict = self._or_plain(verdict, is_plain_R1, target_BWV, own_draws)
             packed_R3 = torch.cat([*self._decision(verdict)], dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
     def verify_tree(
-        self, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws
-    ) -> tuple[Decision, Tensor]:
+        self, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws,
+        is_plain_B1: Tensor | None = None,
+    ) -> tuple[Decision, Tensor]:  # fmt: skip
         """Accept a path of a tree; returns the decision, and the nodes (B, D) of the path (`TreeVerdict.path_BD`)."""
-        packed_BX = self._stop_11.new_empty(static_shape(draft.ids_BK)[0], 3 + tree.depth)
+        packed_BX = self._stop_11.new_empty(draft.ids_BK.shape[0], 3 + tree.depth)
         if self._decides:
             if draft.probs_BTV is not None:
                 verdict = verify_tree(tree, draft, target_BTV, draws=draws)
@@ -113,7 +119,8 @@ class Verifier:
                 chosen = best_choices(target_BTV) if takes_best else drawn_choices(target_BTV, draws)
                 verdict = verify_certain(shape, draft, *chosen)
             num_accepted_B1, path_BD, *others = verdict
-            decision = self._decision(Verdict(num_accepted_B1, *others))
+            chain = Verdict(num_accepted_B1, *others)
+            decision = self._decision(self._or_plain(chain, is_plain_B1, target_BTV, draws))
             if self.comm.size == 1:
                 return decision, path_BD
             packed_BX = torch.cat([*decision, path_BD], dim=1)
@@ -131,7 +138,16 @@ class Verifier:
             )
             decision = self._decision(verdict)
             decision.flags_B1.add_(goes_on_B1, alpha=GOES_ON)
-        return self._broadcast(decision, batch_size=static_shape(ahead_B)[0])
+        return self._broadcast(decision, batch_size=ahead_B.shape[0])
+
+    def _or_plain(
+        self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, draws: Draws
+    ) -> Verdict:  # fmt: skip
+        if is_plain_B1 is None:
+            return verdict
+        ids_B1 = self._rule.choose(target_BTV[:, 0], draws.plain_BP)
+        plain = Verdict(torch.zeros_like(ids_B1), ids_B1, target_BTV[:, 0].gather(1, ids_B1))
+        return Verdict(*(torch.where(is_plain_B1, *each) for each in zip(plain, verdict, strict=True)))
 
     def _decision(self, verdict: Verdict) -> Decision:
         num_accepted_B1, next_ids_B1, weights_B1 = verdict

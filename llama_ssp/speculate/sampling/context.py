@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.shapes import static_shape
 
 
 class Rows(NamedTuple):
-    """Rows of a batch: token ids, of which `lengths_B` are prompt and text, and the keys of their uniforms.
+    """Rows of a batch: token ids, of which `lengths_B` are prompt and text, the keys of their uniforms, the prompts.
 
     Drafted tokens may stand behind the text; the slots behind them are undefined.
     """
@@ -25,10 +24,11 @@ class Rows(NamedTuple):
     tokens_BS: Tensor
     lengths_B: Tensor
     keys_B: Tensor
+    prompt_lengths_B: Tensor
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""
-        return Context(self.tokens_BS, self.keys_B, last_BT)
+        return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT)
 
 
 class Context(NamedTuple):
@@ -36,6 +36,7 @@ class Context(NamedTuple):
 
     tokens_BS: Tensor
     keys_B: Tensor
+    prompt_lengths_B: Tensor
     last_BT: Tensor
 
 
@@ -46,38 +47,37 @@ Penalty = Callable[[Tensor, Context], Tensor]
 def penalty(sampling: SamplingConfig) -> Penalty | None:
     """Compose the penalties of a sampling config; None without any.
 
-    Source: Keskar et al. 2019, arXiv:1909.05858 (repetition); the frequency and presence penalties are those of
-        OpenAI's API, counted over prompt and text.
+    Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers); the frequency
+        and presence penalties are those of OpenAI's API and of vLLM, counted over the text without its prompt.
     """
     repetition, frequency, presence = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     if not sampling.penalizes:
         return None
 
     def apply(logits_BTV: Tensor, context: Context) -> Tensor:
-        counts_BTV = count_tokens(context, vocab_size=static_shape(logits_BTV)[-1]).to(logits_BTV.dtype)
-        is_known_BTV = counts_BTV > 0
+        vocab_size, first_B = logits_BTV.shape[-1], context.prompt_lengths_B
         if repetition != 1.0:
+            is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size) > 0
             scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
             logits_BTV = torch.where(is_known_BTV, scaled_BTV, logits_BTV)
-        if frequency:
-            logits_BTV = logits_BTV - frequency * counts_BTV
-        if presence:
-            logits_BTV = logits_BTV - presence * is_known_BTV
+        if frequency or presence:
+            counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size).to(logits_BTV.dtype)
+            logits_BTV = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
         return logits_BTV
 
     return apply
 
 
-def count_tokens(context: Context, *, vocab_size: int) -> Tensor:
-    """Count every token of the vocabulary before each scored position: fp32 (B, T, V)."""
-    tokens_BS, _, last_BT = context
-    batch_size, num_positions = static_shape(last_BT)
+def count_tokens(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
+    """Count every token of the vocabulary from `first_B` on before each scored position: fp32 (B, T, V)."""
+    tokens_BS, last_BT, first_B1 = context.tokens_BS, context.last_BT, first_B[:, None]
+    batch_size, num_positions = last_BT.shape
     places_BS = torch.ones_like(tokens_BS).cumsum(1) - 1  # unlike a range, right for any number of slots in a trace
-    is_before_BS = (places_BS <= last_BT[:, :1]).to(torch.float32)
+    is_before_BS = ((places_BS >= first_B1) & (places_BS <= last_BT[:, :1])).to(torch.float32)
     counts_BV = torch.zeros(batch_size, vocab_size, device=tokens_BS.device)
     counts_T = [counts_BV.scatter_add(1, tokens_BS * is_before_BS.long(), is_before_BS)]
-    one_B1 = torch.ones(batch_size, 1, device=tokens_BS.device)
     for position in range(1, num_positions):
-        next_B1 = tokens_BS.gather(1, last_BT[:, position : position + 1])
-        counts_T.append(counts_T[-1].scatter_add(1, next_B1, one_B1))
+        last_B1 = last_BT[:, position : position + 1]
+        counted_B1 = (last_B1 >= first_B1).to(torch.float32)
+        counts_T.append(counts_T[-1].scatter_add(1, tokens_BS.gather(1, last_B1), counted_B1))
     return torch.stack(counts_T, dim=1)

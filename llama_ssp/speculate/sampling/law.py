@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.evaluation.martingales import BIASES, FAULTS, SCORES, Role, TextSums
-from llama_ssp.shapes import static_shape
 
 NUM_NEWEST = 8
 """N: a penalty that forgets drafted tokens forgets the newest ones."""
@@ -45,7 +44,7 @@ class LawSums:
         symbol_B1 = ((ids_BA == next_B1) * torch.arange(1, ids_BA.shape[1] + 1, device=ids_BA.device)).sum(
             1, keepdim=True
         )
-        symbol_B1 = (symbol_B1 - 1) % static_shape(target_BA)[1]
+        symbol_B1 = (symbol_B1 - 1) % target_BA.shape[1]
         laws_BGA, roles_GR = _faulty_laws(target_BA, draft_BA)
         is_newest_BA = (ids_BA[..., None] == newest_BN[:, None]).any(-1)
         scores_BFA = _scores(
@@ -78,7 +77,7 @@ class LawSums:
 
 def _symbols(target_BV: Tensor, draft_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The ids (B, A - 1) of all symbols but the last, and both models' probabilities of the symbols."""
-    num_ids = min(_NUM_SYMBOLS, static_shape(target_BV)[1]) - 1
+    num_ids = min(_NUM_SYMBOLS, target_BV.shape[1]) - 1
     ids_BA = (target_BV + draft_BV).topk(num_ids).indices.sort().values
     target_BA, draft_BA = (probs_BV.gather(1, ids_BA).double() for probs_BV in (target_BV, draft_BV))
     return ids_BA, _with_others(target_BA), _with_others(draft_BA)

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from llama_ssp.kernels.choice_gpu import attempt
 from llama_ssp.kernels.draw import Draw, find_draw
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.shapes import static_shape
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
 DRAW_UNITS = 2.0**62
@@ -43,7 +42,7 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(dtype) * (1 / temperature)
         probs = torch.softmax(logits, dim=-1)
-        vocab_size = static_shape(logits)[-1]
+        vocab_size = logits.shape[-1]
         if top_k is not None or top_p is not None:
             largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
         if top_k is not None:
@@ -91,7 +90,7 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
     Returns:
         int64 (B, 1); the boundaries between tokens are exact to within V 2^-53 over the row's sum.
     """
-    vocab_size = static_shape(weights_BV)[-1]
+    vocab_size = weights_BV.shape[-1]
     if weights_BV.dtype is torch.float32:
         block_size = tokens_of_a_block(vocab_size)
         if weights_BV.is_cpu and (compiled := _compiled_draw()):
@@ -150,7 +149,7 @@ def _draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Te
     blocks_BCM = whole_BV.unflatten(1, (num_blocks, block_size))
     of_blocks_B1, of_tokens_B1 = uniforms_BP.split(1, dim=1)
     blocks_B1 = _pick(blocks_BCM.sum(-1), of_blocks_B1, num_places=num_blocks)
-    rows_B = rows_at(blocks_B1, num_rows=static_shape(units_BV)[0], num_positions=num_blocks)
+    rows_B = rows_at(blocks_B1, num_rows=units_BV.shape[0], num_positions=num_blocks)
     places_B1 = _pick(blocks_BCM.flatten(0, 1).index_select(0, rows_B), of_tokens_B1, num_places=block_size)
     ids_B1 = places_B1.add_(blocks_B1, alpha=block_size)
     return ids_B1.clamp_max_(vocab_size - 1) if num_missing else ids_B1

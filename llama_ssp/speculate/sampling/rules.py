@@ -24,7 +24,6 @@ from torch.nn.functional import pad
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings.rules import at_every_temperature, rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
@@ -64,7 +63,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) 
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
-    num_rows, num_positions, _ = static_shape(target_probs_BTV)
+    num_rows, num_positions, _ = target_probs_BTV.shape
     draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     num_accepted_B1 = (draws.accept_BK[..., None] < target_at_BK1.div_(draft_at_BK1)).cumprod(1).sum(1)
 
@@ -88,7 +87,7 @@ def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Ver
 
     Source: Sun et al. 2024, arXiv:2403.10444, Algorithm 2.
     """
-    num_rows, num_positions, _ = static_shape(target_probs_BTV)
+    num_rows, num_positions, _ = target_probs_BTV.shape
     draft_probs_BTV, target_at_BK1, draft_at_BK1 = _at_drafted(draft, target_probs_BTV)
     # The product clipped to 1 at every step equals the product over its largest value so far. It is computed in fp64,
     # because a drafted token can be 2^62 times as probable under the target.
@@ -170,9 +169,11 @@ class Rule:
         given = logits_BV[:, None] if self.needs_context else logits_BV
         scores = self.process(given, context)
         scores_BV = scores[:, 0] if self.needs_context else scores
-        if self._verify is None:
-            return scores_BV.argmax(-1, keepdim=True), None
-        return draw(scores_BV, uniforms_BP), scores_BV
+        return self.choose(scores_BV, uniforms_BP), None if self.takes_best else scores_BV
+
+    def choose(self, scores_BV: Tensor, uniforms_BP: Tensor) -> Tensor:
+        """Draw one token per row (B, 1) from the output of `process` at one position."""
+        return scores_BV.argmax(-1, keepdim=True) if self.takes_best else draw(scores_BV, uniforms_BP)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
         """Process the target's logits for `verify`."""
@@ -181,7 +182,7 @@ class Rule:
             logits_BTV = self._penalize(logits_BTV, context)
         scores_BTV = self._process(logits_BTV) if self._process else logits_BTV
         if context and self._races:
-            vocab_size = static_shape(logits_BTV)[-1]
+            vocab_size = logits_BTV.shape[-1]
             scores_BTV = scores_BTV / exponentials(context.keys_B, context.last_BT, vocab_size=vocab_size)
         return scores_BTV
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.settings.trees import TreeShape, tree_shape
-from llama_ssp.shapes import static_shape
 from llama_ssp.speculate.sampling.processors import draw, rows_at
 from llama_ssp.speculate.sampling.rules import Draft, draw_next
 from llama_ssp.speculate.sampling.uniforms import Draws
@@ -62,7 +61,7 @@ def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
         found.append(up_BT.gather(1, found[-1]))
     upwards_BTA = torch.stack(found, dim=-1)  # a node, its parent, ..., the root again and again
     depths_BT = (upwards_BTA > 0).sum(-1)
-    num_rows, num_nodes = static_shape(up_BT)
+    num_rows, num_nodes = up_BT.shape
     ancestors_BTT = torch.zeros(num_rows, num_nodes, num_nodes, dtype=torch.bool, device=up_BT.device)
     ancestors_BTT.scatter_(2, upwards_BTA, torch.ones_like(upwards_BTA, dtype=torch.bool))
     steps_D = nodes_BT[0, :1] + torch.ones(depth, dtype=torch.int64, device=up_BT.device).cumsum(0) - 1
@@ -133,8 +132,8 @@ class Tree:
         """The topology of each row's tree."""
         if draft.parents_BK is not None:
             return find_topology(draft.parents_BK, depth=self.depth)
-        num_rows, _ = static_shape(draft.ids_BK)
-        return Topology(*(each.expand(num_rows, *static_shape(each)[1:]) for each in self.topology))
+        num_rows, _ = draft.ids_BK.shape
+        return Topology(*(each.expand(num_rows, *each.shape[1:]) for each in self.topology))
 
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
         """Draft a static tree, level by level: drawn children, or the most probable ones.
@@ -151,7 +150,7 @@ class Tree:
         level: Level | None = None
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
-        num_rows = static_shape(uniforms_BKP)[0]
+        num_rows = uniforms_BKP.shape[0]
         above = range(1)
         for depth, (nodes, width) in enumerate(zip(self.levels, self.shape.widths, strict=True), start=1):
             scores_BMV = read(level)
@@ -180,9 +179,9 @@ class Tree:
 
         Source: Li et al. 2024, arXiv:2406.16858, section 4.
         """
-        width, _ = static_shape(self._same_WW)
+        width, _ = self._same_WW.shape
         given_BMV = read(None)
-        num_rows = static_shape(given_BMV)[0]
+        num_rows = given_BMV.shape[0]
         # Of the nodes that were read last: their numbers as candidates, the logarithms of their paths, what they see.
         numbers_BM = torch.zeros_like(given_BMV[..., 0], dtype=torch.int64)
         paths_BM = torch.zeros_like(given_BMV[..., 0])
@@ -197,7 +196,7 @@ class Tree:
                 paths_BM, best_BM = scores_BX.topk(width)
                 first = 1 + (width + (depth - 2) * width**2 if depth > 1 else 0)
                 numbers_BM, parents_BM = best_BM + first, best_BM // width
-                above_BMA = sees_BMA.gather(1, parents_BM[..., None].expand(-1, -1, static_shape(sees_BMA)[2]))
+                above_BMA = sees_BMA.gather(1, parents_BM[..., None].expand(-1, -1, sees_BMA.shape[2]))
                 sees_BMA = torch.cat([above_BMA, self._same_WW.expand(num_rows, -1, -1)], dim=-1)
                 level = Level(depth, 1 + (depth - 1) * width, ids_BX.gather(1, best_BM), parents_BM, sees_BMA)
                 given_BMV = read(level)
@@ -238,8 +237,8 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor, *, replaces: bool = F
     Returns:
         The ids (B, X), the children of a node side by side, as nodes are numbered.
     """
-    num_rows, num_nodes, vocab_size = static_shape(probs_BMV)
-    num_children = static_shape(uniforms_BXP)[1]
+    num_rows, num_nodes, vocab_size = probs_BMV.shape
+    num_children = uniforms_BXP.shape[1]
     width = num_children // num_nodes
     rest_XV = probs_BMV.reshape(num_rows * num_nodes, vocab_size)
     children: list[Tensor] = []
@@ -277,7 +276,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     # The first children of all nodes are examined at once. The later ones take whole rows, and wait for their turn.
     assert draft.probs_BTV is not None, "certain children have `verify_certain`"
     shape = tree.topology_of(draft)
-    at_BN = draft.ids_BK + shape.parents_BN * static_shape(target_probs_BTV)[-1]
+    at_BN = draft.ids_BK + shape.parents_BN * target_probs_BTV.shape[-1]
     ratio_BN = target_probs_BTV.flatten(1).gather(1, at_BN).div_(draft.probs_BTV.flatten(1).gather(1, at_BN))
     passes_first_BT = pad(draws.accept_BK < ratio_BN, (1, 0))
     # Node 0 stands for a child that is not there: its uniform is above every ratio.
@@ -320,7 +319,7 @@ def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT:
         chosen_BT: the token that the target draws after each node, or its best one.
         weights_BT: the weights of these.
     """
-    _, num_nodes, depth = static_shape(shape.paths_BTD)
+    _, num_nodes, depth = shape.paths_BTD.shape
     fits_BN = chosen_BT.gather(1, shape.parents_BN) == draft.ids_BK
     places_BN = num_nodes - torch.ones_like(draft.ids_BK).cumsum(1)  # the largest is the first
     node_B1 = torch.zeros_like(draft.ids_BK[:, :1])
@@ -339,14 +338,14 @@ def best_choices(target_logits_BTV: Tensor) -> tuple[Tensor, Tensor]:
 def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """A token drawn after each node by numbers of its own, which its children are not drawn by: ids and weights."""
     uniforms_BTP = torch.cat([draws.residual_BP[:, None], draws.draft_BKP], dim=1)
-    num_rows, num_nodes, _ = static_shape(target_probs_BTV)
+    num_rows, num_nodes, _ = target_probs_BTV.shape
     drawn_BT = draw(target_probs_BTV.flatten(0, 1), uniforms_BTP.flatten(0, 1)).view(num_rows, num_nodes)
     return drawn_BT, target_probs_BTV.gather(-1, drawn_BT[..., None])[..., 0]
 
 
 def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> TreeVerdict:
     """The verdict that accepts the path to a node."""
-    depth = static_shape(shape.paths_BTD)[2]
+    depth = shape.paths_BTD.shape[2]
     path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, depth))[:, 0]
     return TreeVerdict(shape.depths_BT.gather(1, node_B1), path_BD, next_ids_B1, weights_B1)
 
@@ -355,7 +354,7 @@ def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor)
     """The probabilities (B, V) of what follows one node of each row: the target's, and the draft's or zeros."""
 
     def row(probs_BTV: Tensor) -> Tensor:
-        num_rows, num_positions, _ = static_shape(probs_BTV)
+        num_rows, num_positions, _ = probs_BTV.shape
         at_B1 = node_B1.clamp_max(num_positions - 1)  # nodes without children share the draft's last row
         return probs_BTV.flatten(0, 1).index_select(0, rows_at(at_B1, num_rows=num_rows, num_positions=num_positions))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp import Pair, compare_machines, load, plan
+from llama_ssp import Pair, load, plan
 from llama_ssp.api.words import in_library_words
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.settings import catalogue
@@ -163,7 +163,7 @@ def test_load_and_plan_refuse_in_words_of_the_library(
                 (Pair.generate, "num_assistant_tokens", "num_draft_tokens?"), (Pair.generate, "n", "num_samples?"),
                 (Pair.generate, "gamma", "num_draft_tokens?"), (Pair.generate, "do_sample", "temperature?"),
                 (load, "torch_dtype", "dtype?"), (load, "assistant_model", "draft?"), (load, "model", "target?"),
-                (plan, "gpus", "num_gpus?"), (compare_machines, "max_tokens", "max_"),
+                (plan, "gpus", "num_gpus?"),
             )
         ),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes target, draft, dtype, quantization, cache_"),

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from llama_ssp import Completion, Pair, load
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.errors import ConfigError
 from llama_ssp.run import decoders
 from llama_ssp.settings import catalogue
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.weights import hub
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy

@@ -1,15 +1,12 @@
 """`plan` gives the plan of `llama-ssp plan`."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_ssp import compare_machines, plan
-from llama_ssp.errors import ConfigError
-from llama_ssp.machines import hardware
+from llama_ssp import plan
 from llama_ssp.planning.plan import document
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
@@ -42,8 +39,8 @@ from tests.helpers.in_process import planned
             ],
         ),
         (
-            {"target": "65B", "draft": "tinyllama_1B", "hardware": "8xh100", "text": "code"},
-            ["model=65B", "draft=tinyllama_1B", "hardware=8xh100", "speculation.text=code"],
+            {"target": "65B", "draft": "tinyllama_1B", "hardware": "8xh100"},
+            ["model=65B", "draft=tinyllama_1B", "hardware=8xh100"],
         ),
         (
             {"target": "llama3_1B", "draft": "ngram", "hardware": "laptop_cpu"},
@@ -98,33 +95,6 @@ def test_a_folder_in_the_home_is_planned_by_arguments_and_settings_alike(
     assert found.job.target.shape == plan("tiny", hardware="laptop_cpu").job.target.shape
     settings = ["model=local", "model.path='~/m'", "draft=none", "hardware=laptop_cpu"]
     assert planned(*settings)["target"] == document(found)["target"]
-
-
-def test_machines_are_compared_as_by_the_command() -> None:
-    settings = ["model=7B", "draft=none", "hardware=g5_12xlarge,1xl4", "objective=price", "prices={1xl4:0.5}"]
-    wanted = planned(*settings, "max_ms_per_token=40", "batch_size=2")["machines"]
-    found = compare_machines(
-        "7B", hardware=["g5_12xlarge", hardware.load("1xl4")], objective="price", prices={"1xl4": 0.5},
-        max_ms_per_token=40, batch_size=2,
-    )  # fmt: skip
-    numbered = [{"rank": number} | asdict(choice) for number, choice in enumerate(found, start=1)]
-    assert json.loads(json.dumps(numbered)) == wanted
-
-
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        ({"objective": "speed"}, "unknown objective 'speed'"),
-        ({"text": "poetry"}, "unknown text 'poetry'"),
-        ({"hardware": []}, "names no machine"),
-        ({"max_price": -1}, "max_price=-1.0 must be above 0"),
-        ({"prices": {"1xl4": "cheap"}}, "must be US dollars per hour by machine"),
-        ({"search": "yes"}, "search='yes' must be True or False"),
-    ],
-)
-def test_a_wrong_argument_of_a_comparison_is_one_sentence(wrong: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        compare_machines("7B", **{"hardware": ["1xl4"], **wrong})
 
 
 def test_a_repr_is_a_line() -> None:

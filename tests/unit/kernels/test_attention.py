@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
-from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
+from llama_ssp.models.runner import nearest
 from llama_ssp.settings.formats import CACHES
 from llama_ssp.speculate.sampling.trees import find_topology
 from tests.helpers.lanes import pairs
@@ -99,13 +100,13 @@ def defined(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
 
 @pairs(
     heads=HEADS, head_dim=[16, 32, 64, 80, 128, 256], starts=[[0], [120], [300, 4, FAR]], num_tokens=[1, 5, 40],
-    way=["text", "window", "trees"],
+    way=["text", "window", "trees", "trees in a window", "trees in a small window"],
 )  # fmt: skip
 def test_it_is_attention(heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int, way: str) -> None:
     """To a text, to the last positions of one, and of nodes of trees to the text and their ancestors."""
-    window = 150 if way == "window" else 0
+    window = 2 if "small" in way else 150 if "window" in way else 0
     given, cache, first_slots = case(starts, num_tokens, heads=heads, head_dim=head_dim, window=window)
-    given = in_trees(given, starts) if way == "trees" else given
+    given = in_trees(given, starts) if "trees" in way else given
     wanted_cache = cache.double()
     wanted = defined(given, wanted_cache, first_slots)
     torch.testing.assert_close(given.call(cache, first_slots).double(), wanted, rtol=0, atol=2e-6)
@@ -133,7 +134,7 @@ def in_trees(given: Case, starts: list[int]) -> Case:
     parents = [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes)]
     shape = find_topology(torch.tensor([parents] * len(starts)).view(len(starts), -1).long(), depth=num_nodes)
     positions, slots = torch.tensor(starts)[:, None] + shape.depths_BT, given.positions
-    return given._replace(positions=positions, tree=(slots, shape.ancestors_BTT))
+    return given._replace(positions=positions, tree=(slots, nearest(shape.ancestors_BTT, given.window or None)))
 
 
 def test_a_node_that_is_no_number_spoils_those_behind_it_alone() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.kernels import compiled
-from llama_ssp.kernels.compiled import has_features
+from llama_ssp.cpu import compiled
+from llama_ssp.cpu.compiled import has_features
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.kernels.draw import NEEDS, Draw
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, tokens_of_a_block
 from tests.helpers.lanes import pairs

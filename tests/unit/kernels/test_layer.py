@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention import NEEDS
-from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.layer import WholeLayer
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner

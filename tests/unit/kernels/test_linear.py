@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp.cpu import kinds
+from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels import linear
 from llama_ssp.kernels.between import RmsNorm
-from llama_ssp.kernels.compiled import has_features
 from llama_ssp.kernels.linear import (
     HalfLinear,
     Linear,
@@ -28,8 +29,9 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.models.quantization.precision import Precision, int8_linear
 from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
-from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS
 from llama_ssp.weights import int4_rows
+from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
@@ -53,10 +55,10 @@ def made(version: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def native(kind: str, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-    if not has_features(linear.NEEDS[kind]):
+    if not has_features(kinds.NEEDS[kind]):
         pytest.skip("this processor has no such product")
     kernel = Precision(quantization=QUANTIZED[kind]).kernel if kind in QUANTIZED else partial(native_floats, kind)
-    found = native_of(make_linear(weight, bias, kernel=kernel))
+    found = native_of(make_linear(rounded(kind, weight) if kind in FP4_SCALED else weight, bias, kernel=kernel))
     assert found
     return found
 
@@ -65,11 +67,11 @@ def stands_for(version: str, weight: Tensor) -> Tensor:
     """The weights in fp64, from their definition."""
     if version in {"half", "halves"}:
         return weight.half().double()
-    if version == linear.FP8:
+    if version == kinds.FP8:
         return in_fp8(weight)
-    if version == linear.NIBBLES:
+    if version == kinds.NIBBLES:
         return in_4_bits(weight, 128)
-    if version in linear.FP4:
+    if version in kinds.FP4:
         return in_fp4(weight, version)
     return in_steps(weight) if version in QUANTIZED else weight.double()
 
@@ -202,7 +204,7 @@ def test_a_checkpoint_in_4_bits_is_multiplied_as_it_is_with_all_its_zeros(group:
     codes, zeros = torch.arange(48 * 256).view(48, 256).remainder(16).to(torch.uint8), torch.arange(48 * 8) % 17
     zeros = zeros.view(48, 8)[:, : shape[1]]
     scales, x = numbers(*shape).abs().half().float(), numbers(5, 256)
-    layer = made(linear.NIBBLES, int4_rows.pack(codes, scales, zeros))
+    layer = made(kinds.NIBBLES, int4_rows.pack(codes, scales, zeros))
     weight = (codes.unflatten(1, (-1, group)) - zeros[..., None]).double() * scales[..., None].double()
     assert_close(layer(x), x.double() @ weight.flatten(1).t())
 

@@ -4,6 +4,7 @@ Real jobs are the business of tests/slurm.
 """
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -11,16 +12,15 @@ import pytest
 
 from tests.helpers.repository import ROOT
 
-# srun is what the script starts torchrun with: here a run that ends at once, having recorded so many completions.
+# srun is what the script starts ranks with: here a run that ends at once, having recorded so many completions.
 SRUN = """#!/usr/bin/env bash
-printf '%s\\n' "$CODE" >"$EXIT_CODE_FILE"
-printf '%s\\0' "$@" >started
+printf '%s\\0' "$RUN_ID" "$MASTER_PORT" "$@" >started
 if [ -n "$RUN_DIR" ]; then
     printf '%s\\n' "$RUN_DIR" >"$RUN_DIR_FILE"
     mkdir -p "$RUN_DIR"
     for ((i = 0; i < LINES_MADE; i++)); do echo '{}' >>"$RUN_DIR/run.jsonl"; done
 fi
-[ "$CODE" = 0 ]
+exit "$CODE"
 """
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
@@ -106,6 +106,25 @@ def test_where_nothing_can_be_kept_every_restart_counts(job: PlanSpec) -> None:
         (job.folder / ".slurm-7.idle").mkdir(exist_ok=True)
         assert job.start(made=1, restarts=restarts).returncode == 4
         assert job.num_requeued == num_requeued
+
+
+def test_a_port_that_is_taken_is_passed_over_and_the_job_names_the_run(job: PlanSpec) -> None:
+    with socket.create_server(("127.0.0.1", 20007)):
+        assert job.start(code=0).returncode == 0
+    name, port = (job.folder / "started").read_text().split("\0")[:2]
+    assert (name, port) == ("slurm-7", "20404")
+
+
+def test_a_job_whose_ports_are_all_taken_says_so_and_queues_itself_again(job: PlanSpec) -> None:
+    (job.folder / "python").write_text("#!/usr/bin/env bash\nexit 0\n")
+    (job.folder / "python").chmod(0o755)
+    ended = job.start("--python", str(job.folder / "python"))
+    assert (ended.returncode, job.num_requeued) == (4, 1)
+    assert ended.stderr.startswith("every port that job 7 has tried on ")
+
+
+def test_a_rank_that_a_signal_has_ended_is_a_lost_one(job: PlanSpec) -> None:
+    assert job.start(code=137).returncode == 1
 
 
 @pytest.mark.parametrize(("code", "state"), [(1, "RUNNING"), (3, "RUNNING"), (4, "CANCELLED")])

@@ -1,7 +1,5 @@
 """The catalogue of machines, and what is said of a file that is wrong."""
 
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ REQUIRED = {
     "1xa100_80gb", "1xh100", "1xrtx3090", "1xrtx4090", "1xl4", "8xmi300x", "g6e_48xlarge", "p5_48xlarge",
     "p5e_48xlarge", "8xb200", "g5_48xlarge", "g6_12xlarge", "p4de_24xlarge",
 }  # fmt: skip
-WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "price", "profiles"}
+WITHOUT_SOURCE = {"name", "device", "gpu", "num_gpus", "num_nodes", "sources", "link", "network", "profiles"}
 
 
 def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
@@ -25,24 +23,31 @@ def _figures(name: str = "p4d_24xlarge") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(REQUIRED))
-def test_every_figure_of_an_entry_has_a_source_and_a_price_its_month(name: str) -> None:
+def test_every_figure_of_an_entry_has_a_source(name: str) -> None:
     figures, machine = _figures(name), hardware.load(name)
     wanted = {key for key, value in figures.items() if value is not None} - WITHOUT_SOURCE
     wanted |= {f"{link}.{key}" for link in ("link", "network") if link in figures for key in figures[link]}
-    wanted |= {"price.usd_per_hour"} if machine.price else set()
     assert wanted - machine.sources.keys() == set()
     assert machine.name == name
-    assert machine.price is None or re.fullmatch(r"20\d\d-\d\d", machine.price.date or "")
-    assert machine.price is None or machine.price.vendor
 
 
-def test_the_price_is_that_of_the_smallest_machine_with_enough_gpus() -> None:
-    machine = hardware.load("g5_12xlarge")
-    of_size = {number: replace(machine, num_gpus=number).usd_per_hour for number in (1, 2, 4, 8, 9)}
-    assert of_size == {1: 1.006, 2: 5.672, 4: 5.672, 8: 16.288, 9: None}
-    assert replace(machine, num_nodes=2).usd_per_hour == 2 * 5.672
-    assert replace(hardware.load("1xh200"), num_gpus=2).usd_per_hour == 2 * 4.59
-    assert replace(machine, price=None).usd_per_hour is None
+def test_machines_of_an_architecture_share_what_it_has() -> None:
+    hopper = [machine for machine in map(hardware.load, hardware.names()) if machine.gpu.startswith(("H100", "H200"))]
+    assert {machine.name for machine in hopper} >= {"1xh100", "8xh100", "p5_48xlarge", "1xh200"}
+    assert {(machine.context_bytes, machine.kernel_s) for machine in hopper} == {(905000000, 2.4e-6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("4xa100", "hardware=8xa100_80gb hardware.num_gpus=4"), ("4xA10G", "hardware=g5_12xlarge"), ("h100", "1xh100"),
+        ("2xmi300x", "hardware=8xmi300x hardware.num_gpus=2"), ("8xh10", "8xh100"),
+        ("16xh100", "hardware=8xh100 hardware.num_nodes=2"),
+    ],
+)  # fmt: skip
+def test_an_unknown_machine_is_answered_with_its_own_gpus(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown hardware '{name}': .*; did you mean {meant}\?$"):
+        hardware.load(name)
 
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
@@ -71,20 +76,14 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         ("link", 5, "must be a mapping"),
         ("flops_per_s", {}, "at least one number format"),
         ("sources", "web", "where each figure is from"),
-        ("profiles", {"num_ranks": 1}, "must be a list"),
-        ("profiles", [{"num_ranks": 1}], "hardware.profiles[0].linear is missing"),
+        ("sums", {"num_ranks": 1}, "hardware.sums must be a list"),
+        ("sums", [{"num_ranks": 2}], "hardware.sums[0].num_bytes is missing"),
+        ("sums", [{"num_ranks": 2.5, "num_bytes": 8, "s": 1}], "hardware.sums[0].num_ranks=2.5 must be a whole number"),
+        ("sums", [{"num_ranks": 2, "num_bytes": 8, "s": "fast"}], "hardware.sums[0].s=fast must be a number, above 0"),
         ("memory_bytes", "40 GB", "must be a whole number"),
         ("memory_bytes", float("nan"), "must be a whole number"),
         ("gpu", 7, "must be text"),
-        ("price", 3, "hardware.price must be a mapping"),
-        ("price", {"usd_per_hour": {1: 0}}, "hardware.price.usd_per_hour.1=0 must be above 0"),
-        ("price", {"vendor": "AWS"}, "hardware.price.usd_per_hour is missing"),
-        ("price", {"usd_per_hour": 2}, "hardware.price.usd_per_hour=2 must give a price for each number of GPUs"),
-        ("price", {"usd_per_hour": {}}, "must give a price for each number of GPUs, for example {1: 4.29, 8: 31.92}"),
-        ("price", {"usd_per_hour": {"eight": 2}}, "must give a price for each number of GPUs"),
-        ("price", {"usd_per_hour": {8: 2}, "per": "gpu"}, "unknown figure of hardware.price 'per'"),
         ("device", ["cuda"], "hardware.device=['cuda'] must be one of cuda, cpu"),
-        ("price", {"usd_per_hour": {1: 2}, "date": 2025}, "hardware.price.date=2025 must be text"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(key: str, value: object, complaint: str) -> None:
@@ -97,21 +96,3 @@ def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one(
     assert hardware.problems_of(["p4d"]) == ["hardware must be a mapping of figures, not ['p4d']"]
     with pytest.raises(ConfigError, match=r"unknown hardware '8xh10': .*did you mean 8xh100"):
         hardware.load("8xh10")
-
-
-def test_all_faults_of_measured_wholes_are_told_at_once() -> None:
-    parts = ("linear", "tied_head", "layer", "frame", "attention", "draw", "verify")
-    profile: dict[str, Any] = {key: [] for key in parts} | {"num_ranks": 1}
-    faulty = [{"rows": 1.5, "width": 0, "s": -1}, {"rows": 1, "s": "fast", "speed": 2}]
-    figures = _figures() | {"profiles": [profile | {"layer": faulty}]}
-    assert sorted(hardware.problems_of(figures)) == [
-        "hardware.profiles[0].layer[0].rows=1.5 must be a whole number, above 0",
-        "hardware.profiles[0].layer[0].s=-1 must be above 0",
-        "hardware.profiles[0].layer[0].width=0 must be above 0",
-        "hardware.profiles[0].layer[1].s=fast must be a number, above 0",
-        "hardware.profiles[0].layer[1].width is missing",
-        "unknown figure of hardware.profiles[0].layer[1] 'speed': there are rows, s, width",
-    ]
-    figures["profiles"][0] |= {"layer": [], "composition": [{"rows": 1, "working_set_bytes": 8, "ratio": 2.0}]}
-    assert hardware.problems_of(figures) == [], "what earlier versions wrote is ignored"
-    assert hardware.build(figures).profiles[0].forward_ratio == 1.0

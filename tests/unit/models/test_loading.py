@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.loading import load_modules
+from llama_ssp.models.loading import check_model, load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
@@ -105,6 +105,20 @@ def test_tensors_that_no_layer_has_are_ignored(tmp_path: Path) -> None:
     extra = {"model.layers.5.self_attn.rotary_emb.inv_freq": torch.ones(4), "other.7.weight": torch.ones(2)}
     edit_tensors(tmp_path, lambda tensors: tensors | extra)
     assert_same_values(load(tmp_path), model)
+
+
+def test_tensors_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_checkpoint(tmp_path, "llama")
+    biases = {f"model.layers.1.self_attn.{name}_proj.bias": torch.ones(64) for name in "qo"}
+    known = {f"{name}.weight": torch.ones(2) for name in ("vision_tower.layers.0.fc1", "mtp.fc", "model.visual.merger")}
+    known |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    edit_tensors(tmp_path, lambda tensors: tensors | known)
+    check_model(inspect(tmp_path), num_ranks=2)
+    assert not caplog.messages
+    edit_tensors(tmp_path, lambda tensors: tensors | biases)
+    check_model(inspect(tmp_path), num_ranks=2)
+    named = "model.layers.1.self_attn.o_proj.bias, model.layers.1.self_attn.q_proj.bias"
+    assert caplog.messages == [f"{tmp_path} holds tensors that no module takes, which are not read: {named}"]
 
 
 def test_parameters_are_cast_to_the_wanted_format_and_rotary_frequencies_stay_fp32(

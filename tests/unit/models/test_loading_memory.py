@@ -23,7 +23,7 @@ SIZES = {
 FAMILIES: dict[str, tuple[dict[str, int], list[tuple[str, str]]]] = {
     "llama": (
         {"num_hidden_layers": 38, "num_key_value_heads": 16},
-        [*((form, "bf16") for form in formats()), ("none", "fp32")],
+        [*((name, "bf16") for name, form in formats().items() if not form.is_stored_alone), ("none", "fp32")],
     ),
     "gpt_neox": ({"num_hidden_layers": 50}, [("none", "bf16"), ("none", "fp32")]),
 }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import NEEDS
-from llama_ssp.kernels.compiled import has_features
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp import load as load_pair
+from llama_ssp.cpu.kinds import DOTS
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.kernels.linear import DOTS, PlainLinear, product_of
+from llama_ssp.kernels.linear import PlainLinear, product_of
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import OwnLinear, check_model, load_modules
@@ -21,11 +21,9 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.world import start as start_world
-from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import formats
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, Dtype
+from llama_ssp.settings.schema import Dtype
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -37,7 +35,7 @@ pytestmark = pytest.mark.seconds
 CPU = torch.device("cpu")
 # Wide enough for groups of 128 inputs on two ranks.
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
-FORMS = [form.name for form in formats().values() if form.is_quantized]
+FORMS = [form.name for form in formats().values() if form.is_quantized and not form.is_stored_alone]
 IMPLEMENTATIONS = [
     ("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules"), ("gpt_neo", "modules"),
     ("gemma2", "modules"),
@@ -101,7 +99,7 @@ def test_ranks_come_within_the_error_of_the_precision_itself(
     exact = logits_of(load(folder, implementation, Precision()))
     alone = logits_of(load(folder, implementation, precision))
     error = rms(alone - exact)
-    most = {"fp8_weight_only": 0.2, "nf4": 0.5, "fp4": 0.7, "int4_weight_only": 0.5, "mxfp4": 0.7, "nvfp4": 0.5}
+    most = {"fp8_weight_only": 0.2, "nf4": 0.5, "fp4": 0.7, "int4_weight_only": 0.5}
     assert 1e-3 * rms(exact) < error < most.get(form, 0.1) * rms(exact)
     comms = thread_comms(num_ranks)
     runners = [load(folder, implementation, precision, comm=comm) for comm in comms]
@@ -139,13 +137,11 @@ def round_difference(runner: Runner) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["lean", "modules"])
 def test_a_round_is_decoding_one_by_one_as_closely_as_in_fp32(implementation: str) -> None:
-    """At most ten times as far; and int8 at threshold 6, whose rows depend on each other, is far beyond that."""
+    """At most ten times as far."""
     folder = hub.resolve(catalogue.load("tiny"))
     exact = round_difference(load(folder, implementation, Precision()))
     for form in FORMS:
         assert round_difference(load(folder, implementation, Precision(quantization=form))) <= 10 * exact, form
-    mixed = Precision(quantization="int8", int8_threshold=6.0)
-    assert round_difference(load(folder, implementation, mixed)) > 100 * exact
 
 
 def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
@@ -272,10 +268,3 @@ def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPat
     pair = load_pair("tiny", "tiny-draft", quantization="int8", device="cpu")
     [completion] = pair.generate("import os", max_new_tokens=4, temperature=0)
     assert len(completion.token_ids) == 4
-    entry = replace(pair.config.model, int8_threshold=6.0)
-    config = replace(pair.config, model=entry, draft=DrafterConfig(kind=NO_DRAFT))
-    with (
-        start_world(device=config.device, timeout_s=60) as world,
-        pytest.raises(ConfigError, match="needs the package bitsandbytes: "),
-    ):
-        find_sources(config, world)

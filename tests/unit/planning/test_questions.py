@@ -1,4 +1,4 @@
-"""The planner answers `questions.yaml` and `rentals.yaml` as an expert does; of each, 28 of 30 must agree."""
+"""The planner answers `questions.yaml` and `rentals.yaml` as an expert does; of each, all but two must agree."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import yaml
 from llama_ssp import plan
 from llama_ssp.planning.plan import document
 from llama_ssp.run.commands import plan as command
-from llama_ssp.settings.schema import Offload, PlacementConfig, TargetKind, TargetPlacement
+from llama_ssp.settings.schema import PlacementConfig, TargetKind, TargetPlacement
 
 QUESTIONS, RENTALS = (
     yaml.safe_load(Path(__file__).with_name(name).read_text()) for name in ("questions.yaml", "rentals.yaml")
@@ -23,8 +23,7 @@ def _plan(arguments: dict[str, Any]) -> dict[str, Any]:
     placement = arguments.get("placement")
     if isinstance(placement, dict):
         target = dict(placement["target"])
-        kind, offload = TargetKind[target.pop("kind")], Offload[target.pop("offload")]
-        placement = PlacementConfig(target=TargetPlacement(kind=kind, offload=offload, **target))
+        placement = PlacementConfig(target=TargetPlacement(kind=TargetKind[target.pop("kind")], **target))
     return document(plan(**arguments | {"placement": placement}))
 
 
@@ -80,7 +79,7 @@ def _other_words(content: dict[str, Any], key: str, wanted: str) -> Iterator[str
 
 
 def _is_agreed(contents: Iterator[dict[str, Any]], questions: list[dict[str, Any]]) -> None:
-    assert len(questions) == len({one["question"] for one in questions}) == 30
+    assert len(questions) == len({one["question"] for one in questions}) >= 25
     assert all(one["arithmetic"] and (one.get("answer") or one["holds"]) for one in questions)
     found = {one["question"]: [*_differences(content, one)] for content, one in zip(contents, questions, strict=True)}
     wrong = {question: points for question, points in found.items() if points}
@@ -92,7 +91,7 @@ def test_the_planner_agrees_with_the_expert() -> None:
 
 
 @pytest.mark.seconds
-def test_the_planner_rents_as_the_expert_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_knows_prompts_batches_and_prices_as_the_expert_does(capsys: pytest.CaptureFixture[str]) -> None:
     def answers() -> Iterator[dict[str, Any]]:
         for one in RENTALS:
             command.main([*one["command"].split(), "format=json"])

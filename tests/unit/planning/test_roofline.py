@@ -7,28 +7,23 @@ from typing import Any
 import pytest
 
 from llama_ssp.machines import hardware
-from llama_ssp.machines.hardware import HardwareConfig, Link, Speed
-from llama_ssp.machines.profile import LinearPoint, RowsPoint, SizePoint
+from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
 from llama_ssp.planning.spec import PlannedModel
 from llama_ssp.planning.timing import (
     LIBRARY_SHARE,
-    MEASURED_SLOTS,
     OPERATORS_PER_LAYER,
     ForwardTime,
-    LinearTable,
     ModelPlacement,
     _layer_s,
     _roofline_s,
     all_reduce_s,
-    between,
     forward_time,
-    line,
     message_s,
 )
 from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import Dtype, TargetKind
-from tests.helpers.planning import measured_machine, small_model
+from tests.helpers.planning import small_model
 
 MACHINE = replace(
     hardware.load("8xa100_80gb"),
@@ -42,25 +37,12 @@ MACHINE = replace(
 )
 NODES_OF_TWO = replace(MACHINE, num_gpus=2, num_nodes=4)
 MODEL = small_model(intermediate_size=512, vocab_size=512)
-MEASURED = replace(
-    MACHINE,
-    profiles=[
-        replace(
-            measured_machine(MACHINE).profiles[0],
-            layer=[RowsPoint(rows=1, width=64, s=0.0)],
-            frame=[RowsPoint(rows=1, width=64, s=0.0)],
-            attention=[SizePoint(size=5, s=1.0), SizePoint(size=10, s=2.0)],
-        )
-    ],
-)
 LAYER, HEAD = 64 * (64 + 32 + 32 + 64 + 3 * 512), 64 * 512
 
 
 def seat(num_ranks: int, *, model: PlannedModel = MODEL, cuda_graphs: bool = False) -> ModelPlacement:
     ranks = tuple(range(num_ranks))
-    return ModelPlacement(
-        model=model, kind=TargetKind.tensor, ranks=ranks, cuda_graphs=cuda_graphs, num_active=num_ranks
-    )
+    return ModelPlacement(model=model, kind=TargetKind.tensor, ranks=ranks, cuda_graphs=cuda_graphs)
 
 
 def forward(num_ranks: int, machine: HardwareConfig = MACHINE, *, num_slots: int = 100, **of_seat: Any) -> ForwardTime:  # noqa: ANN401 - as `seat` has
@@ -92,6 +74,16 @@ def test_a_format_whose_products_were_measured_has_its_own_speed() -> None:
     assert forward(1, others) == forward(1), "other formats are read like a copy"
 
 
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+def test_on_a_cpu_a_format_of_bitsandbytes_unpacks_the_matrix_for_every_product(name: str) -> None:
+    """A weight takes 0.8 ns, and its product as long as an unquantized one of 2 bytes."""
+    price = partial(_roofline_s, {10**9: 1}, MODEL, format_of(name), rows=1)
+    slow = replace(MACHINE, device="cpu", flops_per_s={"fp16": 1e3})
+    assert price(hardware=replace(MACHINE, device="cpu", copy_bytes_per_s=1e9)) == pytest.approx(0.8 + 2.0)
+    assert price(hardware=slow) == pytest.approx(0.8 + 2e9 / 1e3)
+    assert _layer_s(seat(1, model=replace(MODEL, dtype=Dtype.fp32, quantization=name)), slow, rows=1) == 100 * 25
+
+
 @pytest.mark.parametrize(("num_ranks", "num_heads"), [(1, 8), (2, 4), (3, 4), (8, 1)])
 def test_a_position_multiplies_with_those_before_it_on_the_rank_with_the_most_heads(
     num_ranks: int, num_heads: int
@@ -106,17 +98,6 @@ def test_a_position_multiplies_with_those_before_it_on_the_rank_with_the_most_he
 def test_keys_and_values_of_all_rows_are_read_by_the_rank_with_the_most_heads(num_ranks: int, num_heads: int) -> None:
     bytes_of_a_slot = 2 * num_heads * 8 * 2
     assert forward(num_ranks).attention_s == pytest.approx(3 * 100 * 2 * bytes_of_a_slot / 1e6)
-
-
-@pytest.mark.parametrize(("num_slots", "num_more"), [(MEASURED_SLOTS - 1, 0), (MEASURED_SLOTS + 36, 36)])
-def test_measured_attention_adds_the_slots_that_its_layers_have_not_read(num_slots: int, num_more: int) -> None:
-    """Two queries of each key-value head at five positions are ten rows that read."""
-    found = forward(1, MEASURED, cuda_graphs=False, num_slots=num_slots)
-    assert found.attention_s == pytest.approx(2.0 * num_more * 3 * 2 * (2 * 4 * 8 * 2))
-
-
-def test_measured_layers_multiply_all_rows_and_a_measured_head_those_that_are_scored() -> None:
-    assert forward(1, MEASURED, cuda_graphs=False).matrices_s == pytest.approx((15 * 2 * LAYER + 3 * HEAD) / 1e6)
 
 
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
@@ -151,6 +132,18 @@ def test_a_ring_sends_nearly_twice_its_bytes_inside_a_node_and_a_share_of_them_b
     assert all_reduce_s(NODES_OF_TWO, tuple(range(8)), 8000) == pytest.approx(3.0 + 8000 / 1000 + between_s)
 
 
+def test_measured_sums_take_the_place_of_links_inside_a_node() -> None:
+    sums = [
+        MeasuredSum(num_ranks=number, num_bytes=size, s=number * size) for number in (2, 4) for size in (1000, 2000)
+    ]
+    of_four, of_two = (replace(machine, sums=sums) for machine in (MACHINE, NODES_OF_TWO))
+    assert all_reduce_s(of_four, (0, 1, 2, 3), 1500) == pytest.approx(4 * 1500), "between two sizes"
+    assert all_reduce_s(of_four, tuple(range(8)), 1000) == pytest.approx(4 * 1000), "the nearest number of ranks"
+    assert message_s(of_four, (0, 1), 1000) == pytest.approx(2 * 1000)
+    between_s = 70.0 + 2 * 3 / 4 * (2000 / 2) / 100
+    assert all_reduce_s(of_two, tuple(range(8)), 2000) == pytest.approx(2 * 2000 + between_s)
+
+
 def test_a_message_takes_the_slower_way_where_its_ranks_are_on_two_nodes() -> None:
     assert message_s(NODES_OF_TWO, (0, 1), 500) == pytest.approx(3.0 + 0.5)
     assert message_s(NODES_OF_TWO, (1, 2), 500) == pytest.approx(70.0 + 5.0)
@@ -173,52 +166,3 @@ def test_formats_read_and_unpack_their_own_bytes() -> None:
         for rows, times in of_rows.items():
             assert _product_s(quantization, rows=rows) == pytest.approx(64 * 128 / 1e6 * times)
     assert _product_s("nf4", rows=2) > 4 * 64 * 128 / 1e6, "it unpacks its matrix"
-
-
-def test_a_number_format_that_was_not_measured_takes_the_points_of_one_that_was() -> None:
-    def points(dtype: str, s: float) -> list[LinearPoint]:
-        return [LinearPoint(dtype=dtype, rows=1, elements=n, working_set_bytes=8, s=s * n) for n in (1000, 2000)]
-
-    linear = points("fp32", 2.0) + points("fp16", 1.0)
-    price = partial(LinearTable(linear).seconds, 1500, rows=1, working_set_bytes=8)
-    assert [price(dtype=dtype) for dtype in (Dtype.bf16, Dtype.fp32, Dtype.fp16)] == [3000.0, 3000.0, 1500.0]
-
-
-def test_arithmetic_that_was_not_measured_takes_so_many_times_fp32_on_16_bit_weights() -> None:
-    def point(dtype: Dtype, arithmetic: Dtype, s: float) -> LinearPoint:
-        return LinearPoint(dtype=dtype.name, arithmetic=arithmetic.name, rows=1, elements=9, working_set_bytes=8, s=s)
-
-    linear = [point(Dtype.fp32, Dtype.fp32, 4.0), point(Dtype.fp16, Dtype.fp32, 2.0)]
-
-    def price(points: list[LinearPoint], *, dtype: Dtype, arithmetic: Dtype = Dtype.fp32) -> float:
-        table = LinearTable(points)
-        return table.seconds(9, rows=1, dtype=dtype, working_set_bytes=8, arithmetic=arithmetic, slowdown=3.0)
-
-    assert price(linear, dtype=Dtype.fp16) == 2.0
-    assert [price(linear, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [6.0, 6.0]
-    measured = [*linear, point(Dtype.bf16, Dtype.bf16, 7.0), point(Dtype.fp16, Dtype.fp16, 9.0)]
-    assert [price(measured, dtype=dtype, arithmetic=dtype) for dtype in (Dtype.bf16, Dtype.fp16)] == [7.0, 9.0]
-    assert [price(measured, dtype=dtype) for dtype in (Dtype.fp32, Dtype.fp16)] == [4.0, 2.0]
-
-
-LINE = [(1.0, 10.0), (5.0, 30.0), (9.0, 70.0)]
-
-
-@pytest.mark.parametrize(
-    ("points", "x", "y"),
-    [
-        *((LINE, x, y) for x, y in ((1, 10), (3, 20), (5, 30), (7, 50), (9, 70), (10, 80))),
-        ([(1.0, 10.0), (2.0, 4.0)], 5, 4),
-        ([(10.0, 1.0), (20.0, 11.0)], 1, 0),
-        ([(4.0, 7.0)], 100, 7),
-    ],
-)
-def test_a_line_goes_on_behind_its_last_point_but_never_falls_there_nor_below_zero(
-    points: list[tuple[float, float]], x: float, y: float
-) -> None:
-    assert line(points, x) == pytest.approx(y)
-
-
-def test_between_reads_on_a_logarithmic_axis_and_is_level_outside() -> None:
-    points = [(1.0, 0.5), (100.0, 2.5)]
-    assert [between(points, x) for x in (0.1, 10.0, 1e6)] == pytest.approx([0.5, 1.5, 2.5])

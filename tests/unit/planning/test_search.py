@@ -28,7 +28,6 @@ from llama_ssp.settings.schema import (
     DraftPlacement,
     ModelConfig,
     PlacementConfig,
-    WholeParts,
 )
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model, times_of
@@ -55,12 +54,12 @@ def choice(
 
 def test_a_search_finds_a_tree_for_a_head_and_none_for_a_model_or_many_rows() -> None:
     def trees_of(batch_size: int) -> set[tuple[str | None, str | None]]:
-        job = make_job("llama3_8B", "llama3_1B", batch_size=batch_size)
+        job = make_job("qwen3_8B", "qwen3_0.6B", batch_size=batch_size)
         return {(row["draft"], row["tree"]) for row in search(job, hardware.load("1xh100"))}
 
     few, many = trees_of(1), trees_of(64)
-    assert {("eagle3_llama3_8B", "2x1x1"), ("eagle3_llama3_8B", None), ("llama3_1B", None)} <= few
-    assert {tree for draft, tree in few if draft != "eagle3_llama3_8B"} == {None}
+    assert {("eagle3_qwen3_8B", "2x1x1"), ("eagle3_qwen3_8B", None), ("qwen3_0.6B", None)} <= few
+    assert {tree for draft, tree in few if draft != "eagle3_qwen3_8B"} == {None}
     assert {tree for _, tree in many} == {None}
 
 
@@ -72,8 +71,16 @@ def heads_of(model: ModelConfig) -> set[str]:
 def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide() -> None:
     assert heads_of(catalogue.load("qwen3_32B")) == {"eagle3_qwen3_32B"}
     assert heads_of(catalogue.load("llama2_13B")) == set()
-    of_hub = replace(catalogue.load("llama3_8B"), name="meta-llama/Llama-3.1-8B-Instruct")
+    instruct = "meta-llama/Llama-3.1-8B-Instruct"
+    of_hub = replace(catalogue.load("llama3_8B"), name=instruct, hub_id=instruct)
     assert heads_of(of_hub) == {"eagle3_llama3_8B"}
+    assert heads_of(replace(of_hub, name="local", hub_id=None, path="./folder")) == {"eagle3_llama3_8B"}
+
+
+@pytest.mark.parametrize("name", ["llama3_8B", "llama3_70B"])
+def test_a_head_of_the_instruct_model_is_not_offered_to_the_base(name: str) -> None:
+    assert heads_of(catalogue.load(name)) == set()
+    assert heads_of(replace(catalogue.load(name), name=str(catalogue.load(name).hub_id))) == set()
 
 
 def test_the_asked_model_comes_first_then_the_fastest_and_what_does_not_fit_comes_last_with_the_reason() -> None:
@@ -162,15 +169,15 @@ def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
 
 
 def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_not() -> None:
-    job = make_job("llama3_8B", "llama3_1B")
+    job = make_job("qwen3_8B", "qwen3_0.6B")
     found = [one for one in search(job, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]
     of_draft = {(one["draft"], one["draft_quantization"]): one for one in reversed(found) if not one["tree"]}
-    assert {form for name, form in of_draft if name == "llama3_1B"} == {"bf16", "int4_weight_only"}
-    assert {form for name, form in of_draft if name == "eagle3_llama3_8B"} == {"fp16"}
-    packed = of_draft["llama3_1B", "int4_weight_only"]
-    timed = times_of(make_job("llama3_8B", "llama3_1B", of_draft={"quantization": "int4_weight_only"}), A100)
+    assert {form for name, form in of_draft if name == "qwen3_0.6B"} == {"bf16", "int4_weight_only"}
+    assert {form for name, form in of_draft if name == "eagle3_qwen3_8B"} == {"bf16"}
+    packed = of_draft["qwen3_0.6B", "int4_weight_only"]
+    timed = times_of(make_job("qwen3_8B", "qwen3_0.6B", of_draft={"quantization": "int4_weight_only"}), A100)
     assert packed["ms_per_token"] == pytest.approx(1e3 * min(timed.by_num_draft_tokens))
-    assert packed["ms_per_token"] < of_draft["llama3_1B", "bf16"]["ms_per_token"]
+    assert packed["ms_per_token"] < of_draft["qwen3_0.6B", "bf16"]["ms_per_token"]
     assert "draft.model.quantization=int4_weight_only" in packed["settings"]
 
 
@@ -225,16 +232,15 @@ def _resolved(settings: list[str], *, num_ranks: int, has_draft: bool) -> PlanSp
     given = dict(setting.split("=", 1) for setting in settings)
     kind = DraftLayout[given.get("placement.draft.kind", "one_rank")]
     size = given.get("placement.draft.tp_size")
-    whole = WholeParts[given.get("placement.draft.whole", DraftPlacement().whole.name)]
     placement = PlacementConfig(
-        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None, whole=whole),
+        draft=DraftPlacement(kind=kind, tp_size=int(size) if size else None),
         num_replicas=int(given.get("placement.num_replicas", 1)),
     )
     laid_out = lay_out_replica(placement, world_size=num_ranks, has_draft=has_draft)
     job = PAIR if has_draft else ALONE
     return replace(
         job, batch_size=2, num_replicas=placement.num_replicas, target_ranks=laid_out.target_ranks,
-        draft_ranks=laid_out.draft_ranks, draft_kind=kind, draft_whole=whole,
+        draft_ranks=laid_out.draft_ranks, draft_kind=kind,
     )  # fmt: skip
 
 
@@ -261,22 +267,6 @@ def test_no_other_placement_is_faster(kind: DraftLayout, batch_size: int) -> Non
     least, rival = times_of(chosen, A100).speculative_run_s, times_of(other, A100).speculative_run_s
     assert least <= rival
     assert f"{rounded(1e3 * least)} ms per token" in sentence
-
-
-@pytest.mark.parametrize("latency_s", [1e-6, 15e-6])
-def test_attention_stays_whole_where_a_collective_takes_longer_than_reading_it(latency_s: float) -> None:
-    machine = replace(A100, link=replace(A100.link, latency_s=latency_s))
-    job = make_job("30B", "tinyllama_1B", num_ranks=8)
-    sharded = make_job("30B", "tinyllama_1B", num_ranks=8, draft_kind=DraftLayout.sharded)
-    step_s = {whole: times_of(replace(sharded, draft_whole=whole), machine).draft_forward_s for whole in WholeParts}
-    reads_s = 22 * 2 * (2 * 2048 * 2048 + 2 * 2048 * 256) * 7 / 8 / 1.7e12
-    saved_s = 22 * latency_s
-    saves = step_s[WholeParts.embedding] > step_s[WholeParts.attention]
-    assert saves == (saved_s > reads_s)
-    assert step_s[WholeParts.none] - step_s[WholeParts.embedding] == pytest.approx(latency_s, rel=0.05)
-    chosen, sentence = choose_placement(job, machine, num_ranks=8)
-    assert chosen.draft_whole is (WholeParts.attention if saves else WholeParts.embedding)
-    assert ("attention whole" in sentence) == saves
 
 
 @pytest.mark.parametrize(("model", "is_possible"), [("30B", True), ("65B", False)])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,12 +59,29 @@ def test_a_rank_tells_its_gpus_and_hears_of_the_others(
     gpus: list[str], starts: bool, ids: tuple[str, ...], store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sees(monkeypatch, gpus, starts=starts)
-    theirs = Seen("there", 2, (0, 1), 8)
+    versions = (version("llama_ssp"), torch.__version__, "")
+    theirs = Seen("there", 2, (0, 1), 8, versions=versions)
     store.set("llama_ssp/seen/auto/0", json.dumps(theirs))
     cores = tuple(sorted(os.sched_getaffinity(0)))
     assert seen_by_all(SECOND, DeviceKind.auto, timeout_s=0.1) == (
-        theirs, Seen(socket.gethostname(), 2, cores, len(gpus), ids),
+        theirs, Seen(socket.gethostname(), 2, cores, len(gpus), ids, versions),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence"),
+    [
+        (("0.0.9", torch.__version__, ""), r"has llama_ssp 0\.1\.0, and rank 0 on there has 0\.0\.9: install the same"),
+        ((version("llama_ssp"), "2.11.0", ""), r"has torch \S+, and rank 0 on there has 2\.11\.0: "),
+        ((version("llama_ssp"), torch.__version__, "2.28.9"), r"has NCCL unknown, and rank 0 on there has 2\.28\.9: "),
+    ],
+)  # fmt: skip
+def test_versions_that_differ_are_named_before_ranks_connect(
+    theirs: tuple[str, ...], sentence: str, store: HashStore
+) -> None:
+    store.set("llama_ssp/seen/cpu/0", json.dumps(Seen("there", 2, (0, 1), versions=theirs)))
+    with pytest.raises(PlacementError, match=rf"rank 1 on \S+ {sentence}"):
+        seen_by_all(SECOND, DeviceKind.cpu, timeout_s=0.1)
 
 
 def test_a_single_rank_asks_nobody(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +99,54 @@ def test_a_rank_that_says_nothing_is_named(store: HashStore) -> None:
     assert store.check(["llama_ssp/seen/cpu/1"]), "else the others would wait for this rank"
 
 
+@pytest.mark.parametrize(
+    ("launcher", "starts"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun has to start them, on every node"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"},
+            "each of the 2 tasks of this SLURM step has to run this command; in a shell of one of them, srun --overlap",
+        ),
+    ],
+    ids=["torchrun", "srun"],
+)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda store: wait_for_all(store, ["here/0", "here/1"], ranks=SECOND, timeout_s=3.0),
+        lambda _: open_store(SECOND, timeout_s=3.0),
+    ],
+    ids=["rank", "store"],
+)
+def test_a_long_wait_says_for_which_ranks_and_what_starts_them(
+    wait: Callable[[HashStore], object],
+    launcher: dict[str, str],
+    starts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(rendezvous, "_QUIET_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_HEED_EVERY_S", 0.2)
+    for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (store := HashStore()).set("here/1", "")
+    with pytest.raises(LostRankError):
+        wait(store)
+    assert capsys.readouterr().err.startswith(f"waiting for rank 0 until timeouts.load_s=3: {starts}")
+
+
+def test_a_store_that_ends_is_not_called_a_timeout() -> None:
+    class Ended(HashStore):
+        def wait(self, *_: object) -> None:
+            raise dist.DistNetworkError("connection reset")
+
+    (store := Ended()).set("here/1", "")
+    with pytest.raises(LostRankError, match="rank 0 did not connect before the store of the ranks had ended"):
+        wait_for_all(store, ["here/0", "here/1"], ranks=SECOND, timeout_s=600.0)
+
+
 def test_rank_0_keeps_the_store_until_the_others_have_read(store: HashStore) -> None:
-    store.set("llama_ssp/seen/cpu/1", json.dumps(Seen("here", 2, (0,))))
+    store.set("llama_ssp/seen/cpu/1", json.dumps(Seen("here", 2, (0,), versions=())))
     with pytest.raises(LostRankError, match="rank 1 did not connect"):
         seen_by_all(FIRST, DeviceKind.cpu, timeout_s=0.1)
     store.set("llama_ssp/seen/cpu/1/read", "")
@@ -175,6 +239,7 @@ def test_the_store_of_rank_0_listens_on_the_loopback_and_a_port_that_is_taken_is
     for name, value in {**environ, "MASTER_ADDR": socket.gethostname()}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(rendezvous, "_stores", {})
     held, theirs = open_store(FIRST, timeout_s=5.0), open_store(SECOND, timeout_s=5.0)
     held.set("key", "value")
     assert theirs.get("key") == b"value"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama_ssp.errors import LostRankError
+from llama_ssp.errors import ConfigError, LostRankError
 from llama_ssp.ranks import world
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.process import Ranks, read_ranks, signals_kept
@@ -49,6 +49,24 @@ ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
 )
 def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
     assert read_ranks(environ) == ranks
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is not a whole number from 0 on"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE= is not"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 is not"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE=two is not"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8 must be below WORLD_SIZE=8"),
+        (SLURM_STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID=x is not"),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(xx)"}, r"SLURM_STEP_TASKS_PER_NODE=4\(xx\) is not"),
+        (SLURM_STEP | {"SLURM_NODEID": "first"}, "SLURM_NODEID=first is not"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_is_no_number_is_named_with_what_sets_it(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"{sentence}.*; torchrun or srun sets it: unset it to run alone"):
+        read_ranks(environ)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +157,13 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         missing=lambda: (2,),
         agree_on=lambda words, **_: words,
         is_error_reporter=lambda **_: True,
+        has_busy_rank=lambda: False,
     )
     for key, value in {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(world, "_watch", lambda _: others)
+    monkeypatch.setattr(world, "_watch", lambda *_: others)
+    monkeypatch.setattr(world, "open_store", lambda *_, **__: None)
     monkeypatch.setattr(world, "seen_by_all", lambda *_, **__: found.seen)
     monkeypatch.setattr(Comm, "of_world", found.of_world)
     with signals_kept():
@@ -157,3 +177,14 @@ def test_a_rank_lost_while_they_meet_or_part_is_named(place: str, meeting: Meeti
     sentence = f"rank 2 is missing while {doing} .connection closed.; "
     with pytest.raises(LostRankError, match=sentence), world.start(device=DeviceKind.cpu, timeout_s=5.0):
         assert place == "ending"
+
+
+def test_a_process_that_nccl_does_not_let_end_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(world, "_END_S", 0.0)
+    world._end_anyway()
+    assert left == [0]
+    assert "left without NCCL, which had not ended after 0 s; all results are written" in caplog.text

@@ -1,5 +1,6 @@
 """A run folder keeps what was finished, whatever happened to the run."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -183,6 +184,28 @@ def test_a_full_disk_is_a_sentence_and_the_folder_can_be_resumed(tmp_path: Path)
     (tmp_path / "moved").replace(tmp_path / "run.jsonl")
     with RunFolder(tmp_path, CONFIG) as folder:
         assert folder.lines == [line(0)]
+
+
+def test_the_status_of_a_full_disk_is_written_over_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has a block of the disk, and a file that is to replace it finds none."""
+    sync = os.fsync
+
+    def full(number: int) -> None:
+        if Path(f"/proc/self/fd/{number}").readlink().suffix == ".tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(number)
+
+    sentence = "cannot use run.jsonl: no space left on device; free some space"
+    with RunFolder(tmp_path, CONFIG) as folder:
+        monkeypatch.setattr(os, "fsync", full)
+        write_failure(tmp_path, exit_code=2, sentence=sentence)
+        assert (tmp_path / "status").read_text() == f"2: {sentence}\n"
+        folder.write_status("interrupted")
+        assert (tmp_path / "status").read_text() == "interrupted\n"
+        write_failure(tmp_path, exit_code=2, sentence="x" * 9000)
+        assert (tmp_path / "status").read_text() == f"2: {'x' * 4092}\n", "no more than a block"
+        with pytest.raises(SspError, match="no space left"):
+            folder.write_kept("models.json", "{}")
 
 
 def test_a_run_dir_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:

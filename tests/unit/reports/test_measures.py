@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from llama_ssp.reports.folder import Run
 from llama_ssp.reports.measures import LEAST_PROMPTS, Estimate, measure, median, ratio
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
+from llama_ssp.reports.runs import Run
 from tests.helpers.lanes import heavy
 from tests.helpers.sweeps import PLAIN_MS, simulated_run, simulated_sweep, true_acceptance, true_speedup
 
@@ -18,7 +18,7 @@ def figures_of(run: Run) -> dict[str, tuple[Estimate, float]]:
     temperature, k = run.settings["sampling.temperature"], run.settings["speculation.num_draft_tokens"]
     assert isinstance(temperature, float)
     assert isinstance(k, int)
-    speedup, measured = true_speedup(temperature=temperature, k=k), measure(run)
+    speedup, measured = true_speedup(temperature=temperature, k=k), measure(run.lines)
     assert measured.speedup
     assert measured.acceptance
     return {

@@ -1,7 +1,5 @@
 """Finished runs are read back as they were written, and what cannot be read is named."""
 
-import csv
-import io
 import json
 import os
 from dataclasses import replace
@@ -9,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.reports.folder import find_runs, read_run
-from llama_ssp.reports.tables import cells_to_csv, to_csv
-from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run
+from llama_ssp.reports.runs import find_runs, read_run
+from tests.helpers.runs import FAST, PLAIN, summary, write_run
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -52,31 +49,6 @@ def test_a_run_in_two_of_the_folders_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "all" / "sweep")
     runs, missing = find_runs([tmp_path / "all", tmp_path / "all" / "sweep", tmp_path / "link" / "1"])
     assert ([run.name for run in runs], missing) == (["all/sweep/0", "all/sweep/1"], [])
-
-
-def test_every_completion_is_a_row_of_the_table_and_settings_that_differ_are_columns(tmp_path: Path) -> None:
-    for number, temperature in enumerate((0.0, 0.8)):
-        folder = write_run(tmp_path / "s" / str(number), FAST, model='a, "b"')
-        (folder / "config.yaml").write_text(f"seed: 7\nsampling:\n  temperature: {temperature}\n  top_k: null\n")
-    runs, _ = find_runs([tmp_path / "s"])
-    rows = list(csv.DictReader(io.StringIO(to_csv(runs))))
-    assert [row["sampling.temperature"] for row in rows] == ["0.0", "0.8"]
-    assert "sampling.top_k" not in rows[0]
-    assert [rows[1][name] for name in ("run", "model", "mode", "num_accepted", "num_examined", "ms")] == [
-        "s/1", 'a, "b"', "speculative", "3", "5", "40.0",
-    ]  # fmt: skip
-
-
-def test_every_cell_of_a_benchmark_is_a_row_of_another(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", PLAIN), name="table")
-    more = replace(CELL, prompt_tokens=512, ms_per_token={"plain": 3.0}, forecast_ms_per_token={})
-    cells = replace(run, summary=replace(run.summary, cells=[CELL, more]))
-    first, second = csv.DictReader(io.StringIO(cells_to_csv([run, cells])))
-    assert (first["run"], first["prompt_tokens"], first["speculative_ms_per_token"]) == ("table", "16", "2.5")
-    assert (first["plain_forecast_ms_per_token"], first["torch"]) == ("600.5", "2.13.0")
-    assert (second["prompt_tokens"], second["plain_ms_per_token"]) == ("512", "3.0")
-    assert second["speculative_ms_per_token"] == second["plain_forecast_ms_per_token"] == ""
-    assert cells_to_csv([run]) == ""
 
 
 @pytest.mark.parametrize(

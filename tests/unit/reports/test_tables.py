@@ -18,7 +18,9 @@ pytestmark = pytest.mark.seconds
 
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
     runs = simulated_sweep(random.Random(0))
-    rows = list(csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(each) for each in runs]))))
+    rows = list(
+        csv.DictReader(io.StringIO(runs_to_csv(runs, [measure(each.lines) for each in runs], varying_settings(runs))))
+    )
     assert [(row["run"], row["sampling.temperature"], row["speculation.num_draft_tokens"]) for row in rows] == [
         ("sweep/0", "0.0", "2"), ("sweep/1", "0.0", "4"), ("sweep/2", "1.0", "2"), ("sweep/3", "1.0", "4"),
     ]  # fmt: skip
@@ -32,7 +34,7 @@ def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> No
 
 def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
     found = run(PLAIN)
-    (row,) = csv.DictReader(io.StringIO(runs_to_csv([found], [measure(found)])))
+    (row,) = csv.DictReader(io.StringIO(runs_to_csv([found], [measure(found.lines)], [])))
     assert (row["plain_ms_per_token"], row["speculative_ms_per_token"], row["speedup"], row["acceptance"]) == (
         "10.0", "", "", "",
     )  # fmt: skip
@@ -40,12 +42,19 @@ def test_a_run_of_one_mode_has_empty_columns_for_the_other() -> None:
 
 def test_tables_have_a_cell_for_every_column() -> None:
     runs = [*simulated_sweep(random.Random(0)), run(PLAIN)]
-    measures, settings = [measure(each) for each in runs], varying_settings(runs)
+    measures, settings = [measure(each.lines) for each in runs], varying_settings(runs)
     tables = [runs_table(runs, measures, settings), percentiles_table(measures, settings)]
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert len(tables[0].rows) == 5
     assert len(tables[1].rows) == 9
+
+
+def test_columns_that_no_run_fills_are_left_out() -> None:
+    runs = [replace(run(PLAIN), status=""), replace(run(PLAIN, name="s/1"), status="")]
+    table = runs_table(runs, [measure(each.lines) for each in runs], [])
+    assert table.columns == ["#", "plain, ms/token", "prompts", "tokens", "run"]
+    assert {len(row) for row in table.rows} == {5}
 
 
 def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
@@ -54,7 +63,7 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
         replace(FAST, index=1, ms=100.0),
         replace(FAST, index=2, ms=1.0),
     ]
-    measured = measure(run(PLAIN, FAST, *slow_and_fast))
+    measured = measure([PLAIN, FAST, *slow_and_fast])
     assert measured.speedup
     assert measured.speedup.value == pytest.approx((2.5 + 10.0) / 2)
     assert (len(measured.pairs), measured.num_faster) == (2, 2)
@@ -62,5 +71,5 @@ def test_speedups_are_paired_by_prompt_and_not_by_totals() -> None:
 
 def test_turns_of_a_conversation_and_samples_of_a_prompt_are_one_prompt() -> None:
     turns = [replace(PLAIN, index=index, turn=index, sample=sample) for index in range(2) for sample in range(3)]
-    (mode,) = measure(run(*turns)).modes.values()
+    (mode,) = measure(turns).modes.values()
     assert (mode.num_prompts, mode.num_completions) == (1, 6)

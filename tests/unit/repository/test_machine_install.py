@@ -178,7 +178,7 @@ def new_pip_log(machine: Machine, *options: str) -> list[str]:
 def test_torch_is_installed_first_then_the_project_with_that_very_build_and_nothing_twice(machine: Machine) -> None:
     assert new_pip_log(machine) == [
         f"install torch==2.13.0 --index-url {CPU_INDEX}",
-        "install --editable . --constraint .venv/constraints.txt",
+        "install --editable .[cpu] --constraint .venv/constraints.txt",
     ]
     pins = (machine.folder / ".venv/constraints.txt").read_text().splitlines()
     assert [line for line in pins if line.startswith("torch==")] == ["torch==2.13.0+test"]
@@ -208,7 +208,7 @@ def test_gpus_and_drivers_that_came_later_bring_another_torch(machine: Machine) 
 def test_bitsandbytes_does_not_come_with_gpus_that_torch_cannot_use(machine: Machine) -> None:
     machine.install("nvidia-smi", nvidia_smi("470.256.02"))
     assert "next     .venv/bin/torchrun" in machine.run().stdout
-    assert "install --editable . --constraint .venv/constraints.txt" in machine.pip_log()
+    assert "install --editable .[cpu] --constraint .venv/constraints.txt" in machine.pip_log()
 
 
 def test_every_gpu_computes_once_after_an_installation(machine: Machine) -> None:

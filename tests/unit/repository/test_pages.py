@@ -33,10 +33,7 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+( --figures=\S+)?": (
-        "run/commands/test_report.py"
-    ),
-    r"\.venv/bin/(python launch/manifest\.py|llama-ssp manifest) DIR": "tests/unit/weights/test_hashes.py",
+    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": ("run/commands/test_report.py"),
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
     r"\.venv/bin/python -m llama_ssp\.harness .*": "tests/unit/harness",

@@ -18,7 +18,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import document
 from llama_ssp.ranks.world import start
 from llama_ssp.reports.plan_tables import headline
-from llama_ssp.run.checkpoints import find_sources, read_eos_ids, with_number_formats
+from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.settings import catalogue
@@ -83,10 +83,10 @@ def test_the_inner_config_speaks_where_the_outer_is_silent(tmp_path: Path, inner
     (tmp_path / "config.json").write_text(json.dumps(inner))
     if "a" in inner.values() or "</s>" in str(inner):
         with pytest.raises(CheckpointError, match="an object, with token ids as special tokens, is required"):
-            read_eos_ids(tmp_path)
+            find_eos_ids(tmp_path, None)
         return
     given = GenerationConfig.from_model_config(json.loads(json.dumps(inner))).eos_token_id
-    assert read_eos_ids(tmp_path) == as_tuple(given)
+    assert find_eos_ids(tmp_path, None) == as_tuple(given)
 
 
 BLOCK = 512

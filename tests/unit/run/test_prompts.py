@@ -1,9 +1,8 @@
 """Prompts are read, and become the ids that the model expects and the jobs of a run, or are refused."""
 
 import json
+import re
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -18,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.run.jobs import JobMaker, PromptTask, check_ids, encode, ids_of, in_turns
+from llama_ssp.run.jobs import JobMaker, PromptTask, check_vocabulary, encode, ids_of, in_turns
+from llama_ssp.run.lengths import problem_of_length
 from llama_ssp.run.prompts import Prompt, read_prompts
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
 from llama_ssp.settings.tasks import GenerateConfig
@@ -177,14 +177,14 @@ def test_messages_are_put_in_the_template_with_the_answers_between_them_and_the_
     roles = CHAT.replace("<user>", "{{ {'user': '<user>', 'system': 'a a'}.get(m.role, '<assistant>') }}")
     prompt = Prompt(text="b", messages=[SYSTEM, ASK], earlier=["a"])
     words = tokenizer(chat_template=roles)
-    answered = ids_of(prompt, words, chat=False, answers=["b b"])
+    answered = ids_of(prompt, words, CONFIG, answers=["b b"])
     assert words.decode([*answered]) == "<s> a a </s> <user> a <assistant> b b <user> b <assistant>"
     assert Prompt(**json.loads(json.dumps(asdict(prompt)))) == prompt
     prompt = Prompt(text="b b", role="assistant", messages=[ASK])
     words = tokenizer(chat_template=ROLES)
-    assert words.decode([*ids_of(prompt, words, chat=False, answers=[])]) == "<s> <user> a <assistant> b b"
+    assert words.decode([*ids_of(prompt, words, CONFIG, answers=[])]) == "<s> <user> a <assistant> b b"
     with pytest.raises(ConfigError, match="messages, such as 'b b', need a tokenizer with a chat template: use a chat"):
-        ids_of(prompt, tokenizer(), chat=True)
+        ids_of(prompt, tokenizer(), CONFIG)
 
 
 def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
@@ -210,22 +210,29 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
 
 
 @pytest.mark.parametrize(
-    ("ids", "max_new_tokens", "num_answers", "sentence"),
+    ("num_tokens", "max_new_tokens", "num_answers", "sentence"),
     [
-        (range(6), 4, 0, None), ([1, 19], 4, 0, None), (range(4), 2, 2, None),
-        # As where a tokenizer was given a token for padding, and the model was not.
-        ([1, 20, 3], 4, 0, "has token id 20, and the model knows 20 ids"),
-        (range(9), 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
-        (range(10), 4, 0, "has 10 tokens.*has room for 9 at most"),
-        (range(4), 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
-        (range(8), 3, 2, "has room for 7 at most"),
+        (6, 4, 0, None), (4, 2, 2, None),
+        (9, 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
+        (10, 4, 0, "has 10 tokens.*has room for 9 at most"),
+        (4, 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
+        (8, 3, 2, "has room for 7 at most"),
     ],
 )  # fmt: skip
 def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(
-    ids: Sequence[int], max_new_tokens: int, num_answers: int, sentence: str | None
+    num_tokens: int, max_new_tokens: int, num_answers: int, sentence: str | None
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
-        check_ids(ids, max_new_tokens=max_new_tokens, context=10, vocab_size=20, prompt="a", num_answers=num_answers)
+    found = problem_of_length(
+        Prompt(text="a"), num_tokens, max_new_tokens=max_new_tokens, context=10, num_answers=num_answers
+    )
+    assert re.search(sentence, found or "") if sentence else found is None
+
+
+def test_an_id_that_the_model_lacks_is_refused() -> None:
+    """As where a tokenizer was given a token for padding, and the model was not."""
+    check_vocabulary(Prompt(text="a"), [1, 19], vocab_size=20)
+    with pytest.raises(ConfigError, match="has token id 20, and the model knows 20 ids"):
+        check_vocabulary(Prompt(text="a"), [1, 20, 3], vocab_size=20)
 
 
 MAKER = JobMaker(tokenizer=byte_level(), context=60, vocab_size=300)
@@ -239,12 +246,11 @@ PROMPTS = (
 )
 
 
+CONFIG = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), max_new_tokens=4)
+
+
 def jobs_of(*prompts: Prompt, num_samples: int = 1, max_new_tokens: int = 4) -> list[PromptTask]:
-    config = RunConfig(
-        task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), num_samples=num_samples,
-        max_new_tokens=max_new_tokens,
-    )  # fmt: skip
-    return MAKER.jobs(prompts, config)
+    return MAKER.jobs(prompts, replace(CONFIG, num_samples=num_samples, max_new_tokens=max_new_tokens))
 
 
 def texts(jobs: list[PromptTask], *, keeps_order: bool) -> list[str]:
@@ -263,7 +269,7 @@ def test_groups_are_as_few_as_the_turns_or_keep_the_order_of_the_file() -> None:
 def test_a_later_turn_knows_where_the_answers_are_and_takes_them_in() -> None:
     job = jobs_of(*PROMPTS)[3]
     assert [*job.earlier_indices] == [1, 2]
-    whole = MAKER.with_answers(job, ["one", "two"], chat=False)
+    whole = MAKER.with_answers(job, ["one", "two"], CONFIG)
     assert whole.request.prompt_ids == encode("bone\nctwo\nd", MAKER.tokenizer, chat=False)
     assert replace(whole, request=job.request) == job
 
@@ -272,12 +278,12 @@ def test_equal_prompts_are_counted_turn_by_turn() -> None:
     talk = Prompt(text="b"), Prompt(text="c", earlier=["b"])
     jobs = jobs_of(Prompt(text="b"), *talk, Prompt(text="e"), *talk, num_samples=2)
     assert [job.request.num_equal_before for job in jobs] == [0, 0, 1, 1, 0, 0, 0, 0, 2, 2, 1, 1]
-    answered = [MAKER.with_answers(job, ["x"], chat=False).request for job in (jobs[4], jobs[10])]
+    answered = [MAKER.with_answers(job, ["x"], CONFIG).request for job in (jobs[4], jobs[10])]
     assert answered[0].prompt_ids == answered[1].prompt_ids
     assert len({request.key(7) for request in answered}) == 2
-    alone = MAKER.with_answers(jobs_of(*talk)[1], ["x"], chat=False)
+    alone = MAKER.with_answers(jobs_of(*talk)[1], ["x"], CONFIG)
     assert answered[0].key(7) == alone.request.key(7)
-    assert answered[0].key(7) != MAKER.with_answers(jobs[4], ["y"], chat=False).request.key(7)
+    assert answered[0].key(7) != MAKER.with_answers(jobs[4], ["y"], CONFIG).request.key(7)
 
 
 def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
@@ -287,4 +293,4 @@ def test_a_later_turn_counts_as_long_as_it_can_become() -> None:
     with pytest.raises(ConfigError, match="max_new_tokens=29 for each of 2 answers"):
         jobs_of(PROMPTS[2], max_new_tokens=29)
     with pytest.raises(ConfigError, match="more than the context of 60"):
-        MAKER.with_answers(last, ["x" * 60], chat=False)
+        MAKER.with_answers(last, ["x" * 60], CONFIG)

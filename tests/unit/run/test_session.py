@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.reports.folder import RunFolder
+from llama_ssp.reports import html
 from llama_ssp.reports.records import Span
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
@@ -190,7 +190,7 @@ def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
     def fail(*_: object) -> None:
         raise ConfigError("drawing needs matplotlib: pip install matplotlib")
 
-    monkeypatch.setattr(RunFolder, "write_report", fail)
+    monkeypatch.setattr(html, "report", fail)
     ended = launch("task=generate", "prompt=import os", "max_new_tokens=2", f"run_dir={tmp_path}/run")
     assert (ended.code, ended.status) == (0, "done\n")
     last = ended.err.splitlines()[-1]

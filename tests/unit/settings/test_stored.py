@@ -5,7 +5,7 @@ import yaml
 
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
-from llama_ssp.settings.stored import StoredFormat, stored_format
+from llama_ssp.settings.stored import StoredFormat, kept_format, stored_format
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -26,11 +26,16 @@ REFUSED: dict[str, tuple[object, str]] = {
     "awq's other kernels": (changed("awq", version="gemv"), r'\(version "gemv"\)'),
     "awq without zeros": (changed("awq", zero_point=False), r"\(zero_point false\)"),
     "a list": ([4], "quant_method null"),
-    "8 bits": (changed("gptq", bits=8), r"\(bits 8\)"),
+    "3 bits": (changed("gptq", bits=3), r"\(bits 3\)"),
+    "8 bits with zeros": (changed("gptq, bytes", sym=False), r"\(sym false\)"),
+    "8 bits that are sorted": (changed("gptq, bytes", desc_act=True), r"\(desc_act true\)"),
+    "8 bits in odd groups": (changed("gptq, bytes", group_size=20), r"\(group_size 20\)"),
+    "another packing": (changed("auto-round", packing_format="auto_round:tritonv2"), r"\(packing_format"),
+    "layers of other bits": (changed("auto-round", extra_config={"model.layers.0.mlp": {"bits": 8}}), "extra_config"),
     "small groups": (changed("gptq", group_size=16), r"\(group_size 16\)"),
     "odd groups": (changed("awq", group_size=200), r"\(group_size 200\)"),
     "no size": (changed("awq", group_size=None), r"\(group_size null\)"),
-    "rules of its own": (changed("gptq", dynamic={"-:.*": {}}), r"\(dynamic {"),
+    "rules of its own": (changed("gptq", dynamic={"-:.*gate": {}, "+:.*down": {"bits": 8}}), r"\(dynamic {"),
     "marlin": (changed("gptq", checkpoint_format="marlin"), r'\(checkpoint_format "marlin"\)'),
     "another format": (changed(COMPRESSED, format="marlin-24"), r'\(format "marlin-24"\)'),
     "a format of other bits": (changed(COMPRESSED, format="int-quantized"), r"\(num_bits 4; strategy"),
@@ -95,8 +100,10 @@ KEPT_IN = {
     "compressed-tensors": (INT4, 128), "compressed-tensors, asymmetric": (INT4, 64),
     "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
     "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
-    "awq, small": (INT4, 64), "int8": (INT8, 0), "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0),
-    "int8 of bitsandbytes": (INT8, 0), "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 0),
+    "awq, small": (INT4, 64), "auto-round": (INT4, 128), "gptq, bytes": ("int8_groups", 128),
+    "gptq, bytes of rows": (INT8, 0), "gptq_v2, bytes": ("int8_groups", 64), "int8": (INT8, 0),
+    "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0), "int8 of bitsandbytes": (INT8, 0),
+    "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 0),
     "fbgemm_fp8": (FLOATS, 0), "float": (FLOATS, 0), "float, blocks": (FLOATS, 128),
     "float, one scale": (FLOATS, 0), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
     "mxfp4-pack-quantized": ("mxfp4", 32), "nvfp4-pack-quantized": ("nvfp4", 32), "nvfp4 of modelopt": ("nvfp4", 32),
@@ -107,6 +114,7 @@ READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LA
     "bitsandbytes without a type": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4", 64),
     "bytes alone": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, INT8, 0),
     "its other name": (changed("int8", format="naive-quantized"), INT8, 0),
+    "layers left out": (changed("gptq", dynamic={"-:lm_head": {}}), INT4, 128),
     "experts alone": (quantization_config(MXFP4), "mxfp4", 32),
     "modelopt's bytes": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, FLOATS, 0),
 }
@@ -125,8 +133,8 @@ def test_what_runs_read_is_kept_in_the_largest_groups_that_it_consists_of(
 
 
 def test_what_runs_do_not_read_and_another_quantization_are_a_sentence_each() -> None:
-    with pytest.raises(CheckpointError, match=r"^here describes .* cannot be read \(bits 8\): unquantized weights"):
-        found(changed("gptq", bits=8)).kept_format("none", where="here")
+    with pytest.raises(CheckpointError, match=r"^here describes .* cannot be read \(bits 3\): unquantized weights"):
+        found(changed("gptq", bits=3)).kept_format("none", where="here")
     with pytest.raises(CheckpointError, match=r"\(a quantized output head\)"):
         found(changed("gptq", lm_head=True)).kept_format("none", where="here")
     with pytest.raises(ConfigError, match=r"^here holds int4_weight_only weights, .*quantization=nf4 was given: leave"):
@@ -144,7 +152,7 @@ KEPT = {
     "a fused module": (["model.layers.0.self_attn.qkv_proj"], dict.fromkeys(MODULES[:3], 0.25)),
     "a text part": (["model.language_model.layers.0.mlp.up_proj"], {"up_proj": 0.25}),
     "another part": (["vision_tower.layers.0.self_attn.q_proj", "re:.*vision.*", "mlp.gate", "q_pro"], {}),
-    "a faulty expression": (["re:(", 4, None, "", "layers"], dict.fromkeys(MODULES, 1.0)),
+    "names that are none": ([4, None, "", "layers"], dict.fromkeys(MODULES, 1.0)),
 }  # fmt: skip
 
 
@@ -156,6 +164,35 @@ def test_modules_that_are_left_out_stay_as_they_are(
     field: str, patterns: list[object], shares: dict[str, float]
 ) -> None:
     assert dict(found(FP8 | {field: patterns}).kept_shares) == shares
+
+
+HOSTILE = {
+    "faulty": "re:(",
+    "too many": "re:a{99999999999999}",
+    "too deep": "re:" + "(" * 20_000 + ")" * 20_000,
+    "of another kind": r"re:(?<!mlp)\.q_proj",
+}
+
+
+@pytest.mark.parametrize("pattern", HOSTILE.values(), ids=HOSTILE)
+def test_patterns_of_other_kinds_are_a_sentence(pattern: str) -> None:
+    for described in (FP8 | {"ignore": [pattern]}, changed("int8", *WEIGHTS[:2], targets=[pattern])):
+        with pytest.raises(CheckpointError, match=r"\(the pattern of modules '.*' is no pattern of the kind that is"):
+            found(described).kept_format("none", where="here")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:" + "(.*)*" * 12 + "x$", "re:" + "(.|.)" * 40 + "x$", "re:" + ".*" * 50 + "x$"]
+)
+def test_patterns_that_could_match_in_many_ways_are_tried_in_no_time(pattern: str) -> None:
+    assert dict(found(FP8 | {"ignore": [pattern]}).kept_shares) == {}
+
+
+def test_layers_that_gptq_and_auto_round_leave_out_stay_as_they_are() -> None:
+    described = changed("gptq", dynamic={r"-:.*\.mlp\.(gate|up)_proj": {}})
+    assert dict(found(described).kept_shares) == {"gate_proj": 1.0, "up_proj": 1.0}
+    described = changed("auto-round", extra_config={"model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"}})
+    assert dict(found(described).kept_shares) == {"down_proj": 0.25}
 
 
 def test_modules_that_are_listed_are_quantized_alone() -> None:
@@ -173,6 +210,13 @@ def test_a_head_is_quantized_only_where_the_file_says_so() -> None:
     for stored in (tied, *map(found, (quantization_config("int8"), GPTQ, AWQ))):
         assert stored
         assert stored.problem is None
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8_groups"])
+def test_weights_are_not_quantized_to_what_checkpoints_alone_are_stored_in(name: str) -> None:
+    assert kept_format("none", name, where="here") == name
+    with pytest.raises(ConfigError, match=f"here holds no {name} weights, and .* is for checkpoints that do: use int4"):
+        kept_format(name, None, where="here")
 
 
 def test_the_settings_of_a_run_do_not_have_what_only_its_files_say() -> None:

@@ -19,7 +19,8 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.weights.adapter import ADAPTER_FILE, with_adapter
+from llama_ssp.settings.model_files import ADAPTER_FILE
+from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -114,6 +115,33 @@ def test_names_without_the_prefix_of_the_base_model_are_found(tmp_path: Path, fo
     assert torch.equal(found.read(Q_PROJ.removeprefix("model.")), inspect(folders.merged).read(Q_PROJ))
 
 
+def test_patterns_of_modules_have_ranks_and_alphas_of_their_own(folders: Folders, tmp_path: Path) -> None:
+    """As PEFT reads them: the first pattern that matches the end of a module's name."""
+    adapter = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
+    halved = load_file(adapter / ADAPTER_FILE)
+    for name in [name for name in halved if "layers.0.self_attn.q_proj" in name]:
+        halved[name] = (halved[name][:2] if "lora_A" in name else halved[name][:, :2]).contiguous()
+    save_file(halved, adapter / ADAPTER_FILE)
+    config(rank_pattern={r"layers\.0\.self_attn\.q_proj": 2}, alpha_pattern={"o_proj": 2, ".*": 12})(adapter)
+    found, base = with_adapter(inspect(folders.base), adapter), inspect(folders.base)
+    for name, scale in ((Q_PROJ, 6), (Q_PROJ.replace(".0.", ".1."), 3), (Q_PROJ.replace("q_proj", "o_proj"), 0.5)):
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = (halved[f"{key}.lora_{side}.weight"] for side in "AB")
+        assert torch.equal(found.read(name), base.read(name) + scale * (up @ down))
+
+
+def test_an_adapter_of_a_model_that_reads_images_is_merged_into_its_text_model(
+    folders: Folders, tmp_path: Path
+) -> None:
+    adapter = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
+    for prefix in ("model.language_model.", "language_model.model."):
+        stored = {name.replace("base_model.model.model.", f"base_model.model.{prefix}"): tensor
+                  for name, tensor in load_file(folders.adapter / ADAPTER_FILE).items()}  # fmt: skip
+        save_file(stored, adapter / ADAPTER_FILE)
+        found = with_adapter(inspect(folders.base), adapter)
+        assert torch.equal(found.read(Q_PROJ), inspect(folders.merged).read(Q_PROJ))
+
+
 Fault = Callable[[Path], object]
 
 
@@ -140,8 +168,9 @@ KEY = f"base_model.model.{Q_PROJ.removesuffix('.weight')}.lora_A.weight"
         (lambda folder: (folder / "adapter_config.json").unlink(), r"adapter_config.json cannot be read"),
         (config(use_dora=True, bias="all"), r"cannot be merged \(use_dora true, bias \"all\"\): merge it with PEFT"),
         (config(modules_to_save=["lm_head"]), r'modules_to_save \["lm_head"\]'),
-        (config(rank_pattern={"q_proj": 8}), "rank_pattern"),
-        (config(alpha_pattern={"q_proj": 8}), "alpha_pattern"),
+        (config(rank_pattern={"q_proj": 8}), f"does not fit .* of rank {RANK}, or that of rank_pattern"),
+        (config(rank_pattern={"q_proj": "many"}), 'rank_pattern has "many", and a number above 0'),
+        (config(alpha_pattern={"(": 8}), r"alpha_pattern has '.*' is no pattern of the kind that is read"),
         (config(fan_in_fan_out=True), "fan_in_fan_out true"),
         (config(peft_type="IA3"), 'peft_type "IA3"'),
         (config(init_lora_weights="pissa"), 'init_lora_weights "pissa"'),

@@ -122,6 +122,34 @@ def test_an_adapter_and_gguf_on_the_hub_are_named(
         find(ENTRY)
 
 
+def test_gguf_and_mistral_s_layout_are_named_without_a_network_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(DOWNLOAD, lambda *_args, **_options: str(tmp_path))
+    for file, kind in (("params.json", "Mistral's own layout"), ("model-Q4_K_M.gguf", "GGUF weights")):
+        (tmp_path / file).touch()
+        for find in (hub.resolve, hub.find_config):
+            with pytest.raises(CheckpointError, match=f"owner/llama-7b on the hub holds {kind}"):
+                find(ENTRY)
+
+
+def test_an_adapter_may_be_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, object] = {}
+
+    def download(repo_id: str, **options: object) -> str:
+        seen.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(DOWNLOAD, download)
+    assert hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora")) == tmp_path
+    assert seen == {"repo_id": "acme/lora", "allow_patterns": ["adapter_config.json", "adapter_model.safetensors"]}
+    for adapter, found in ((None, None), (str(tmp_path), tmp_path), ("./nothing/here", Path("nothing/here"))):
+        assert hub.resolve_adapter(ModelConfig(name="7B", adapter=adapter)) == found
+    monkeypatch.setattr(DOWNLOAD, refuse(UNREACHABLE))
+    with pytest.raises(CheckpointError, match="acme/lora on the hub is not in CACHE"):
+        hub.resolve_adapter(ModelConfig(name="7B", adapter="acme/lora"))
+
+
 def test_a_head_in_a_pickle_file_is_converted_from_a_copy_in_a_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def numbers(rows: Tensor, storage: str | None) -> Tensor:
         return numbers_OI * factors[:, None]
     groups, scales = values.unflatten(1, (words.shape[1], -1)), words.view(torch.float32)[..., None]
     match storage:
-        case "int8_weight_only":
+        case "int8_weight_only" | "int8_groups":
             weights = groups.view(torch.int8) * scales
         case "nf4" | "fp4":
             table = {"nf4": NF4, "fp4": FP4}[storage]
@@ -118,8 +118,8 @@ def test_parts_of_scattered_inputs_are_of_one_size_however_they_are_cut(
 
 def test_a_description_that_runs_do_not_read_is_refused_before_the_files_are_looked_at(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "llama")
-    edit_config(tmp_path, quantization_config=changed("gptq", bits=8))
-    sentence = r"config.json describes quantized weights that cannot be read \(bits 8\): .*groups of 32"
+    edit_config(tmp_path, quantization_config=changed("gptq", bits=3))
+    sentence = r"config.json describes quantized weights that cannot be read \(bits 3\): .*groups of 32"
     with pytest.raises(CheckpointError, match=sentence):
         inspect(tmp_path)
 
@@ -127,7 +127,7 @@ def test_a_description_that_runs_do_not_read_is_refused_before_the_files_are_loo
 PARTS = [
     *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
     *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
-    ("gptq, sorted", "g_idx"),
+    ("gptq, sorted", "g_idx"), ("gptq, bytes", "qweight"), ("gptq, bytes", "qzeros"), ("gptq, bytes", "scales"),
     ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
     ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
     ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
@@ -144,7 +144,8 @@ def test_parts_that_do_not_fit_each_other_are_refused(made: Made, tmp_path: Path
 
     folder = edited(made(layout)[0], tmp_path, shorten)
     with pytest.raises(
-        CheckpointError, match=r"no (\w+_weight_only.*|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj"
+        CheckpointError,
+        match=r"no (int\d_\w+|fp8_\w+|nf4|fp4|mxfp4|nvfp4) weight for model.layers.1.*k_proj",
     ):
         inspect(folder)
 
@@ -176,6 +177,15 @@ def test_scattered_groups_are_refused_even_if_the_config_says_otherwise(
 
     checkpoint = inspect(edited(made(layout)[0], tmp_path, scatter))
     with pytest.raises(CheckpointError, match=rf"k_proj\.{leaf}, and its config.json does not say so"):
+        checkpoint.read(NAME)
+
+
+def test_bytes_with_other_zeros_than_the_config_says_are_refused(made: Made, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[NAME.replace("weight", "qzeros")][1] += 1
+
+    checkpoint = inspect(edited(made("gptq, bytes")[0], tmp_path, change))
+    with pytest.raises(CheckpointError, match=r"other zeros than the middle in .*k_proj.qzeros, and its config.json"):
         checkpoint.read(NAME)
 
 

@@ -62,9 +62,9 @@ def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() ->
     assert "line-through" in _console(110, found).export_html()
 
 
-def test_every_row_has_the_settings_to_copy_in_one_line() -> None:
+def test_every_row_has_its_command_in_one_line() -> None:
     lines = [line.split() for line in _console(80).export_text().splitlines()]
-    assert all([str(one["rank"]), *one["settings"]] in lines for one in printed(choices()))
+    assert all([str(one["rank"]), "llama-ssp", "plan", *one["settings"]] in lines for one in printed(choices()))
 
 
 def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.run.commands import manifest, plan
+from llama_ssp.run.commands import plan
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 
@@ -74,13 +74,3 @@ def test_a_plan_prints_none_and_a_name_in_it_is_no_markup(form: str, search: str
     assert said.code == 0
     assert_harmless(said)
     assert search == "true" or "[bold]:smile:" in said.out
-
-
-def test_a_name_of_a_file_holds_none(tmp_path: Path) -> None:
-    folder = tmp_path / "\x1b[2J\udc9b"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for name, code in ((folder, 0), (folder / "none", 2)):
-        ended = call(manifest.main, [str(name)])
-        assert ended.code == code
-        assert_harmless(ended)

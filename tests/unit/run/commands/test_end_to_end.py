@@ -82,36 +82,6 @@ def test_synthetic_weights_give_the_shipped_models_text(
 
 
 @pytest.mark.heavy
-def test_layers_on_disk_write_the_same_text_and_are_gone_afterwards(launch: Launch) -> None:
-    greedy = ["task=generate", "task.format=jsonl", "sampling=greedy", "prompt=def factorial(n):", "max_new_tokens=24"]
-    wanted = launch(*greedy).lines[0]["token_ids"]
-    limit = ["placement.target.offload=disk", "placement.target.max_memory_gb=0.04"]
-    ended = launch(*greedy, "placement=accelerate", *limit, run_dir="other")
-    assert ended.code == 0, ended.err
-    assert ended.lines[0]["token_ids"] == wanted
-    assert "[8]; 2 offloaded (offload=disk)" in (ended.run_dir / "ranks" / "000.log").read_text()
-    assert not list(ended.run_dir.glob("offload*"))
-    assert "meta device" not in ended.out + ended.err
-    assert ended.summary["placement"]["target"] == {"kind": "accelerate", "ranks": [0], "tp_size": 1}
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["placement.target.offload=cpu", "placement.target.max_memory_gb=1"], "use offload=disk or none"),
-        (["placement.target.offload=disk", "placement.target.max_memory_gb=0.001"], "give at least 0.00839"),
-    ],
-)
-def test_layers_that_cannot_wait_are_refused_before_anything_is_loaded(
-    launch: Launch, settings: list[str], sentence: str
-) -> None:
-    ended = launch("task=generate", "prompt=a", "device=cpu", "placement=accelerate", *settings)
-    assert ended.code == 2
-    assert sentence in ended.err.splitlines()[0]
-    assert "loaded target" not in (ended.run_dir / "ranks" / "000.log").read_text()
-
-
-@pytest.mark.heavy
 def test_a_prompt_may_fill_the_context_to_the_last_token(launch: Launch, tmp_path: Path) -> None:
     """Of a GPT-NeoX pair in bfloat16, the target in many shards."""
     for part, options in (("target", {"max_shard_size": "50KB"}), ("draft", {"num_hidden_layers": 1})):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from llama_ssp.run.commands import manifest, plan, report
+from llama_ssp.run.commands import plan, report
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, groups_of, keys_of
 from tests.helpers.in_process import Ended, call, launch
@@ -170,9 +170,8 @@ def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
 
 @settings(UNHURRIED, max_examples=60)
 @given(st.lists(VALUES | st.sampled_from(REPORT_OPTIONS), max_size=3))
-def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> None:
-    for main in (report.main, manifest.main):
-        check(call(main, arguments), arguments)
+def test_report_answers_any_command_line(arguments: list[str]) -> None:
+    check(call(report.main, arguments), arguments)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,6 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
             ["draft.model.path='~no-such-user/x'"],
             "cannot be read (Could not determine home directory): name",
         ),
-        (run_short, ["model.verify=true", f"model.manifest={'x' * 5000}"], "cannot be read (File name too long): name"),
         (run_short, ["num_samples=2147483648"], "must be at least 1 and at most 1000000 completions"),
         (run_dry, ["speculation=${run_id:}"], "speculation=20"),
         (run_dry, ["model=\x1b[2J"], r"cannot read 'model=\x1b[2J': settings are written name=value"),
@@ -196,7 +194,6 @@ def test_report_and_manifest_answer_any_command_line(arguments: list[str]) -> No
         (plan.main, ["=0"], "unknown setting ''"),
         (plan.main, ["hydra/launcher=[[],1]"], "hydra/launcher is for sweeps"),
         (report.main, ["x" * 5000], "cannot be read (File name too long): name the folder of a run"),
-        (manifest.main, ["x" * 5000], "cannot be read (File name too long): name another folder"),
     ],
 )
 def test_what_was_found_once_is_a_sentence(

@@ -78,6 +78,17 @@ def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tm
     assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
 
 
+def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None:
+    started = []
+    act(lambda config, _: started.append(config.seed))
+    ended = launch("-m", "seed=1,2,1", "draft=default,tiny-draft", f"run_dir={tmp_path}/sweep")
+    assert (ended.code, started) == (0, [1, 1, 2, 2, 1, 1])
+    assert ended.err.splitlines() == [
+        "warning: points 0, 1, 4 and 5 of the sweep are one run, which is made 4 times",
+        "warning: points 2 and 3 of the sweep are one run, which is made 2 times",
+    ]
+
+
 class Model:
     """Refers to itself, as decoders and their executors refer to each other."""
 

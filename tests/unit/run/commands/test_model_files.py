@@ -28,7 +28,6 @@ from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import INDEX_FILE
-from llama_ssp.weights.hashes import MANIFEST_FILE, write_manifest
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
@@ -60,14 +59,14 @@ KEYS = (
 
 FILES = (
     "config.json", "generation_config.json", INDEX_FILE, "tokenizer_config.json", "tokenizer.json",
-    "special_tokens_map.json", MANIFEST_FILE,
+    "special_tokens_map.json",
 )  # fmt: skip
 CHAT_TEMPLATE = "{% for message in messages %}{{ bos_token }} {{ message.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each family, in several files, each with a tokenizer and a manifest."""
+    """A checkpoint of each family, in several files, each with a tokenizer."""
     folder = tmp_path_factory.mktemp("sound")
     for family in FAMILIES:
         build_checkpoint(folder / family, family, max_shard_size="100KB")
@@ -75,7 +74,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tokenizer(folder / family, VOCAB_SIZE)
         with_fields(TOKENIZER_CONFIG_FILE, chat_template=CHAT_TEMPLATE)(folder / family)
         (folder / family / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-        write_manifest(folder / family)
     return folder
 
 
@@ -122,7 +120,7 @@ def huge(name: str) -> Callable[[Path], None]:
 KNOWN: list[tuple[Callable[[Path], object], str]] = [
     (in_index("y" * 5000), "has no weight_map from tensors to"),
     (in_index("\0"), "has no weight_map from tensors to"),
-    *((deep(name), f"{name} is nested more than 64 deep") for name in FILES if name != MANIFEST_FILE),
+    *((deep(name), f"{name} is nested more than 64 deep") for name in FILES),
     (deep("config.json", depth=80), "config.json is nested more than 64 deep"),
     (huge("config.json"), "config.json has 1073741824 bytes"),
     (huge("tokenizer.json"), "tokenizer.json has 1073741824 bytes"),
@@ -167,7 +165,6 @@ def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str,
             with_fields("generation_config.json", early_stopping=5), "task=benchmark",
             "refuses {}/generation_config.json (`early_stopping` must be",
         ),
-        (deep(MANIFEST_FILE), "model.verify=true", f"{MANIFEST_FILE} is nested more than 64 deep"),
     ],
 )  # fmt: skip
 def test_a_fault_of_what_a_setting_reads_is_a_sentence(
@@ -182,7 +179,7 @@ def test_a_fault_of_what_a_setting_reads_is_a_sentence(
 Case = tuple[str, list[tuple[int, Mutation]]]
 CASES: st.SearchStrategy[Case] = st.tuples(
     st.sampled_from(FAMILIES),
-    st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 5, 6]), mutations(KEYS)), min_size=1, max_size=3),
+    st.lists(st.tuples(st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 5]), mutations(KEYS)), min_size=1, max_size=3),
 )
 """A family, and changes of files by their number, the configuration most often."""
 
@@ -215,7 +212,6 @@ def check(sound: Path, config: RunConfig, case: Case) -> None:
                     document = mutation.apply(document)
             (folder / name).write_text(to_text(document))
         config.model.path, config.run_dir = str(folder), f"{place}/run"
-        config.model.verify = all(FILES[number] == MANIFEST_FILE for number, _ in changes)
         config.chat = any(FILES[number] == TOKENIZER_CONFIG_FILE for number, _ in changes) and len(changes) > 1
         said = [
             answer(lambda changed: dry_run(changed, world_size=1), config),

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llama_ssp.run.commands import manifest
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.model_files import ADAPTER_FILE
 from llama_ssp.weights import hub
-from llama_ssp.weights.adapter import ADAPTER_FILE
 from tests.helpers.adapters import round_weights, save_adapter, save_merged
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
@@ -150,22 +149,3 @@ def test_an_adapter_writes_what_the_merged_model_writes_and_is_compared_when_a_r
     file = folder / "adapter-tiny" / ADAPTER_FILE
     save_file({name: -each for name, each in load_file(file).items()}, file)
     assert f"({ADAPTER_FILE} of model=local differs)" in complete(folder, *words).err
-
-
-@pytest.mark.heavy
-def test_manifests_find_what_lies_between_the_blocks(folder: Path) -> None:
-    def write_manifests() -> None:
-        assert [manifest.main([str(folder / name)]) for name in MODELS] == [0, 0]
-
-    write_manifests()
-    verified = ("model.verify=true", "draft.model.verify=true")
-    shutil.rmtree(folder / "run")
-    assert complete(folder, *verified).code == 0
-    tear(folder)
-    with (folder / "tiny" / WEIGHTS).open("r+b") as stream:
-        stream.seek(8 + int.from_bytes(stream.read(8), "little"))  # the beginning of the first tensor
-        stream.write(b"\0\0")
-    write_manifests()
-    assert complete(folder).code == 0, "too little for the blocks"
-    tear(folder)
-    assert f"({WEIGHTS} of model=local differs)" in complete(folder, *verified).err

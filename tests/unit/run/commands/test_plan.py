@@ -1,7 +1,4 @@
-"""`llama-ssp plan` as a user calls it: exit codes, what it prints, what it imports, how long it takes.
-
-A list of machines, `hardware=all` or an objective compares machines.
-"""
+"""`llama-ssp plan` as a user calls it: exit codes, what it prints, what it imports, how long it takes."""
 
 import json
 import os
@@ -13,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.machines import hardware
 from llama_ssp.run.commands import plan as entry
 from llama_ssp.settings import catalogue
 from tests.helpers import in_process
@@ -133,66 +129,98 @@ def test_a_pair_with_two_tokenizers_is_planned_where_they_may_differ() -> None:
         ("model=local draft=none", "model.path=DIR"),
         ("search=true model=local model.path=nowhere draft=none", "config.json cannot be read"),
         ("search=true figure=/missing/a.png", "figure=/missing/a.png: create the folder /missing first, or name"),
-        (f"{LIST} figure=/missing/a.png", "create the folder /missing first"),
+        (f"{LIST} figure=a.png", "figure=a.png takes one machine, and hardware= names 2: give one of them"),
+        (f"{LIST} search=true", "search=true takes one machine, and hardware= names 2: give one of them"),
         ("hardware=8xh100,dgx", "unknown hardware 'dgx'"),
-        (f"{LIST} placement=sharded", "placement=sharded has no effect on a comparison of machines"),
-        ("hardware=mi250,1xrtx3090 draft=none figure=a.svg format=json", "nothing that is left has one: prices="),
-        (f"{LIST} max_price=-1", "max_price=-1.0 must be above 0"),
-        (f"{LIST} prices={{dgx:3}}", "unknown machine in prices 'dgx'"),
+        ("hardware=all", "unknown hardware 'all'"),
+        ("hardware=8xh100 objective=price", "unknown setting 'objective'"),
+        ("hardware=8xh100 prices={8xh100:3}", "unknown setting 'prices'"),
+        ("hardware=8xh100 speculation.text=code", "unknown setting 'speculation.text'"),
+        ("hardware=8xh100 hardware.usd_per_hour=-1", "usd_per_hour=-1 must be above 0"),
         (f"{LIST} hardware.memory_bytes=-1", "memory_bytes=-1 must be above 0"),
-        (f"{LIST} max_ms_per_token=0.01", "nothing is left of 2 machines; the closest is "),
+        ("hardware=8xh100,4xl40s placement.draft.tp_size=8 placement.draft.kind=sharded", "here 4"),
+        ("hardware=4xa100", "did you mean hardware=8xa100_80gb hardware.num_gpus=4?"),
+        ("model=65B hardware=1xl4,1xh100 format=json", "none of the 2 machines has room; on 1xh100, rank 0 needs"),
     ],
 )
 def test_a_mistake_is_a_sentence(settings: str, complaint: str) -> None:
     ended = call("model=7B", *settings.split())
-    assert ended.code == (3 if "nothing is left" in complaint else 2)
+    assert ended.code == (3 if "has room" in complaint else 2)
     assert complaint in ended.err
 
 
-def test_all_machines_are_compared_with_those_of_the_user(own_conf: OwnConf) -> None:
+def test_several_machines_are_a_table_of_their_plans_in_the_order_given(own_conf: OwnConf) -> None:
     own_conf("hardware/mybox.yaml", MACHINE)
-    found = planned("model=7B", "draft=none", "hardware=all")
-    names = {row["machine"] for row in found["machines"]}
-    assert "mybox" in names == set(hardware.names())
-    assert found["plan_version"] == 4
-    assert [row["rank"] for row in found["machines"]] == list(range(1, len(found["machines"]) + 1))
+    asked = ("model=7B", "draft=tinyllama_1B", "placement=auto", "hardware.usd_per_hour=3")
+    names = ["mybox", "4xl40s", "1xh100"]
+    found = planned(*asked, f"hardware={','.join(names)}")
+    assert found["plan_version"] == 5
+    assert found["plans"] == [planned(*asked, f"hardware={name}") for name in names]
+    said = call(*asked, f"hardware={','.join(names)}").out
+    assert said.index("mybox") < said.index("4xl40s") < said.index("1xh100")
+    for plan in found["plans"]:
+        assert f"{plan['time']['speculative_ms_per_token']:.2f}" in said
+        assert f"{plan['usd_per_million_tokens']:.2f}" in said
+
+
+def test_a_price_that_the_user_gives_is_that_of_a_million_tokens() -> None:
+    asked = ("model=13B", "draft=7B", "hardware=8xa100_80gb", "placement=sharded", "batch_size=4")
+    assert planned(*asked)["usd_per_million_tokens"] is None
+    plan = planned(*asked, "hardware.usd_per_hour=16")
+    time = plan["time"]
+    rate = time[f"{'speculative' if time['speedup'] > 1 else 'plain'}_run_tokens_per_s"]
+    assert plan["usd_per_million_tokens"] == pytest.approx(16 * 1e6 / 3600 / rate)
+    said = call(*asked, "hardware.usd_per_hour=16").out.split()
+    assert " ".join(said).count(f"{plan['usd_per_million_tokens']:.2f} USD per million tokens") == 1
+
+
+def _folder(place: Path, name: str) -> str:
+    shape = catalogue.read(catalogue.conf_dir() / "model" / f"{name}.yaml")["shape"]
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(shape | {"torch_dtype": "bfloat16"}))
+    return str(place)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("given", "drafts"),
     [
-        ("hardware=4xl40s", "objective=latency"),
-        heavy((LIST, "objective=price")),
-        heavy((LIST, "search=true", "objective=throughput")),
+        (("model={target}", "draft={draft}", "model.cache_dtype=int8"), {"local", None}),
+        (
+            ("model=local", 'model.path="{target}"', "draft=local", 'draft.model.path="{draft}"', "batch_size=2"),
+            {"local", None},
+        ),
+        (("model=llama3_8B", "draft=none", "speculation.acceptance=0.7"), {None}),
+        (("model=llama3_8B", "draft=ngram"), {None}),
+        (("model=llama3_8B", "draft=llama3_3B", "draft.model.quantization=int8_weight_only"), {"llama3_3B", None}),
+        (("model=llama3_8B", "model.dtype=fp16", "placement=sharded"), {"llama3_1B", "llama3_3B", None}),
+        (("model=llama3_8B", "speculation.num_draft_tokens=3", "model.quantization=int8_weight_only"), {"llama3_1B"}),
+        (("model=qwen3_8B", "draft=eagle3_qwen3_8B", "speculation.tree=2x2x1"), {"eagle3_qwen3_8B", None}),
+        (
+            ("model=13B", "draft=tinyllama_1B", "placement=own_gpu", "speculation.overlap=true"),
+            {"tinyllama_1B", None},
+        ),
+        (("model=qwen3_8B", "verification=block"), {"qwen3_0.6B", "eagle3_qwen3_8B", None}),
     ],
 )
-def test_every_row_can_be_planned_and_takes_as_long(settings: tuple[str, ...]) -> None:
-    """One machine with an objective has its numbers of GPUs compared."""
-    asked = ("model=llama3_8B", "batch_size=4")
-    rows = [row for row in planned(*asked, "draft=llama3_1B", *settings)["machines"] if row["reason"] is None]
-    assert {row["num_gpus"] for row in rows} >= {1, 2, 4}
-    for row in rows if len(rows) < 20 else rows[::5]:  # a search has dozens
-        found = planned(*asked, *row["settings"])["time"]
-        ms = found["speculative_ms_per_token"] if row["draft"] else found["plain_ms_per_token"]
-        assert ms == pytest.approx(row["ms_per_token"], rel=1e-3), row  # a cache has slots for K
-
-
-def test_the_command_plans_the_first_choice_with_its_rows_and_times() -> None:
-    asked = ("model=llama3_8B", "workload=chat", "hardware=8xh100,4xl40s", "speculation.acceptance=0.7")
-    limits = ("concurrency=24", "objective=price", "search=true", "max_first_token_ms=3000", "max_price=20")
-    found = planned(*asked, *limits)
-    best, words = found["machines"][0], shlex.split(found["command"])
-    assert words[:2] == ["llama-ssp", "plan"]
-    assert not {word.partition("=")[0] for word in words} & {word.partition("=")[0] for word in limits}
-    plan = planned(*words[2:])
-    job, times = plan["job"], plan["time"]
-    assert (job["prompt_tokens"], job["max_new_tokens"]) == (1020, 129)
-    assert (job["batch_size"], job["num_replicas"]) == (best["batch_size"], best["num_replicas"])
-    mode = "speculative" if best["draft"] else "plain"
-    for name in ("ms_per_token", "ms_per_token_range"):
-        assert times[f"{mode}_{name}"] == pytest.approx(best[name], rel=1e-3)
-    assert times["first_token_ms"] == pytest.approx(best["first_token_ms"], rel=1e-3)
-    assert plan["usd_per_hour"] == best["usd_per_hour"]
+def test_what_a_search_prints_runs_byte_for_byte_and_keeps_what_was_given(
+    given: tuple[str, ...], drafts: set[str | None], tmp_path: Path
+) -> None:
+    folders = {"target": _folder(tmp_path / "it's a model", "llama3_8B"), "draft": _folder(tmp_path / "d", "llama3_1B")}
+    settings = [setting.format_map(folders) for setting in (*given, "hardware=8xh100", "hardware.num_gpus=2")]
+    ended, rows = call(*settings, "search=true"), planned(*settings, "search=true")["search"]
+    assert ended.code == 0, ended.err
+    lines = [line.split(maxsplit=1) for line in ended.out.splitlines() if "  llama-ssp plan " in line]
+    assert lines
+    for rank, command in lines:
+        row, words = rows[int(rank) - 1], shlex.split(command)
+        plan = planned(*words[2:])
+        assert max(one["needed_bytes"] for one in plan["memory"]) == row["needed_bytes"]
+        mode = "speculative" if row["draft"] else "plain"
+        assert plan["time"][f"{mode}_ms_per_token"] == pytest.approx(row["ms_per_token"], rel=1e-3)
+        assert (plan["draft"] and plan["draft"]["name"]) in drafts
+        assert plan["job"]["num_draft_tokens"] == row["num_draft_tokens"]
+        kept = {"model.dtype=fp16", "model.quantization=int8_weight_only", "speculation.num_draft_tokens=3"}
+        assert {*settings} & kept <= {*words}
 
 
 @pytest.mark.parametrize("name", catalogue.names("workload"))
@@ -206,23 +234,11 @@ def test_a_workload_has_lengths_and_a_source_and_the_user_has_the_last_word(name
 
 
 def test_figures_are_changed_in_all_machines() -> None:
-    found = planned("model=7B", LIST, "hardware.memory_bytes=40000000000", "hardware.price.usd_per_hour={2:3}")
-    assert {row["capacity_bytes"] for row in found["machines"]} == {40000000000}
-    assert {row["usd_per_hour"] for row in found["machines"] if row["num_gpus"] * row["num_replicas"] == 2} == {3.0}
+    found = planned("model=7B", LIST, "hardware.memory_bytes=40000000000")
+    assert {rank["capacity_bytes"] for plan in found["plans"] for rank in plan["memory"]} == {40000000000}
 
 
-def test_the_table_has_a_row_for_each_machine_says_what_is_left_out_and_is_drawn(tmp_path: Path) -> None:
-    file = tmp_path / "machines.svg"
-    said = call("model=llama3_70B", "draft=none", "hardware=8xh100,1xl4,4xl40s", f"figure={file}").out
-    for part in (
-        "llama3_70B, batch 1, 128 + 64 tokens: the fastest first", "Lambda", "2026-09", "31.92",
-        "hardware=8xh100 draft=none", "left out: 1xl4 (1 x L4): rank 0 needs", "USD/M: of new tokens, prompts included",
-    ):  # fmt: skip
-        assert part in said
-    assert "8xh100" in file.read_text()
-
-
-def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(
+def test_a_model_of_the_hub_is_searched_and_planned_by_its_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {
@@ -237,7 +253,8 @@ def test_a_model_of_the_hub_is_searched_and_compared_by_its_config_file(
         put(tmp_path / "hub", f"acme/{name}", [tmp_path / name / "config.json"])
     found = planned("model=acme/large", "draft=qwen2.5_0.5B", "hardware=8xh100", "search=true")["search"]
     assert {choice["target"] for choice in found} == {"acme/large"}
-    assert {"qwen2.5_0.5B", "qwen2.5_7B"} <= {choice["draft"] for choice in found}
-    for machines in (LIST, "hardware=8xh100"):
-        notes = planned("model=acme/other", "draft=none", machines)["notes"]
+    assert {choice["draft"] for choice in found} == {"qwen2.5_0.5B", None}
+    listed, alone = (planned("model=acme/other", "draft=none", machines) for machines in (LIST, "hardware=8xh100"))
+    for plan in (*listed["plans"], alone):
+        notes = plan["notes"]
         assert any(note.startswith("acme/other is planned as a Llama of its sizes") for note in notes)

@@ -29,11 +29,10 @@ def test_a_sweep_becomes_one_page_and_one_table_and_says_what_is_left_out(
     for _ in range(2):  # a report is no run, and can be made again
         assert report.main([str(sweep)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"wrote {sweep}/report.html, runs.csv and report.csv: 3 runs; left out: ")
+    assert said.startswith(f"wrote {sweep}/report.html and runs.csv: 3 runs; left out: ")
     assert "cannot be read (world_size holds {}): a run of this version is required; " in said
     assert said.endswith("sweep/3 has no summary yet: done\n")
     assert "3 runs of big + small" in (sweep / "report.html").read_text()
-    assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 6
     assert len((sweep / "runs.csv").read_text().splitlines()) == 1 + 3
     assert (report.main([str(damaged.parent)]), capsys.readouterr().err.count("\n")) == (2, 1)
 
@@ -42,22 +41,9 @@ def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -
     folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
     assert report.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
     page = (tmp_path / "c" / "report.html").read_text()
-    assert "<td>a</td>" in page
-    assert "<td>b</td>" in page
+    assert ">a</td>" in page
+    assert ">b</td>" in page
     assert not (tmp_path / "a" / "report.html").exists()
-
-
-@pytest.mark.heavy
-def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for k in (2, 4):
-        folder = write_run(tmp_path / "s" / str(k), PLAIN, FAST)
-        (folder / "config.yaml").write_text(f"speculation:\n  num_draft_tokens: {k}\n")
-    assert report.main([str(tmp_path / "s"), "--figures=svg,pdf,png"]) == 0
-    assert "report.csv and figures (6 as svg, pdf, png): 2 runs" in capsys.readouterr().out
-    begins = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}
-    for name in ("speedup_by_K", "time_by_K", "acceptance_by_K", "acceptance_by_position", "forecast", "memory"):
-        for suffix, begin in begins.items():
-            assert (tmp_path / "s" / "figures" / f"{name}.{suffix}").read_bytes().startswith(begin)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +52,6 @@ def test_figures_are_saved_in_the_formats_that_papers_take(tmp_path: Path, capsy
         (["{empty}"], "holds no run"),
         (["{run}", "{run}"], "2 folders need --output=DIR"),
         (["{run}", "--output"], "argument --output: expected one argument"),
-        (["{run}", "--figures=svg,gif"], "--figures=gif: figures are saved as any of svg, pdf, png"),
         (["{run}", "--csv"], "unrecognized arguments: --csv; usage: llama-ssp report FOLDER... "),
         (["{run}", "--output={run}/status"], "cannot be written"),
         ([], "the following arguments are required: FOLDER"),

@@ -84,7 +84,30 @@ def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(t
     assert len(again["draft_lengths"]) == again["num_rounds"]
     fast = ended.summary["speculative"]
     assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
-    assert "Drafted tokens per round, chosen along the text" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"token_ids": [4, 99999]}, "has token id 99999, and the model knows 4096 ids"),
+        ({"token_ids": [4, 5]}, "has a text that is not that of its token_ids"),
+        ({"text": "other"}, "has a text that is not that of its token_ids"),
+    ],
+)
+def test_a_line_whose_text_no_ids_of_the_model_have_is_damaged(
+    change: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    assert complete(tmp_path, "import", "一\x1b").code == 0
+    file, whole = tmp_path / "run" / "run.jsonl", (tmp_path / "run" / "run.jsonl").read_text()
+    first, second = whole.splitlines()
+    file.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
+    ended = complete(tmp_path, "import", "一\x1b")
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert f"prompt 2 sample 1 (plain) in run.jsonl of run_dir={tmp_path}/run {sentence}" in ended.err
+    assert "remove such a line to have its completion made again" in ended.err
+    file.write_text(f"{first}\n")
+    assert complete(tmp_path, "import", "一\x1b").code == 0
+    assert texts(tmp_path / "run")[1] == json.loads(second)["text"]
 
 
 @pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', heavy("[NaN]")])

@@ -160,14 +160,13 @@ def test_a_hangup_that_is_ignored_on_purpose_stays_ignored(launch: Launch) -> No
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_rank_zero_leaves_its_exit_code_and_its_run_folder_where_a_launcher_can_read_them(
+def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_read_it(
     rank: str, launch: Launch, tmp_path: Path
 ) -> None:
-    files = [tmp_path / "code", tmp_path / "folder"]
-    paths = {"EXIT_CODE_FILE": str(files[0]), "RUN_DIR_FILE": str(files[1])}
-    ended = launch("run_dir=some/run", fails=CapacityError("full"), RANK=rank, WORLD_SIZE="2", **paths)
-    assert ended.code == 3
-    assert [file.read_text() for file in files if file.exists()] == ["3\n", "some/run\n"] * (rank == "0")
+    file = tmp_path / "folder"
+    named = {"RANK": rank, "WORLD_SIZE": "2", "RUN_DIR_FILE": str(file)}
+    assert launch("run_dir=some/run", fails=CapacityError("full"), **named).code == 3
+    assert [named.read_text() for named in tmp_path.glob("folder")] == ["some/run\n"] * (rank == "0")
 
 
 def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:

@@ -36,7 +36,7 @@ def expected(runner: PrefixRunner, token_ids: tuple[int, ...], sampling: Samplin
         for known in set(ids):
             if sampling.penalizes:
                 scaled = logits[known] * 1.5 if logits[known] < 0 else logits[known] / 1.5
-                logits[known] = scaled - 0.3
+                logits[known] = scaled - 0.3 * (known in token_ids[:place])
         logits = logits / (sampling.temperature or 1)
         if sampling.top_k:
             logits[logits < logits.topk(sampling.top_k).values[-1]] = -torch.inf

@@ -71,7 +71,7 @@ def drafted(runner: Runner, comm: Comm) -> tuple[Tensor, Tensor]:
     if isinstance(comm, CountingComm):
         comm.sent.clear()
     uniforms_BKP = torch.rand(3, K, 2, dtype=torch.float64, generator=generator)
-    rows = Rows(tokens_BS, lengths_B, torch.zeros(3, dtype=torch.int64))
+    rows = Rows(tokens_BS, lengths_B, *[torch.zeros(3, dtype=torch.int64)] * 2)
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 

@@ -34,6 +34,6 @@ def test_a_fallback_is_made_only_where_rounds_choose(
 @pytest.mark.parametrize(("tree", "wanted"), [(None, [6, 1]), ("2", [6, 5])])
 def test_look_up_drafts_the_tree_of_the_settings(tree: str | None, wanted: list[int]) -> None:
     [drafter] = made(SpeculationConfig(num_draft_tokens=2, tree=tree))
-    rows = Rows(torch.tensor([[1, 5, 1, 6, 1, 0, 0, 0]]), torch.tensor([5]), torch.tensor([5]))
+    rows = Rows(torch.tensor([[1, 5, 1, 6, 1, 0, 0, 0]]), *[torch.tensor([5])] * 3)
     draft = drafter.propose(rows, num_tokens=2, uniforms_BKP=torch.zeros(1, 2, 2), bucket=8)
     assert draft.ids_BK.tolist() == [wanted]

@@ -34,7 +34,7 @@ def test_a_head_of_another_width_is_cut_or_filled_up_with_what_is_never_drafted(
     drafter.prefill(prompts, rows=range(50), buckets=buckets)
     uniforms_BKP = torch.rand(50, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     draft = drafter.propose(
-        Rows(tokens_BS, torch.full((50,), 2), torch.zeros(50).long()),
+        Rows(tokens_BS, torch.full((50,), 2), *[torch.zeros(50).long()] * 2),
         num_tokens=4,
         uniforms_BKP=uniforms_BKP,
         bucket=10,
@@ -54,7 +54,7 @@ def test_a_narrower_draft_whose_logits_are_no_numbers_is_survived() -> None:
     drafter.allocate(batch_size=1, num_slots=10)
     uniforms_BKP = torch.zeros(1, 4, 2, dtype=torch.float64)
     draft = drafter.propose(
-        Rows(torch.zeros(1, 10).long(), torch.tensor([2]), torch.zeros(1).long()),
+        Rows(torch.zeros(1, 10).long(), torch.tensor([2]), *[torch.zeros(1).long()] * 2),
         num_tokens=4,
         uniforms_BKP=uniforms_BKP,
         bucket=10,

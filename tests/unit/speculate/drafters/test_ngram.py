@@ -29,7 +29,10 @@ def propose(
     uniforms_BKP = torch.zeros(len(texts), num_draft_tokens, 2)
     bucket = max(map(len, texts)) + num_draft_tokens
     draft = drafter.propose(
-        Rows(tokens_BS, lengths_B, lengths_B), num_tokens=num_draft_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket
+        Rows(tokens_BS, lengths_B, lengths_B, lengths_B),
+        num_tokens=num_draft_tokens,
+        uniforms_BKP=uniforms_BKP,
+        bucket=bucket,
     )
     assert not tree or torch.equal(tokens_BS, before_BS)
     for row, text in enumerate(texts if tree is None else ()):
@@ -161,6 +164,6 @@ def test_a_tree_of_one_child_each_is_the_chain(texts: list[list[int]], num_draft
 def test_no_value_is_read_on_the_host() -> None:
     meta = torch.device("meta")
     drafter = NgramDrafter(num_draft_tokens=15, longest=3, shortest=1, device=meta, tree=Tree.of("3x2x1", CPU))
-    rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,))))
+    rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,))))
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)

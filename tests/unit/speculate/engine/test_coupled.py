@@ -91,7 +91,7 @@ def test_the_winner_of_a_race_has_the_law_of_the_probabilities() -> None:
     probs_V = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
     num_rows = 200_000
     keys_B = keys_of(range(num_rows), seed=3)
-    context = Context(torch.zeros(num_rows, 1).long(), keys_B, torch.full((num_rows, 1), 9))
+    context = Context(torch.zeros(num_rows, 1).long(), keys_B, keys_B, torch.full((num_rows, 1), 9))
     numbers_BV = exponentials(context.keys_B, context.last_BT, vocab_size=5)[:, 0]
     counts = Counter((probs_V / numbers_BV).argmax(-1).tolist())
     found = chisquare([counts[token] for token in range(5)], [num_rows * float(prob) for prob in probs_V])

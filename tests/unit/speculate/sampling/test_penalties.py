@@ -1,4 +1,4 @@
-"""Penalties are transformers', count drafted tokens, and keep the exact law of the penalized target."""
+"""Penalties are transformers' and OpenAI's, count drafted tokens, and keep the exact law of the penalized target."""
 
 from itertools import product
 
@@ -26,12 +26,12 @@ PENALIZED = {
 }
 
 
-def by_hand(logits_V: Tensor, tokens: tuple[int, ...], sampling: SamplingConfig) -> Tensor:
-    """One row, with transformers' own processor and plain counts."""
-    ids = torch.tensor([tokens], dtype=torch.long)
+def by_hand(logits_V: Tensor, new: tuple[int, ...], sampling: SamplingConfig) -> Tensor:
+    """One row, with transformers' own processor over prompt and text, and plain counts of the text alone."""
+    ids = torch.tensor([PROMPT + new], dtype=torch.long)
     if sampling.repetition_penalty != 1:
         logits_V = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, logits_V[None].clone())[0]
-    counts_V = torch.bincount(ids[0], minlength=len(logits_V)).to(logits_V.dtype)
+    counts_V = torch.bincount(ids[0, len(PROMPT) :], minlength=len(logits_V)).to(logits_V.dtype)
     return logits_V - sampling.frequency_penalty * counts_V - sampling.presence_penalty * (counts_V > 0)
 
 
@@ -41,7 +41,7 @@ def penalized(target: TableModel, sampling: SamplingConfig) -> tuple[Tensor, ...
     for length, logits in enumerate(target.logits):
         prefixes = [*product(range(target.vocab_size), repeat=length)]
         rows = [
-            torch.stack([by_hand(table[code], PROMPT + prefix, sampling) for code, prefix in enumerate(prefixes)])
+            torch.stack([by_hand(table[code], prefix, sampling) for code, prefix in enumerate(prefixes)])
             for table in logits
         ]
         laws.append(process(torch.stack(rows)))
@@ -85,10 +85,15 @@ def test_a_penalty_that_leaves_out_the_drafted_tokens_is_caught() -> None:
 
 def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:
     tokens_BS = torch.tensor([[5, 5, 2, 7, 7, 7], [1, 5, 1, 1, 3, 0]])
-    context = Rows(tokens_BS, torch.tensor([3, 2]), torch.zeros(2).long()).before(torch.tensor([[2, 3], [1, 2]]))
-    counts_BTV = count_tokens(context, vocab_size=8)
+    rows = Rows(tokens_BS, torch.tensor([3, 2]), torch.zeros(2).long(), prompt_lengths_B=torch.tensor([1, 2]))
+    context = rows.before(torch.tensor([[2, 3], [1, 2]]))
+    counts_BTV, new_BTV = (
+        count_tokens(context, first, vocab_size=8) for first in (torch.zeros(2).long(), rows.prompt_lengths_B)
+    )
     assert counts_BTV[0].tolist() == [[0, 0, 1, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 2, 0, 1]]
     assert counts_BTV[1].tolist() == [[0, 1, 0, 0, 0, 1, 0, 0], [0, 2, 0, 0, 0, 1, 0, 0]]
+    assert new_BTV[0].tolist() == [[0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 1, 0, 1]]
+    assert new_BTV[1].tolist() == [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]]
 
 
 def test_without_penalties_there_is_nothing_to_compute() -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.cpu.tracing import Traced
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.trees import tree_shape
-from llama_ssp.speculate.engine.tracing import Traced
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative

@@ -1,0 +1,245 @@
+"""A whole layer as torch calls it: norm, queries, keys and values, attention, output, norm, gate and up, down.
+
+    step     threads share                     reads            writes
+    qkv      blocks of 16 outputs              x, normed        qkv
+    place    tokens                            qkv              cache; turned queries to `attended`
+    attend   key-value heads of rows           cache            attended
+    output   blocks of 16 outputs              attended, x      middle
+    gated    pairs of blocks                   middle, normed   gated
+    down     blocks of 16 outputs              gated, middle    y
+
+The steps run the functions of `cpu.linear` and `cpu.attention`, which the operators of a product and of attention run
+too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
+
+Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
+microseconds to begin and to end a parallel region, as much as a small product takes. Here threads meet between the
+steps of one region, at counters in memory. No step asks how many threads there are: one that comes late, or never,
+finds less to do. A thread that waits spins for some microseconds, then sleeps in the kernel: the one that it waits for
+may need its core, and a thread that has slept gets a core back sooner than one that has spun.
+
+Shapes: M tokens, E width, H query heads, D head dim.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llvmlite import ir
+
+from llama_ssp.cpu import attention as attending
+from llama_ssp.cpu import linear
+from llama_ssp.cpu.emit import F32, I32, I64, LANES, NO_POINTER, POINTER, VOID, Code, Operator, Value, function, i64
+from llama_ssp.cpu.kinds import PARTS, PRODUCTS, TENSORS
+
+STEPS = ("qkv", "place", "attend", "output", "gated", "down")
+_SERIAL = 2**16
+"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
+_AT_ONCE = 8
+"""Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
+_MOST_THREADS = 2**10
+
+_CONTEXT = dict.fromkeys(("counters", "attention", "rooms", "x", "qkv", "attended", "middle", "gated", "y"), POINTER)
+_CONTEXT |= dict.fromkeys(
+    ("room_bytes", "num_rows", "num_threads", "num_places", "num_units", "least_qkv", "least_gated"), I64
+)
+_CONTEXT |= dict.fromkeys((f"{name}_{part}" for name in PRODUCTS for part in PARTS), POINTER)
+_CONTEXT |= dict.fromkeys(
+    (f"{name}_{part}" for name in PRODUCTS for part in ("num_inputs", "num_outputs", "num_groups")), I64
+)
+"""Words that the threads share."""
+COUNTERS = 16
+"""Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
+_LINE = 8
+_SPINS = 4096
+"""Looks at the counter before a waiting thread sleeps, some 10 ns each."""
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 128, 129, 2**31 - 1
+"""The system call of Linux on x86-64, its operations within one process, and how many to wake."""
+
+
+def emit(kind: str, rows: str, head_dim: int) -> ir.Module:
+    """The operator for products and cache rows of a kind each, and heads of D dimensions; its entry is `layer`."""
+    module = ir.Module(name=f"layer of {kind}, {rows} and {head_dim}")
+    shared = [POINTER if argument == "words" else I64 for argument in ("begin", "end", "words")]
+    kernels = {
+        name: ir.Function(module, ir.FunctionType(VOID, shared), symbol)
+        for name, symbol in (
+            ("part", f"llama_ssp_product_{kind}_part"),
+            ("place", f"llama_ssp_attention_{rows}_{head_dim}_place"),
+            ("units", f"llama_ssp_attention_{rows}_{head_dim}_units"),
+        )
+    }
+    _entry(module, head_dim, _steps(module, kind, kernels))
+    return module
+
+
+def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
+    """(tensors, least squares of both norms, heads, scale, window) -> y."""
+    operator = Operator(module, "layer", num_tensors=len(TENSORS))
+    code, tensors = operator.code, dict(zip(TENSORS, operator.tensors, strict=True))
+    first = len(TENSORS)
+    least_qkv, least_gated, num_heads, scale, window = (operator.argument(first + place) for place in range(5))
+    given = {
+        name: (operator.pointer_or_none if name.endswith(PARTS) else operator.pointer)(tensor)
+        for name, tensor in tensors.items()
+    }
+    num_rows, width = operator.size(tensors["x"], 0), operator.size(tensors["x"], 1)
+    num_kv = code.sdiv(operator.size(tensors["cache"], 0), i64(2))
+    attended_width = code.mul(num_heads, i64(head_dim))
+    for name in PRODUCTS:
+        weights = tensors[f"{name}_weights"]
+        given[f"{name}_num_outputs"] = code.mul(operator.size(weights, 0), i64(LANES))
+        given[f"{name}_num_groups"] = operator.size(weights, 1)
+    gated_width = code.sdiv(given["gated_num_outputs"], i64(2))
+    given |= {"qkv_num_inputs": width, "output_num_inputs": attended_width, "gated_num_inputs": width,
+              "down_num_inputs": gated_width}  # fmt: skip
+    num_threads = _num_threads(code, given, num_rows)
+    widest = code.larger(code.larger(width, attended_width), gated_width)
+    room = code.mul(num_rows, code.add(code.mul(widest, i64(2)), i64(2)))
+    y = operator.empty(num_rows, width)
+    sizes = {"qkv": given["qkv_num_outputs"], "attended": attended_width, "middle": width, "gated": gated_width}
+    total = start = code.mul(num_threads, room)
+    for size in sizes.values():
+        total = code.add(total, code.mul(num_rows, size))
+    given["rooms"] = operator.pointer(operator.empty(total))
+    for name, size in sizes.items():
+        given[name] = code.at(given["rooms"], start, F32)
+        start = code.add(start, code.mul(num_rows, size))
+    attention = given | {
+        "parts": given["cache"], "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
+        "row_tokens": operator.size(tensors["positions"], 1), "num_slots": operator.size(tensors["cache"], 1),
+        "num_behind": operator.size(tensors["sees"], 2), "window": window, "scale": scale,
+    }  # fmt: skip
+    num_words = len(STEPS) * COUNTERS + COUNTERS
+    counters = code.slot(I64, num_words)
+    counters.align = 64
+    with code.loop(i64(0), i64(num_words), 1) as (place,):
+        code.write(i64(0), counters, place)
+    words = code.stored(_CONTEXT, given | {
+        "counters": counters, "attention": code.stored(attending.CONTEXT, attention),
+        "room_bytes": code.mul(room, i64(4)), "num_rows": num_rows, "y": operator.pointer(y),
+        "num_threads": num_threads, "num_places": num_rows, "least_qkv": least_qkv, "least_gated": least_gated,
+        "num_units": attending.num_units(code, attention, num_rows),
+    })  # fmt: skip
+    operator.share(num_threads, i64(1), steps, words)
+    operator.give(y)
+
+
+def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
+    """As many as torch has, or fewer if there is little to do."""
+    cost = i64(0)
+    for name in PRODUCTS:
+        cost = code.add(cost, code.mul(given[f"{name}_num_inputs"], given[f"{name}_num_outputs"]))
+    useful = code.add(code.sdiv(code.mul(cost, code.add(num_rows, i64(1))), i64(_SERIAL)), i64(1))
+    there = code.slot(I32, 1)
+    code.intrinsic("torch_get_num_threads", I32, there)
+    return code.smaller(useful, code.smaller(code.zext(code.load(there, typ=I32), I64), i64(_MOST_THREADS)))
+
+
+def _steps(module: ir.Module, kind: str, kernels: dict[str, Value]) -> Value:
+    """All steps of a thread: (first thread, last thread, context), where a thread may stand for several."""
+    code, (first, last, words) = function(module, "steps", [I64, I64, POINTER])
+    given = code.loaded(_CONTEXT, words)
+    threads = code.at(given["counters"], i64(len(STEPS) * COUNTERS), I64)
+    own = code.atomic_rmw("add", threads, i64(1), "monotonic")
+    room = code.at(given["rooms"], code.mul(own, given["room_bytes"]))
+    counters = {name: code.at(given["counters"], i64(place * COUNTERS), I64) for place, name in enumerate(STEPS)}
+
+    def product(name: str, rows: Value, y: Value, residual: Value) -> None:
+        _product(code, kind, kernels["part"], name, given | {"rows": rows, "into": y, "residual": residual},
+                 room=room, counters=counters[name])  # fmt: skip
+
+    product("qkv", given["x"], given["qkv"], NO_POINTER)
+    for step, count in (("place", "num_places"), ("attend", "num_units")):
+        with units(code, counters[step], given[count], i64(1)) as (begin, end):
+            code.call(kernels["place" if step == "place" else "units"], [begin, end, given["attention"]])
+    product("output", given["attended"], given["middle"], given["x"])
+    product("gated", given["middle"], given["gated"], NO_POINTER)
+    product("down", given["gated"], given["y"], given["middle"])
+    # The caller meets the others here: in libgomp it would spin for milliseconds on a core that one of them may need.
+    finish(code, threads, code.sub(last, first), given["num_threads"])
+    with code.if_then(code.icmp_signed("==", first, i64(0))):
+        wait(code, threads, given["num_threads"])
+    return code.end()
+
+
+def _product(
+    code: Code, kind: str, part: Value, name: str, given: dict[str, Value], *, room: Value, counters: Value
+) -> None:
+    """One product, of rows that this thread prepares for itself."""
+    gates = i64(1 if name == "gated" else 0)
+    num_outputs, norm = given[f"{name}_num_outputs"], None
+    if f"least_{name}" in given:
+        least_square = code.fptrunc(code.bitcast(given[f"least_{name}"], ir.DoubleType()), F32)
+        norm = given[f"{name}_norm"], least_square
+    sizes = given["num_rows"], given[f"{name}_num_inputs"]
+    own = {part: given[f"{name}_{part}"] for part in ("weights", "scales", "bias", "num_groups")}
+    own |= {"y": given["into"], "residual": given["residual"], "num_outputs": num_outputs, "gates": gates}
+    rows = linear.prepared(code, kind, given["rows"], room=room, norm=norm, sizes=sizes)
+    words = code.stored(linear.CONTEXT, own | rows)
+    of_unit = code.add(gates, i64(1))
+    count = code.sdiv(num_outputs, code.mul(of_unit, i64(LANES)))
+    fair = code.sdiv(code.add(count, code.sub(given["num_threads"], i64(1))), given["num_threads"])
+    grain = code.smaller(fair, code.sdiv(i64(_AT_ONCE), of_unit))
+    with units(code, counters, count, grain) as (begin, end):
+        code.call(part, [begin, end, words])
+
+
+@contextmanager
+def units(code: Code, counters: Value, count: Value, grain: Value) -> Iterator[tuple[Value, Value]]:
+    """The body is run for units from the first number to the second; after it all threads' units are done."""
+    head, body, after = (code.append_basic_block(name) for name in ("take", "work", "wait"))
+    code.branch(head)
+    code.position_at_end(head)
+    begin = code.atomic_rmw("add", counters, grain, "monotonic")
+    code.cbranch(code.icmp_signed("<", begin, count), body, after)
+    code.position_at_end(body)
+    end = code.smaller(code.add(begin, grain), count)
+    yield begin, end
+    finish(code, counters, code.sub(end, begin), count)
+    code.branch(head)
+    code.position_at_end(after)
+    wait(code, counters, count)
+
+
+def finish(code: Code, counters: Value, number: Value, count: Value) -> None:
+    """Add to the units that are done; the last ones wake the threads that sleep."""
+    done = code.at(counters, i64(_LINE), I64)
+    sleepers = code.at(counters, i64(_LINE + 1), I64)
+    before = code.atomic_rmw("add", done, number, "seq_cst")
+    is_last = code.icmp_signed(">=", code.add(before, number), count)
+    with code.if_then(is_last):
+        someone = code.icmp_signed(">", code.load_atomic(sleepers, "seq_cst", 8, typ=I64), i64(0))
+        with code.if_then(someone):
+            _futex(code, done, _WAKE, ir.Constant(I32, _ALL))
+
+
+def wait(code: Code, counters: Value, count: Value) -> None:
+    """Return once so many units are done."""
+    done = code.at(counters, i64(_LINE), I64)
+    sleepers = code.at(counters, i64(_LINE + 1), I64)
+    before = code.block
+    head, body, after = (code.append_basic_block(name) for name in ("look", "pause", "met"))
+    code.branch(head)
+    code.position_at_end(head)
+    spins = code.phi(I64)
+    spins.add_incoming(i64(0), before)
+    found = code.load_atomic(done, "acquire", 8, typ=I64)
+    code.cbranch(code.icmp_signed("<", found, count), body, after)
+    code.position_at_end(body)
+    code.intrinsic("llvm.x86.sse2.pause", VOID)
+    more = code.add(spins, i64(1))
+    with code.if_then(code.icmp_signed(">=", more, i64(_SPINS))):
+        code.atomic_rmw("add", sleepers, i64(1), "seq_cst")
+        again = code.load_atomic(done, "seq_cst", 8, typ=I64)
+        with code.if_then(code.icmp_signed("<", again, count)):
+            _futex(code, done, _WAIT, code.trunc(again, I32))  # returns at once if the counter has moved
+        code.atomic_rmw("sub", sleepers, i64(1), "seq_cst")
+    spins.add_incoming(more, code.block)
+    code.branch(head)
+    code.position_at_end(after)
+
+
+def _futex(code: Code, word: Value, operation: int, number: Value) -> None:
+    """Sleep while the lower half of a word is `number`, or wake so many that sleep on it."""
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    found = code.module.globals.get("syscall") or ir.Function(code.module, kind, "syscall")
+    code.call(found, [i64(_FUTEX), word, ir.Constant(I32, operation), number, NO_POINTER])

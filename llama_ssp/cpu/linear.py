@@ -1,0 +1,456 @@
+"""Products of a few rows with packed weights: each thread computes all rows of some outputs, and reads a weight once.
+
+    kind      weights                   rows                  sums
+    singles   fp32, one scale           fp32                  fp32, one input after the other
+    halves    fp16, one scale           fp32                  fp32, one input after the other
+    bytes     int8, a scale an output   fp32                  fp32, one input after the other
+    dots      int8, a scale an output   int8, a scale a row   integers
+    fp8       E4M3, groups of 128       fp32                  fp32, group by group, one input after the other
+    nibbles   4 bits, groups            fp32                  fp32, group by group, one input after the other
+    mxfp4     E2M1, groups of 32        fp32                  fp32, group by group, one input after the other
+    nvfp4     E2M1, groups of 16        fp32                  fp32, group by group, one input after the other
+
+Weights lie in blocks of 16 outputs, so that a vector is one input (four inputs of `dots`) of all outputs of a block and
+no sum crosses lanes. The sum of an output of a row therefore takes the same steps whatever the other rows are.
+
+    dots      block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
+    others    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
+
+What surrounds a product is done with it: before it the RMS norm of the rows, after it bias and residual, or the gate of
+the MLP, whose gate and up blocks alternate.
+
+A block has as many groups as the second dimension of the weights. Of `nibbles`, whose groups have 32 inputs or a
+multiple, a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of a
+block's outputs. The codes of a group are multiplied as numbers from -8 to 7, and the rest of the zero is subtracted
+from their sum, once; most zeros are near 8, so little is lost:
+
+    block | group | group | ...
+    group | 16 words of `int4_rows`, a scale and a zero each | inputs 0-7: 16 words | inputs 8-15: 16 words | ...
+
+Of `fp8` the words are scales, and the 16 outputs of each input follow. `from_e4m3` makes numbers 2^-8 times as large,
+and the scales make up for it. Of `mxfp4` and `nvfp4` the words are bytes, scales in E8M0 and E4M3, and an output has a
+scale as well.
+
+Rows are normed and quantized before the product: few by the thread that calls, many by all. Memory comes from torch.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from llama_ssp.cpu.emit import (
+    F32,
+    F32S,
+    HALVES,
+    I8S,
+    I32,
+    I32S,
+    I64,
+    LANES,
+    NO_POINTER,
+    POINTER,
+    Code,
+    Operator,
+    Value,
+    f32,
+    floats,
+    function,
+    i64,
+    wholes,
+)
+from llama_ssp.cpu.kinds import FP4, FP8, GROUPS, NIBBLES, SHRUNK
+from llama_ssp.settings.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES
+
+_VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
+_ONE_SCALE = {"singles", "halves", FP8, NIBBLES}
+_MOST_ROWS = 6
+"""Rows whose sums stay in registers; more are cut."""
+_BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
+"""Blocks whose sums stay in registers with so many rows: 8 are needed to hide the latency of one sum."""
+_UNROLLED = 2
+_CHUNK = 8
+"""Blocks that meet all rows before the next ones are read."""
+_SIGN_BIT = 128
+
+CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
+CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
+"""Words that the threads of one product share."""
+_UNPREPARED = dict.fromkeys(("given", "room", "norm"), POINTER)
+_UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
+"""Words that the threads share which norm and quantize its rows."""
+_SERIAL = 2**16
+"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
+_INPUTS_OF_WORD = 8
+_CODE_BITS, _MIDDLE = 4, 8
+
+
+def emit(kind: str) -> ir.Module:
+    """The operator of a kind, with everything it calls; its entry is `product`."""
+    module = ir.Module(name=f"product of {kind}")
+    tiles = {
+        (rows, blocks): _tile(module, kind, rows, blocks)
+        for rows in range(1, _MOST_ROWS + 1)
+        for blocks in _numbers_of_blocks(kind, rows)
+    }
+    part = _part(module, kind, tiles, _finish(module, kind))
+    part.linkage = "external"  # `cpu.layer` calls it too
+    _entry(module, kind, _preparation(module, kind), part)
+    return module
+
+
+def _entry(module: ir.Module, kind: str, preparation: Value, part: Value) -> None:
+    """The operator, as torch calls it: (x, weights, scales, bias, residual, norm, least_square, gates) -> y."""
+    operator = Operator(module, "product", num_tensors=6)
+    code = operator.code
+    x, weights, scales, bias, residual, norm = operator.tensors
+    gates = code.and_(operator.argument(7), i64(1))
+    num_rows, num_inputs = operator.size(x, 0), operator.size(x, 1)
+    num_outputs = code.mul(operator.size(weights, 0), i64(LANES))
+    y = operator.empty(num_rows, code.sdiv(num_outputs, code.add(gates, i64(1))))
+    # Room for normed rows, and for quantized ones with their scales and sums.
+    room = operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, i64(2)), i64(2))))
+    given = {
+        "given": operator.pointer(x), "room": operator.pointer(room), "norm": operator.pointer_or_none(norm),
+        "least_square": operator.argument(6), "num_rows": num_rows, "num_inputs": num_inputs,
+    }  # fmt: skip
+    grain = code.add(code.sdiv(i64(_SERIAL), num_inputs), i64(1))
+    operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
+    rows = _prepared(code, kind, given, i64(0), i64(0))
+    words = code.stored(CONTEXT, rows | {
+        "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
+        "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
+        "num_outputs": num_outputs, "num_groups": operator.size(weights, 1), "gates": gates,
+    })  # fmt: skip
+    num_units = code.sdiv(num_outputs, code.mul(code.add(gates, i64(1)), i64(LANES)))
+    cost = code.mul(code.mul(num_inputs, i64(LANES)), code.add(num_rows, i64(1)))
+    operator.share(num_units, code.add(code.sdiv(i64(_SERIAL), cost), i64(1)), part, words)
+    operator.give(y)
+
+
+def _preparation(module: ir.Module, kind: str) -> Value:
+    """Prepare the rows from `begin` to `end`."""
+    code, (begin, end, words) = function(module, "preparation", [I64, I64, POINTER])
+    _prepared(code, kind, code.loaded(_UNPREPARED, words), begin, end)
+    return code.end()
+
+
+def _prepared(code: Code, kind: str, given: dict[str, Value], begin: Value, end: Value) -> dict[str, Value]:
+    """`prepared` from what `_UNPREPARED` names."""
+    least_square = code.fptrunc(code.bitcast(given["least_square"], ir.DoubleType()), F32)
+    return prepared(
+        code, kind, given["given"], room=given["room"], norm=(given["norm"], least_square),
+        sizes=(given["num_rows"], given["num_inputs"]), only=(begin, end),
+    )  # fmt: skip
+
+
+def prepared(
+    code: Code, kind: str, rows: Value, *, room: Value, norm: tuple[Value, Value] | None, sizes: tuple[Value, Value],
+    only: tuple[Value, Value] | None = None,
+) -> dict[str, Value]:  # fmt: skip
+    """The rows as a product of this kind takes them, by their names in CONTEXT; `only` some are written.
+
+    Norms of rows are written into the room, if there is a norm (weight, least square), and the weight is not none. Rows
+    of `dots` are rounded into the second half of the room.
+    """
+    num_rows, num_inputs = sizes
+    begin, end = only or (i64(0), num_rows)
+    if norm:
+        has_norm = code.icmp_unsigned("!=", code.ptrtoint(norm[0], I64), i64(0))
+        with code.if_then(has_norm), code.loop(begin, end, 1) as (row,):
+            start = code.mul(row, num_inputs)
+            _normalize(code, code.at(rows, start, F32), code.at(room, start, F32), norm, num_inputs)
+        rows = code.select(has_norm, room, rows)
+    given = {"rows": rows, "row_scales": NO_POINTER, "row_sums": NO_POINTER, "num_rows": num_rows,
+             "num_inputs": num_inputs}  # fmt: skip
+    if kind == "dots":
+        number = code.mul(num_rows, num_inputs)
+        values = given["rows"] = code.at(room, number, F32)
+        scales = given["row_scales"] = code.at(values, number)
+        sums = given["row_sums"] = code.at(scales, num_rows, F32)
+        with code.loop(begin, end, 1) as (row,):
+            start = code.mul(row, num_inputs)
+            scale, total = _round_row(code, code.at(rows, start, F32), code.at(values, start), num_inputs)
+            code.write(scale, scales, row)
+            code.write(total, sums, row)
+    return given
+
+
+def _normalize(code: Code, x: Value, into: Value, norm: tuple[Value, Value], num_inputs: Value) -> None:
+    """Write x * weight / sqrt(sum of the squares of x + least square)."""
+    weight, least_square = norm
+    with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
+        part = code.read(x, F32S, values[0])
+        values[1] = code.fused(part, part, values[1])
+    total = code.fadd(code.halves(values[1], code.fadd), least_square)
+    factor = code.splat(code.fdiv(f32(1.0), code.intrinsic("llvm.sqrt.f32", F32, total)))
+    with code.loop(i64(0), num_inputs, LANES) as (index,):
+        scaled = code.fmul(code.read(x, F32S, index), factor)
+        code.write(code.fmul(scaled, code.read(weight, F32S, index)), into, index)
+
+
+def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Value, Value]:
+    """Round a row to 127 steps on each side of zero; returns its scale and the sum of its steps."""
+    with code.loop(i64(0), num_inputs, LANES, [floats(0.0)]) as values:
+        size = code.intrinsic("llvm.fabs.v16f32", F32S, code.read(x, F32S, values[0]))
+        values[1] = code.maximum(values[1], size)
+    largest = code.halves(values[1], code.maximum)
+    is_zero = code.fcmp_ordered("==", largest, f32(0.0))
+    factor = code.splat(code.select(is_zero, f32(0.0), code.fdiv(f32(127.0), largest)))
+    with code.loop(i64(0), num_inputs, LANES, [wholes(0)]) as values:
+        steps = code.intrinsic("llvm.nearbyint.v16f32", F32S, code.fmul(code.read(x, F32S, values[0]), factor))
+        whole = code.fptosi(steps, I32S)
+        code.write(code.trunc(whole, I8S), into, values[0])
+        values[1] = code.add(values[1], whole)
+    return code.fdiv(largest, f32(127.0)), code.halves(values[1], code.add)
+
+
+def _numbers_of_blocks(kind: str, num_rows: int) -> list[int]:
+    """How many blocks of outputs a tile may have, the most first."""
+    # The sums of 6 rows and 4 blocks, with those of a group, do not fit into registers, which halves FP8's speed.
+    most = 2 if kind == FP8 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
+    return sorted({1, 2, most}, reverse=True)
+
+
+def _tile(module: ir.Module, kind: str, num_rows: int, num_blocks: int) -> Value:
+    """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, rows first."""
+    code, (weights, rows, num_inputs, num_groups, sums) = function(
+        module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, I64, POINTER]
+    )
+    code.function.attributes.add("noinline")
+    block_bytes = _block_bytes(code, kind, num_inputs, num_groups)
+    blocks = [code.at(weights, code.mul(block_bytes, i64(number))) for number in range(num_blocks)]
+    starts = [code.at(rows, code.mul(num_inputs, i64(row * _row_bytes(kind)))) for row in range(num_rows)]
+    if kind in GROUPS:
+        found = _sums_of_groups(code, kind, blocks, starts, (num_inputs, num_groups))
+    else:
+        found = _sums(code, kind, blocks, starts, num_inputs)
+    for number, value in enumerate(found):
+        code.write(value, sums, i64(number * LANES))
+    return code.end()
+
+
+def _block_bytes(code: Code, kind: str, num_inputs: Value, num_groups: Value) -> Value:
+    """Bytes of the weights of 16 outputs."""
+    if kind in GROUPS:
+        return code.add(code.mul(num_groups, i64(_head_bytes(kind))), code.mul(num_inputs, i64(_input_bytes(kind))))
+    return code.mul(num_inputs, i64(LANES * _VALUE_BYTES[kind]))
+
+
+def _head_bytes(kind: str) -> int:
+    """Bytes of the words of 16 outputs, in a group."""
+    return LANES * (1 if kind in FP4 else WORD_BYTES)
+
+
+def _input_bytes(kind: str) -> int:
+    """Bytes of an input of 16 outputs, in a group."""
+    return LANES // (1 if kind == FP8 else 2)
+
+
+def _row_bytes(kind: str) -> int:
+    """Bytes of an input."""
+    return 1 if kind == "dots" else 4
+
+
+def _sums(code: Code, kind: str, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
+    """Sum over all inputs; returns the vectors, rows first."""
+    num_rows, num_blocks = len(starts), len(blocks)
+    zero = wholes(0) if kind == "dots" else floats(0.0)
+    taken = 4 if kind == "dots" else 1
+    with code.loop(i64(0), num_inputs, taken * _UNROLLED, [zero] * (num_rows * num_blocks)) as values:
+        for step in range(_UNROLLED):
+            index = code.add(values[0], i64(step * taken))
+            inputs = [
+                code.splat(code.read(code.at(start, code.mul(index, i64(_row_bytes(kind)))), I32 if taken > 1 else F32))
+                for start in starts
+            ]
+            place = code.mul(index, i64(LANES * _VALUE_BYTES[kind]))
+            for block_number, block in enumerate(blocks):
+                read = _weights(code, kind, code.at(block, place))
+                for row, x in enumerate(inputs):
+                    at = 1 + row * num_blocks + block_number
+                    values[at] = (
+                        code.intrinsic("llvm.x86.avx512.vpdpbusd.512", I32S, values[at], read, x)
+                        if kind == "dots"
+                        else code.fused(read, x, values[at])
+                    )
+    return values[1:]
+
+
+def _weights(code: Code, kind: str, place: Value) -> Value:
+    """Read a vector of weights, and widen it; those of `dots` are bytes without sign, each 128 too large."""
+    if kind == "dots":
+        return code.read(place, I32S)
+    if kind == "singles":
+        return code.read(place, F32S)
+    if kind == "halves":
+        return code.fpext(code.read(place, HALVES), F32S)
+    codes = code.read(place, I8S)
+    return code.from_e4m3(codes) if kind == FP8 else code.sitofp(code.sext(codes, I32S), F32S)
+
+
+def _finish(module: ir.Module, kind: str) -> Value:
+    """Scale the sums of a tile; then the gate, or bias and residual; and store them."""
+    code, (words, sums, row, block, num_rows, num_blocks) = function(
+        module, "finish", [POINTER, POINTER, I64, I64, I64, I64]
+    )
+    given = code.loaded(CONTEXT, words)
+    width = code.sdiv(given["num_outputs"], code.add(given["gates"], i64(1)))
+    with code.loop(i64(0), num_rows, 1) as (here,):
+        this_row = code.add(row, here)
+        start = code.mul(code.mul(here, num_blocks), i64(LANES))
+        line = code.mul(this_row, width)
+
+        def scaled(number: Value) -> Value:
+            value = code.read(sums, I32S if kind == "dots" else F32S, code.add(start, code.mul(number, i64(LANES))))
+            if kind == "dots":
+                too_much = code.mul(code.read(given["row_sums"], I32, this_row), ir.Constant(I32, _SIGN_BIT))
+                value = code.sitofp(code.sub(value, code.splat(too_much)), F32S)
+                value = code.fmul(value, code.splat(code.read(given["row_scales"], F32, this_row)))
+            if kind in _ONE_SCALE:
+                return code.fmul(value, code.splat(code.read(given["scales"], F32)))
+            outputs = code.mul(code.add(block, number), i64(LANES))
+            return code.fmul(value, code.read(given["scales"], F32S, outputs))
+
+        with code.if_else(code.icmp_unsigned("==", given["gates"], i64(0))) as (is_plain, is_gated):
+            with is_plain, code.loop(i64(0), num_blocks, 1) as (number,):
+                output = code.mul(code.add(block, number), i64(LANES))
+                place = code.add(line, output)
+                value = _plus(code, scaled(number), given["bias"], output)
+                code.write(_plus(code, value, given["residual"], place), given["y"], place)
+            with is_gated, code.loop(i64(0), num_blocks, 2) as (number,):
+                place = code.add(line, code.mul(code.sdiv(code.add(block, number), i64(2)), i64(LANES)))
+                gate, up = scaled(number), scaled(code.add(number, i64(1)))
+                silu = code.fdiv(gate, code.fadd(floats(1.0), code.exponential(code.fneg(gate))))
+                code.write(code.fmul(silu, up), given["y"], place)
+    return code.end()
+
+
+def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
+    """Add a vector, if there is one."""
+    before = code.block
+    with code.if_then(code.icmp_unsigned("!=", code.ptrtoint(added, I64), i64(0))):
+        more = code.fadd(value, code.read(added, F32S, index))
+        inside = code.block
+    total = code.phi(F32S)
+    total.add_incoming(value, before)
+    total.add_incoming(more, inside)
+    return total
+
+
+def _part(module: ir.Module, kind: str, tiles: dict[tuple[int, int], Value], finish: Value) -> Value:
+    """The part of one thread: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
+    code, (begin, end, words) = function(module, "part", [I64, I64, POINTER])
+    given = code.loaded(CONTEXT, words)
+    sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
+    unit = code.add(given["gates"], i64(1))
+    first, last = code.mul(begin, unit), code.mul(end, unit)
+    block_bytes = _block_bytes(code, kind, given["num_inputs"], given["num_groups"])
+
+    def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
+        weights = code.at(given["weights"], code.mul(block, block_bytes))
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), i64(_row_bytes(kind))))
+        code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], given["num_groups"], sums])
+        code.call(finish, [words, sums, row, block, i64(num_rows), i64(num_blocks)])
+
+    def all_blocks(row: Value, num_rows: int) -> None:
+        start = chunk
+        for num_blocks in _numbers_of_blocks(kind, num_rows):
+            rest = code.sub(chunk_end, start)
+            stop = code.add(start, code.sub(rest, code.srem(rest, i64(num_blocks))))
+            with code.loop(start, stop, num_blocks) as (block,):
+                call(row, num_rows, block, num_blocks)
+            start = stop
+
+    total = given["num_rows"]
+    whole = code.sub(total, code.srem(total, i64(_MOST_ROWS)))
+    left = code.sub(total, whole)
+    with code.loop(first, last, _CHUNK) as (chunk,):
+        chunk_end = code.smaller(code.add(chunk, i64(_CHUNK)), last)
+        with code.loop(i64(0), whole, _MOST_ROWS) as (row,):
+            all_blocks(row, _MOST_ROWS)
+        for num_rows in range(1, _MOST_ROWS):
+            with code.if_then(code.icmp_unsigned("==", left, i64(num_rows))):
+                all_blocks(whole, num_rows)
+    return code.end()
+
+
+def _sums_of_groups(
+    code: Code, kind: str, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
+) -> list[Value]:
+    """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are those and the groups."""
+    number, (num_inputs, num_groups) = len(rows) * len(blocks), sizes
+    group = code.sdiv(num_inputs, num_groups)
+    group_bytes = code.add(code.mul(group, i64(_input_bytes(kind))), i64(_head_bytes(kind)))
+    with code.loop(i64(0), num_groups, 1, [floats(0.0)] * number) as totals:
+        heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
+        inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
+        bodies = [code.at(head, i64(_head_bytes(kind))) for head in heads]
+        if kind == FP8:
+            found = _sums(code, kind, bodies, inputs, group)
+            scales = [code.read(head, F32S) for head in heads]
+        elif kind in FP4:
+            found = _sums_of_codes(code, group, bodies, inputs, FP4_NUMBERS)
+            scales = [_scales(code, kind, code.read(head, I8S)) for head in heads]
+        else:
+            found, scales = _sums_of_zeroed_codes(code, group, heads, bodies, inputs)
+        for at, value in enumerate(found):
+            totals[1 + at] = code.fused(scales[at % len(blocks)], value, totals[1 + at])
+    return totals[1:]
+
+
+def _sums_of_zeroed_codes(
+    code: Code, group: Value, heads: list[Value], bodies: list[Value], rows: list[Value]
+) -> tuple[list[Value], list[Value]]:
+    """The sums of inputs times codes less their zeros in one group, and the scales of the blocks."""
+    found, scales = _sums_of_codes(code, group, bodies, rows, [code - _MIDDLE for code in range(LANES)]), []
+    all_inputs = [_sum_of_inputs(code, group, row) for row in rows]
+    for block, head in enumerate(heads):
+        word = code.read(head, I32S)
+        scales.append(code.bitcast(code.and_(word, wholes(~INT4_ZERO_BITS)), F32S))
+        zeros = code.sitofp(code.sub(wholes(_MIDDLE), code.and_(word, wholes(INT4_ZERO_BITS))), F32S)
+        for row, total in enumerate(all_inputs):
+            at = row * len(heads) + block
+            found[at] = code.fused(zeros, total, found[at])
+    return found, scales
+
+
+def _scales(code: Code, kind: str, bytes_: Value) -> Value:
+    """The scales of 16 outputs: the bits of an exponent, moved, or E4M3."""
+    if kind in SHRUNK:
+        return code.from_e4m3(bytes_)
+    return code.bitcast(code.shl(code.zext(bytes_, I32S), wholes(23)), F32S)
+
+
+def _sums_of_codes(
+    code: Code, group: Value, blocks: list[Value], rows: list[Value], numbers: Sequence[float]
+) -> list[Value]:
+    """The sums of inputs times the numbers of codes in one group."""
+    number = len(rows) * len(blocks)
+    with code.loop(i64(0), group, _INPUTS_OF_WORD, [floats(0.0)] * number) as values:
+        # Eight inputs are half a vector of 16 words of 32 bits: 64 bytes.
+        words = [code.read(block, I32S, code.mul(values[0], i64(LANES // _INPUTS_OF_WORD))) for block in blocks]
+        for place in range(_INPUTS_OF_WORD):
+            index = code.add(values[0], i64(place))
+            x = [code.splat(code.read(row, F32, index)) for row in rows]
+            for block, word in enumerate(words):
+                weights = _codes(code, word, place, numbers)
+                for row, one in enumerate(x):
+                    at = 1 + row * len(blocks) + block
+                    values[at] = code.fused(weights, one, values[at])
+    return values[1:]
+
+
+def _codes(code: Code, words: Value, place: int, numbers: Sequence[float]) -> Value:
+    """The numbers of the codes of one input; the look-up reads the lowest four bits of each lane."""
+    shifted = code.lshr(words, wholes(_CODE_BITS * place)) if place else words
+    table = ir.Constant(F32S, [f32(float(number)) for number in numbers])
+    return code.intrinsic("llvm.x86.avx512.permvar.sf.512", F32S, table, shifted)
+
+
+def _sum_of_inputs(code: Code, group: Value, row: Value) -> Value:
+    """The sum of a row's inputs in one group, in all lanes."""
+    with code.loop(i64(0), group, LANES, [floats(0.0)]) as values:
+        values[1] = code.fadd(values[1], code.read(row, F32S, values[0]))
+    return code.splat(code.halves(values[1], code.fadd))

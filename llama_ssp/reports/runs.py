@@ -1,0 +1,114 @@
+"""Finished runs, read back from their folders."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.reports.folder import MOST_STATUS_BYTES, read_lines, read_regular
+from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
+from llama_ssp.reports.records import CompletionLine, Summary
+from llama_ssp.words import visible
+
+_NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run with a summary, which covers only the finished part of an interrupted run.
+
+    `status` and `settings`, by dotted keys, come from its folder; they are empty while the run writes its own report.
+    """
+
+    name: str
+    status: str
+    summary: Summary
+    lines: tuple[CompletionLine, ...]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Its settings by dotted keys; models, draft and task by the names that reports show, and its ranks."""
+        summary = self.summary
+        named = {"task": summary.task, "model": summary.model, "draft": summary.draft or "none"}
+        others = {key: value for key, value in self.settings.items() if key not in _NAMED_BY_FACTS}
+        return named | {"ranks": summary.world_size} | others
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K, or the largest one of a run that chooses it; 0 without a draft."""
+        return len(self.summary.speculative.accepted_histogram) - 1 if self.summary.speculative else 0
+
+    @property
+    def drafting(self) -> str:
+        """K as a text: a number, `auto` if each round has its own, or nothing without a draft."""
+        return self.summary.speculative.drafting if self.summary.speculative else ""
+
+    @property
+    def pair(self) -> str:
+        """Its models."""
+        return f"{self.summary.model} + {self.summary.draft}" if self.summary.draft else self.summary.model
+
+
+def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Read every run in the folders of runs or sweeps, and below them; raises ConfigError for a folder without a run.
+
+    Returns readable runs in order of their paths, each once, and a sentence for each run without a summary or with a
+    damaged file.
+    """
+    runs, missing, seen = [], [], set[Path]()
+    for folder in folders:
+        try:
+            found = sorted((file.parent for file in folder.rglob("config.yaml")), key=_in_order)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read ({error.strerror}): name the folder of a run") from error
+        if not found:
+            raise ConfigError(f"{folder} holds no run: a run's folder, with its config.yaml, or a sweep's is required")
+        for path in found:
+            if (resolved := path.resolve()) in seen:
+                continue
+            seen.add(resolved)
+            name = visible(folder.name if path == folder else f"{folder.name}/{path.relative_to(folder)}")
+            try:
+                if (path / "summary.json").exists():
+                    runs.append(read_run(path, name=name))
+                else:
+                    missing.append(f"{name} has no summary yet: {_status(path)}")
+            except OSError as error:
+                missing.append(f"{name} cannot be read: {error.strerror}")
+            except ConfigError as error:
+                missing.append(str(error))
+    return runs, missing
+
+
+def read_run(folder: Path, *, name: str) -> Run:
+    """Read one run with a summary; raises ConfigError if a file is damaged, or of another version."""
+    file = folder / "summary.json"
+    try:
+        summary = Summary.from_json(read_regular(file, most_bytes=MOST_BYTES).decode())
+        file = folder / "run.jsonl"
+        whole = read_regular(file).rpartition(b"\n")[0]  # the rest after the last line feed was only half written
+        lines = tuple(read_lines(whole, CompletionLine))
+        file = folder / "config.yaml"
+        settings = read_settings(read_regular(file, most_bytes=4 * MOST_CHARS).decode())
+        file = folder / "status"
+        status = _status(folder)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file} cannot be read ({reason}): a run of this version is required") from error
+    return Run(name=name, status=status, summary=summary, lines=lines, settings=settings)
+
+
+def _status(folder: Path) -> str:
+    """Return the status on one line, with control characters visible; raises OSError if it cannot be read."""
+    file = folder / "status"
+    if not file.is_file():
+        return "not started"
+    with file.open("rb") as stream:
+        status = stream.read(MOST_STATUS_BYTES).decode("utf-8", errors="replace")
+    return visible(" ".join(status.split()))
+
+
+def _in_order(folder: Path) -> list[tuple[int, str]]:
+    """Sort key that puts point 2 of a sweep before point 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in folder.parts]

@@ -1,0 +1,65 @@
+"""The sampling that a model's generation_config.json asks for, read as transformers' `generate` reads it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.settings.schema import SamplingConfig
+
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Settings of `sampling` that the file can set, with the defaults of transformers."""
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
+_CHANGES_NO_TEXT = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_", "max_",
+    "use_", "cache_", "output_", "return_", "num_return_", "num_assistant_", "assistant_", "is_assistant", "prefill_",
+    "compile_", "disable_compile", "prompt_lookup_", "continuous_", "low_memory", "trust_remote_code",
+)  # fmt: skip
+"""How the names of fields begin that have no part in the choice of tokens."""
+
+
+def with_model_sampling(
+    sampling: SamplingConfig, generation: Mapping[str, Any] | None, *, whole: str = "sampling=model"
+) -> SamplingConfig:
+    """Set the settings that `sampling.from_model` lists to the values that a generation config asks for.
+
+    Raises ConfigError, which names the setting `whole`, if the model has none.
+    """
+    if not sampling.from_model:
+        return sampling
+    if generation is None:
+        raise ConfigError(f"{whole} needs generation_config.json, which the model lacks: leave it out")
+    asked = _asked(generation)
+    return replace(sampling, from_model=[], **{name: asked[name] for name in sampling.from_model})
+
+
+def note_on(
+    sampling: SamplingConfig, generation: Mapping[str, Any], *, group: str = "sampling.", whole: str = "sampling=model"
+) -> str:
+    """Say what a generation config asks for and `sampling` does not do; empty if nothing.
+
+    `group` stands before the names of settings, and `whole` is the setting that takes all of them.
+    """
+    given = {name for name, value in generation.items() if value is not None}
+    given |= {"temperature"} if "do_sample" in given else set()
+    asked = {name: value for name, value in _asked(generation).items() if name in given}
+    settings = [f"{group}{name}={value}" for name, value in asked.items() if value != getattr(sampling, name)]
+    others = [
+        name
+        for name, value in generation.items()
+        if name not in {*_DEFAULTS, "do_sample"} and not name.startswith(_CHANGES_NO_TEXT)
+        if value not in (None, False, 0, 1, [], {})
+    ]
+    clauses = [f"{' '.join(settings)}, which this text does not follow: {whole} takes all of them"] if settings else []
+    clauses += [f"{', '.join(others)}, which no setting follows"] if others else []
+    return f"the model's generation_config.json asks for {'; and for '.join(clauses)}" if clauses else ""
+
+
+def _asked(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file asks for, defaults included; without `do_sample` it asks for the most probable token."""
+    given = {name: value for name in _DEFAULTS if (value := generation.get(name)) is not None}
+    asked = {**_DEFAULTS, **given} | ({} if generation.get("do_sample") else _GREEDY)
+    is_off = {"top_k": asked["top_k"] == 0, "top_p": asked["top_p"] == 1, "min_p": asked["min_p"] == 0}
+    return {name: None if is_off.get(name) else value for name, value in asked.items()}

@@ -1,0 +1,106 @@
+"""Prompts that leave no room for their new tokens: refused by their lines, left out, or cut. Imports no torch."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama_ssp.architectures.reading import read_config
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.run.prompts import Prompt, read_prompts
+from llama_ssp.settings.catalogue import read_path
+from llama_ssp.settings.model_files import TOKENIZER_FILE
+from llama_ssp.settings.schema import ModelConfig, RunConfig, TooLong, WeightsKind
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_MOST_NAMED = 5
+_SPECIAL_TOKENS = 8
+
+
+def problem_of_length(
+    prompt: Prompt, num_tokens: int, *, max_new_tokens: int, context: int, num_answers: int = 0
+) -> str | None:
+    """Why a prompt does not fit into a context; None if it does.
+
+    `num_answers` to earlier turns, each as long as the new tokens, are still to come before it.
+    """
+    num_texts = num_answers + 1
+    if num_tokens + num_texts * max_new_tokens <= context:
+        return None
+    room = (context - num_tokens) // num_texts
+    remedy = f"max_new_tokens={room} would fit" if room > 0 else f"a prompt has room for {context - num_texts} at most"
+    if prompt.place:
+        remedy += ", too_long=skip leaves it out, and too_long=truncate keeps its end"
+    counted = f" for each of {num_texts} answers" if num_answers else ""
+    return (
+        f"{prompt.called} has {num_tokens} tokens, and with max_new_tokens={max_new_tokens}{counted} that is more than "
+        f"the context of {context}; {remedy}"
+    )
+
+
+def refuse(problems: Sequence[tuple[Prompt, str]]) -> None:
+    """Raise ConfigError for the first of some prompts that do not fit, with the places of the others."""
+    if problems:
+        others = f"; too long as well: {named([prompt for prompt, _ in problems[1:]])}" if problems[1:] else ""
+        raise ConfigError(f"{problems[0][1]}{others}")
+
+
+def named(prompts: Sequence[Prompt]) -> str:
+    """The first few prompts, and the number of others."""
+    more = f" and {len(prompts) - _MOST_NAMED} more" if len(prompts) > _MOST_NAMED else ""
+    return ", ".join(prompt.called for prompt in prompts[:_MOST_NAMED]) + more
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Refuse prompts whose own text is too long for the target before a rank starts, where its files are here.
+
+    What templates and answers add is counted in `jobs`. Raises ConfigError, and as `read_prompts`.
+    """
+    # A pipe can be read once only.
+    is_known = config.prompt is not None or (config.prompts is not None and Path(config.prompts).is_file())
+    if not is_known or config.too_long is not TooLong.refuse or config.weights is WeightsKind.synthetic:
+        return
+    prompts = read_prompts(config)
+    try:
+        shape = config.model.shape or (
+            read_config(read_path(config.model.path), describes=False)[0] if config.model.path else None
+        )
+    except CheckpointError:  # found again, with its remedy, where the model is read
+        return
+    context = shape.max_position_embeddings if shape else 0
+    room = context - config.max_new_tokens - _SPECIAL_TOKENS
+    # A token has at least a byte.
+    long = [prompt for prompt in prompts if len(prompt.text.encode(errors="replace")) > room]
+    tokenizer = _tokenizer(config.model) if long and shape else None
+    if tokenizer is None:
+        return
+    problems = []
+    for prompt in long:
+        num_tokens = len(tokenizer.encode(prompt.text, add_special_tokens=False))
+        if problem := problem_of_length(
+            prompt, num_tokens, max_new_tokens=config.max_new_tokens, context=context, num_answers=len(prompt.earlier)
+        ):
+            problems.append((prompt, problem))
+    refuse(problems)
+
+
+def _tokenizer(model: ModelConfig) -> "Tokenizer | None":
+    """The tokenizer of a model whose files are on this machine."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - few runs need these
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
+    file: object = None
+    if model.path is not None:
+        file = read_path(model.path) / TOKENIZER_FILE
+    elif model.shipped:
+        file = Path(str(files("llama_ssp"))) / "shipped" / model.name / TOKENIZER_FILE
+    elif model.hub_id:
+        file = try_to_load_from_cache(model.hub_id, TOKENIZER_FILE, revision=model.revision)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - of any kind: a faulty file is refused where it is read
+        return None
+    tokenizer.no_truncation()
+    return tokenizer

@@ -1,0 +1,56 @@
+"""Ranks that do not connect end within seconds, in a sentence with the cause, which the run folder keeps."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.lanes import heavy
+from tests.helpers.repository import ROOT
+
+pytestmark = pytest.mark.distributed(2)
+
+AT_MOST_S = 45.0
+"""Of which importing torch is most on a busy machine; the time limit of a start is half an hour."""
+SENTENCE = (
+    "NCCL: Error while creating shared memory segment /dev/shm/nccl-8Gkxpz (size 9637888), error: No space left on "
+    "device (28); a container needs more shared memory: docker run --shm-size=8g, or --ipc=host; NCCL_DEBUG=INFO in "
+    "the environment shows more"
+)
+
+
+def step(job: int, *commands: list[str]) -> list["subprocess.Popen[str]"]:
+    """The processes of a SLURM step without SLURM, which nobody ends."""
+    own = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    environ = os.environ | own | {"SLURM_JOB_ID": str(job), "PYTHONPATH": str(ROOT)}
+    return [
+        subprocess.Popen(
+            command, cwd=ROOT, env=environ | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank, command in enumerate(commands)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("faulty", [heavy(0), heavy(1)])
+def test_a_start_of_nccl_that_fails_ends_all_ranks_with_the_reason_and_the_remedy(faulty: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tests.distributed.faulty_start", str(faulty)]
+    words += ["task=generate", "device=cpu", "prompt=x", f"run_dir={tmp_path}/run"]
+    began = time.monotonic()
+    ranks = step(20 * os.getpid() + 18, words, words)
+    try:
+        said = [rank.communicate(timeout=2 * AT_MOST_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert time.monotonic() - began < AT_MOST_S
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    sentence = f"rank {faulty} failed while connecting: {SENTENCE}"
+    assert "".join(said).count(sentence) == 1, said
+    assert "Traceback" not in "".join(said)
+    assert (tmp_path / "run" / "status").read_text() == f"1: {sentence}\n"
+    assert sentence in (tmp_path / "run" / "run.log").read_text()

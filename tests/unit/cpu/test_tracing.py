@@ -1,0 +1,279 @@
+"""Holds recorded forwards to the ones that Python calls: the same bits in the logits and in the cache."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama_ssp.cpu.tracing import Traced
+from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_modules
+from llama_ssp.models.quantization.precision import Nf4Linear
+from llama_ssp.models.quantization.weight_only import int4_weight_only_linear, int8_weight_only_linear
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.memory import anonymous_bytes
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.workspaces import Workspace
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import heavy
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_model
+
+pytestmark = pytest.mark.seconds
+
+CPU = torch.device("cpu")
+KERNELS: dict[str, tuple[Kernel, Callable[[], bool]]] = {
+    "plain": (PlainLinear, lambda: True),
+    "packed": (PackedLinear, lambda: can_pack(torch.float32)),
+    "half": (HalfLinear, can_halve),
+    "int8_weight_only": (int8_weight_only_linear, lambda: True),
+    "int4_weight_only": (int4_weight_only_linear, lambda: True),
+    "nf4": (Nf4Linear, lambda: find_spec("bitsandbytes") is not None),
+}
+
+
+def runner(
+    family: str = "llama",
+    kernel: Kernel = PlainLinear,
+    *,
+    dtype: Any = torch.float32,  # noqa: ANN401 - torch types `to` in part
+    **changes: Any,  # noqa: ANN401
+) -> LeanRunner:
+    return LeanRunner(tiny_model(family, **changes).to(dtype), comm=Comm.single(), kernel=kernel)
+
+
+class Replayed:
+    """A runner whose forwards are recorded as those of rounds are."""
+
+    def __init__(self, lean: LeanRunner) -> None:
+        self.lean = lean
+        self.recorded = Traced(self._over, reads=(lean,))
+
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None
+    ) -> Tensor:
+        self._bucket = bucket
+        rows = () if score_positions_BR is None else (score_positions_BR,)
+        made = self.lean.num_allocations
+        return self.recorded((ids_BT.shape, len(rows)), ids_BT, positions_BT, *rows, bucket=bucket, version=made)
+
+    def _over(self, ids_BT: Tensor, positions_BT: Tensor, *rows: Tensor) -> Tensor:
+        return self.lean.forward(
+            ids_BT, positions_BT, bucket=self._bucket, score_positions_BR=rows[0] if rows else None
+        )
+
+
+@torch.inference_mode()
+def texts(lean: LeanRunner, replayed: Replayed | None = None) -> list[Tensor]:
+    """Logits of ragged rows, again and again: with other widths, with wanted rows, in a smaller and a larger cache."""
+    generator = torch.Generator().manual_seed(1)
+    forward = replayed.forward if replayed else lean.forward
+    found = []
+    for batch_size, capacity in ((3, 40), (1, 40), (3, 64)):
+        lean.allocate(batch_size=batch_size, capacity=capacity)
+        ids_BT = torch.randint(VOCAB_SIZE, (batch_size, 9), generator=generator)
+        lean.forward(ids_BT, torch.arange(9).expand(batch_size, -1), bucket=16, cache_rows_B=torch.arange(batch_size))
+        for start, num_tokens, bucket in ((9, 1, 16), (9, 3, 16), (7, 3, 24), (11, 3, 40), (10, 1, 40), (11, 1, 24)):
+            ids_BT = torch.randint(VOCAB_SIZE, (batch_size, num_tokens), generator=generator)
+            positions_BT = torch.arange(start, start + num_tokens) + torch.arange(batch_size)[:, None]
+            found.append(forward(ids_BT, positions_BT, bucket=bucket))
+            last_B1 = torch.full((batch_size, 1), num_tokens - 1)
+            found.append(forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=last_B1))
+        assert lean._cache
+        found += [buffer.parts.clone() for buffer in lean._cache.shown[40]]
+    return found
+
+
+def replayed_texts(lean: LeanRunner) -> list[Tensor]:
+    """The same from recordings, which must not have failed."""
+    replayed = Replayed(lean)
+    found = texts(lean, replayed)
+    assert not replayed.recorded.failed
+    assert sum(replay is not None for replay in replayed.recorded.replays.values()) == 8
+    return found
+
+
+def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", [heavy(name) if name == "nf4" else name for name in KERNELS])
+def test_a_recording_gives_the_same_bits_in_every_form_of_the_weights(name: str) -> None:
+    kernel, is_there = KERNELS[name]
+    if not is_there():
+        pytest.skip("this build of torch has no such product")
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256} if name == "int4_weight_only" else {}
+    assert_same_bits(replayed_texts(runner(kernel=kernel, **sizes)), texts(runner(kernel=kernel, **sizes)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3, windows", {}), ("qwen2", {}), ("llama", {"head_dim": 16}),
+        ("llama", {"dtype": torch.bfloat16}), ("llama", {"dtype": torch.float16}),
+    ],
+)  # fmt: skip
+def test_a_recording_gives_the_same_bits_in_every_family_and_format(family: str, changes: dict[str, Any]) -> None:
+    assert_same_bits(replayed_texts(runner(family, **changes)), texts(runner(family, **changes)))
+
+
+def cut(folder: Path, comms: list[ThreadComm]) -> list[LeanRunner]:
+    """A checkpoint over ranks; loading swaps functions of torch, so that threads must not load."""
+    build_checkpoint(folder, "llama")
+    loaded = [load_modules(inspect(folder), dtype=None, device=CPU, comm=comm) for comm in comms]
+    return [LeanRunner(model, comm=comm, kernel=PlainLinear) for model, comm in zip(loaded, comms, strict=True)]
+
+
+def test_ranks_meet_inside_of_a_recording(tmp_path: Path) -> None:
+    comms = thread_comms(3)
+    plain, recorded = cut(tmp_path, comms), cut(tmp_path, comms)
+    wanted = on_ranks(comms, lambda comm: texts(plain[comm.rank]))
+    for found, alone in zip(on_ranks(comms, lambda comm: replayed_texts(recorded[comm.rank])), wanted, strict=True):
+        assert_same_bits(found, alone)
+
+
+def test_one_rank_may_record_while_the_others_do_not(tmp_path: Path) -> None:
+    comms = thread_comms(2)
+    runners = cut(tmp_path, comms)
+    first, second = on_ranks(comms, lambda comm: (replayed_texts if comm.rank else texts)(runners[comm.rank]))
+    assert_same_bits(first[:12], second[:12])
+
+
+class LostComm(ThreadComm):
+    """A group whose other rank goes away when there is mail for a third one."""
+
+    def do_all_reduce(self, values: Tensor) -> Tensor:
+        summed = super().do_all_reduce(values)
+        if (2, 2) in self.mail:
+            raise dist.DistBackendError("rank 1 of the group has ended")
+        return summed
+
+
+def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
+    comms: list[ThreadComm] = [LostComm(**vars(comm)) for comm in thread_comms(2)]
+    runners = cut(tmp_path, comms)
+
+    def rounds(comm: ThreadComm) -> None:
+        lean = runners[comm.rank]
+        replayed = Replayed(lean)
+        texts(lean, replayed)
+        comm.meeting.wait(timeout=60)
+        comm.mail[2, 2] = SimpleQueue()
+        with pytest.raises(dist.DistBackendError, match="rank 1 of the group has ended"):
+            replayed.forward(torch.ones(3, 1, dtype=torch.int64), torch.full((3, 1), 9), bucket=16)
+
+    on_ranks(comms, rounds)
+
+
+def test_weights_go_with_the_runner() -> None:
+    lean = runner()
+    replayed_texts(lean)
+    watched = [weakref.ref(lean._layers[0].qkv.linear.weight_OI), weakref.ref(lean._cache._wholes[0])]  # type: ignore[union-attr]
+    del lean
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
+@pytest.mark.heavy
+def test_recordings_go_with_what_made_them() -> None:
+    """Torch keeps a page of text for each operator, and what `torch.jit.trace` makes for ever."""
+
+    def many(values: Tensor) -> Tensor:
+        for _ in range(400):
+            values = values + 1
+        return values
+
+    def make() -> None:
+        recorded = Traced(many)
+        assert [recorded(0, torch.tensor(0.0)).item() for _ in range(3)] == [400] * 3
+        assert recorded.replays[0]
+        gc.collect()
+
+    make()
+    before = anonymous_bytes()
+    for _ in range(10):
+        make()
+    after = anonymous_bytes()
+    assert before
+    assert after
+    assert after - before < 4 * 2**20
+
+
+def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Tensor] = []
+
+    def double(values: Tensor) -> Tensor:
+        calls.append(values)
+        if len(calls) == 2:  # the first call is from Python
+            raise RuntimeError("not this one\nTraceback")
+        return values * 2
+
+    recorded = Traced(double)
+    with caplog.at_level(logging.WARNING):
+        assert [recorded(0, torch.tensor(float(number))).item() for number in range(4)] == [0, 2, 4, 6]
+    assert [record.message for record in caplog.records] == ["continuing without tracing: not this one"]
+
+
+class Table(Workspace):
+    """What `allocate` would make."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Holder:
+    """Something that a traced function reads."""
+
+    def __init__(self) -> None:
+        self.table = Table(torch.arange(3.0))
+
+
+def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a cache that is made again, while its trace still reads the old one."""
+    holder = Holder()
+    found = Traced(lambda: holder.table.values * 2, reads=(holder,))
+    hidden = Traced(lambda: holder.table.values * 2)
+    for _ in range(3):
+        assert found(0).tolist() == [0, 2, 4]
+    with caplog.at_level(logging.WARNING):
+        assert [hidden(0).tolist() for _ in range(3)] == [[0, 2, 4]] * 3
+    assert [record.message for record in caplog.records] == [
+        "continuing without tracing: tracing would freeze a tensor of shape (3,) as a constant: pass it as an input"
+    ]
+    holder.table = Table(torch.ones(3))
+    assert found(0, version=1).tolist() == [2, 2, 2]
+    assert not found.failed
+
+
+def test_a_workspace_that_was_made_again_is_not_kept_alive() -> None:
+    holder = Holder()
+    found = Traced(lambda: holder.table.values * 2, reads=(holder,))
+    for _ in range(3):
+        found(0)
+    watched = weakref.ref(holder.table.values)
+    holder.table = Table(torch.ones(3))
+    gc.collect()
+    assert watched() is None
+    assert found(0, version=1).tolist() == [2, 2, 2]
+
+
+@torch.inference_mode()
+def test_a_cache_may_be_made_by_a_forward_that_was_recorded_for_another() -> None:
+    """As where rounds of a kept decoder are timed before any prompt is read."""
+    lean = runner()
+    replayed = Replayed(lean)
+    ids_BT, positions_BT = torch.ones(1, 3, dtype=torch.long), torch.arange(3)[None]
+    for capacity in (40, 64):
+        lean.allocate(batch_size=1, capacity=capacity)
+        found = [replayed.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)]
+        assert_same_bits(found, [lean.forward(ids_BT, positions_BT, bucket=bucket) for bucket in (16, 16, 24, 16, 24)])

@@ -1,0 +1,92 @@
+"""Trees on models whose layers see only the latest positions write the plain text, also once it is longer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.models.cache import Taps
+from llama_ssp.models.llama.head import HeadRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.drafters.head import HeadDrafter
+from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.speculate.sampling.trees import Tree
+from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.head import of_target
+from tests.helpers.decoders import complete, make_decoder
+from tests.helpers.draft_heads import make_tensors, save_original
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
+from tests.helpers.lanes import heavy
+from tests.helpers.models import SIZES, build_checkpoint, load_ranks
+
+pytestmark = pytest.mark.seconds
+
+CPU = torch.device("cpu")
+WINDOWS = {"gpt_oss": 9, "cohere2": 8, "mistral": 24, "gemma3_text": 6, "gpt_neo": 2}
+NUM_NEW = 44
+PROMPTS = ((7, 8, 9, 7, 8), (5,), tuple(range(20, 50)))
+
+
+def wanted() -> list[Request]:
+    return [Request(index=place, prompt_ids=ids, max_new_tokens=NUM_NEW) for place, ids in enumerate(PROMPTS)]
+
+
+def texts(decoder: Decoder) -> list[list[int]]:
+    return [done.token_ids for done in complete(decoder, wanted())]
+
+
+def decoders(target: Runner, draft: Runner, comm: Comm) -> Sequence[Decoder]:
+    """Plain decoding, then trees of a model and by look-up."""
+    drafts = [(draft, "2x2x1"), (draft, "dynamic-9x4x3"), (None, "3x1x1")]
+    trees = [
+        make_decoder(target, own, ngram=not own, batch_size=2, comm=comm, tree=Tree.of(shape, CPU))
+        for own, shape in drafts
+    ]
+    return [make_decoder(target, None, batch_size=2, comm=comm), *trees]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("family", ["gpt_oss", "cohere2", "mistral", "gemma3_text", heavy("gpt_neo")])
+def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) -> None:
+    size: dict[str, Any] = {"window_size" if family == "gpt_neo" else "sliding_window": WINDOWS[family]}
+    build_checkpoint(tmp_path, family, **size)
+    comms = thread_comms(num_ranks)
+    targets, drafts = (load_ranks(tmp_path, comms) for _ in range(2))
+
+    def one_rank(comm: ThreadComm) -> list[list[list[int]]]:
+        return [texts(each) for each in decoders(targets[comm.rank], drafts[comm.rank], comm)]
+
+    for plain, *trees in on_ranks(comms, one_rank):
+        assert len({*map(tuple, plain)}) > 1
+        assert trees == [plain] * len(trees)
+
+
+def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
+    """The target's layers have the window, and so has the head's own."""
+    build_checkpoint(tmp_path / "target", "mistral", sliding_window=9, num_hidden_layers=6)
+    width, vocab_size = SIZES["hidden_size"], SIZES["vocab_size"]
+    sizes = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    tensors = make_tensors(vocab_size=vocab_size, num_drafted=vocab_size // 2, intermediate_size=96, **sizes)
+    layer = {"model_type": "mistral", "sliding_window": 5, "intermediate_size": 96, **sizes}
+    files = inspect(save_original(tmp_path / "head", tensors, **layer))
+    assert files.head
+    origin = of_target(files, files.head, inspect(tmp_path / "target"))
+    target, head = (load_model(each, dtype=None, device=CPU, comm=Comm.single())
+                    for each in (inspect(tmp_path / "target"), origin))  # fmt: skip
+    assert isinstance(head, HeadRunner)
+    assert not isinstance(target, HeadRunner)
+    plain = texts(make_decoder(target, None, batch_size=2))
+    for shape in ("2x2x1", "dynamic-9x4x3"):
+        tree, taps = Tree.of(shape, CPU), Taps(origin.layers, width=width, dtype=torch.float32, device=CPU)
+        made = make_decoder(
+            target, None, batch_size=2, taps=taps, tree=tree,
+            make_drafter=lambda rule, tree=tree, taps=taps: HeadDrafter(  # type: ignore[misc]
+                head, taps, rule=rule, num_draft_tokens=tree.num_drafted, first_row=lambda _rows: 0, tree=tree
+            ),
+        )  # fmt: skip
+        assert texts(made) == plain
