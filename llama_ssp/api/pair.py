@@ -28,7 +28,6 @@ from llama_ssp.api.arguments import (
     member,
     model_drafter,
 )
-from llama_ssp.api.words import in_library_words
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selected, selection_kept
@@ -61,6 +60,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings, StreamerAdapter
 from llama_ssp.weights.in_memory import weights_of
+from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""

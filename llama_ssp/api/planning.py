@@ -14,7 +14,6 @@ from llama_ssp.api.arguments import (
     known_arguments,
     model_drafter,
 )
-from llama_ssp.api.words import in_library_words
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
@@ -32,6 +31,7 @@ from llama_ssp.settings.schema import (
     SamplingConfig,
     SpeculationConfig,
 )
+from llama_ssp.words import in_library_words
 
 _AUTO = "auto"
 

@@ -16,6 +16,7 @@ from typing import Any
 from llama_ssp.errors import PlacementError
 from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.words import said
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
@@ -219,7 +220,8 @@ def check_deepspeed(shape: ModelShape, quantization: str, *, num_ranks: int) -> 
     if format_of(quantization).is_quantized:
         raise PlacementError(
             f"placement.target.kind=deepspeed splits only unquantized layers, and those of the target are "
-            f"{quantization}: use model.quantization=none on unquantized files, or placement.target.kind=tensor"
+            f"{quantization}: use {said('model.quantization', 'none')} on unquantized files, or "
+            "placement.target.kind=tensor"
         )
     num_kv_heads = shape.num_key_value_heads
     if num_kv_heads % num_ranks:

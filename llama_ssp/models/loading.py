@@ -53,6 +53,7 @@ from llama_ssp.settings.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, packed_of, storage_of
+from llama_ssp.words import said
 
 Progress = Callable[[int, int], None]
 
@@ -164,7 +165,7 @@ class Weights:
             if attention not in BY_POSITION:
                 raise ConfigError(
                     f"{model.config.model_type} models have no attention that keeps the steps of rounded inputs: use "
-                    "model.quantization=none or int8_weight_only"
+                    f"{said('model.quantization', 'none')} or int8_weight_only"
                 )
             model.config._attn_implementation = BY_POSITION[attention]
         self._model, self._origin, self.device, self._places = model, origin, device, places or {}
@@ -526,7 +527,7 @@ def check_packed(
         raise CheckpointError(
             f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "
             f"alone, and for all or none of those with one input, which is not so for {summary(odd)}: quantize the "
-            f"original checkpoint with model.quantization={quantization}"
+            f"original checkpoint with {said('model.quantization', quantization)}"
         )
     return frozenset(name for name, is_packed in layers.items() if not is_packed)
 
@@ -539,7 +540,8 @@ def _check_experts(
     for name, module in experts_of(model) if storage.is_quantized else ():
         if not can_be_own(module):
             raise ConfigError(
-                f"the experts of {model_type} models cannot be quantized ({name}): use model.quantization=none"
+                f"the experts of {model_type} models cannot be quantized ({name}): use "
+                f"{said('model.quantization', 'none')}"
             )
         num_cut = 1 if shape.spreads_experts else num_ranks
         shards = split_model(shape, num_ranks=num_cut, quantization=quantization)

@@ -47,6 +47,7 @@ from llama_ssp.settings.schema import (
 from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
+from llama_ssp.words import said
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
@@ -403,7 +404,9 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     shape = model.shape
     if shape is None:
         if model.path is None:
-            raise ConfigError(f"model={model.name} needs model.path=DIR, a folder with config.json")
+            raise ConfigError(
+                f"{said('model', model.name)} needs {said('model.path', 'DIR')}, a folder with config.json"
+            )
         shape, stored = read_config(read_path(model.path))
         model = replace(model, stored_dtype=stored)
     packed = model.stored_format

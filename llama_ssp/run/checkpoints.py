@@ -42,6 +42,7 @@ from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_m
 from llama_ssp.weights.head import HeadSource, of_target
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource, storage_of
+from llama_ssp.words import said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,19 +240,20 @@ def _check_vocabularies(target: Source, draft: Source, matching: Matching | None
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     if target_ids == draft_ids and matching:
         raise ConfigError(
-            f"draft.tokenizer=own has no effect with draft={draft.entry.name}, which has the target's tokenizer: "
-            "leave it out"
+            f"{said('draft.tokenizer', 'own')} has no effect with draft={draft.entry.name}, which has the target's "
+            "tokenizer: leave it out"
         )
     if matching is Matching.intersection:
         sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
         if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
             raise ConfigError(
-                f"draft.matching=intersection drafts the tokens that both vocabularies have, and "
-                f"draft={draft.entry.name} shares none with model={target.entry.name}: give draft.matching=text"
+                f"{said('draft.matching', 'intersection')} drafts the tokens that both vocabularies have, and "
+                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: give "
+                f"{said('draft.matching', 'text')}"
             )
     elif not matching and (number := num_disagreeing(target_ids, draft_ids)):
         raise ConfigError(
             f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens {number} are "
             "missing in the draft's or have another id; choose a draft of the target's family, or give "
-            "draft.tokenizer=own"
+            f"{said('draft.tokenizer', 'own')}"
         )

@@ -8,6 +8,7 @@ import os
 import pkgutil
 from typing import Any, Generic, Protocol, TypeVar
 
+from llama_ssp import words
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 
 PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
@@ -56,7 +57,7 @@ class Registry(Generic[Record]):
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        return None if self.find(name) else unknown_name(key or self._setting, name, self.all())
+        return None if self.find(name) else unknown_name(words.key_of(key or self._setting), name, self.all())
 
     def _read(self) -> None:
         if self._unread and self._kind:

@@ -27,6 +27,7 @@ from llama_ssp.settings.formats import (
 )
 from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.patterns import Pattern
+from llama_ssp.words import said
 
 QUANTIZATION = "quantization_config"
 READ = (
@@ -373,8 +374,8 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
         )
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
-            f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "
-            "given: leave it out (draft.model.quantization of a draft)"
+            f"{where} holds {storage} weights, which are read as they are, and "
+            f"{said('model.quantization', quantization)} was given: leave it out"
         )
     return storage or quantization
 

@@ -36,6 +36,7 @@ from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unr
 from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header
+from llama_ssp.words import said
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -162,7 +163,7 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
     if differences:
         raise CheckpointError(
             f"{checkpoint.folder} is not {entry.name}: {', '.join(differences)}; "
-            f"model=local model.path={checkpoint.folder} accepts it"
+            f"{said('model', checkpoint.folder)} accepts it"
         )
 
 
