@@ -114,7 +114,7 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
     if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return
-    own = " draft.tokenizer=own" if job.matching is not None else ""
+    own = " draft.tokenizer=own" if job.own_tokenizer else ""
     command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"
 

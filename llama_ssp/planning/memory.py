@@ -33,7 +33,6 @@ from llama_ssp.architectures.matrices import (
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.settings.rules import rule_of
@@ -533,7 +532,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
-    if drafts and job.matching is Matching.intersection:
+    if drafts and job.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and job.overlaps:  # of what is in flight, while those of the next block arrive
         rule += 4 * rows

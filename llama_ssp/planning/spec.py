@@ -17,7 +17,7 @@ from llama_ssp.architectures.family import check_ranks, check_servable, inventor
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of, outgrown
+from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -177,7 +177,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
-        matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
+        own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
@@ -212,7 +212,7 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
-    matching: Matching | None = None
+    own_tokenizer: bool = False
     counts_tokens: bool = False
     spare_devices: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
@@ -275,7 +275,7 @@ class PlanSpec:
     @property
     def draft_slots(self) -> int:
         """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
-        if self.draft is None or self.matching is None:
+        if self.draft is None or not self.own_tokenizer:
             return self.num_slots
         context = self.draft.shape.max_position_embeddings
         return own_slots(self.num_slots, max_position_embeddings=context)
@@ -285,7 +285,7 @@ class PlanSpec:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth + 1
-        return 2 if self.matching is None else MOST_PIECES + 1
+        return MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @cached_property
     def round_rows(self) -> int:
@@ -346,7 +346,7 @@ def make_job(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        matching=matching_of(config.draft),
+        own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
@@ -534,7 +534,7 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
 
 def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
     """Say from where on rows go on without the draft."""
-    if job.draft and not (job.has_head or job.matching or job.overlaps):
+    if job.draft and not (job.has_head or job.own_tokenizer or job.overlaps):
         longest = job.prompt_tokens + job.max_new_tokens
         context = job.draft.shape.max_position_embeddings
         if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
