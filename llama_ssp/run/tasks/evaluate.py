@@ -8,7 +8,7 @@ from llama_ssp.reports.summary import pairs_of
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
-from llama_ssp.settings.drafters import drafter_of, drafts_greedily, matching_of
+from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
@@ -63,7 +63,7 @@ def rounds_of(config: RunConfig) -> Rounds:
     if tree:
         return Rounds(rule=CERTAIN if is_certain or tree.is_dynamic else rule, widths=tree.widths)
     # A head drafts a second token from what it has made of the first, and a fallback has another law.
-    repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and matching_of(draft) is None and not is_certain
+    repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and not has_own_tokenizer(draft) and not is_certain
     models = [config.model, *([draft.model] if draft.model else [])]
     is_exact = all(
         (each.dtype, each.quantization, each.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE) for each in models
