@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +23,7 @@ BLOCK = 64
 EVEN_BLOCKS = (64, 32, 16)  # where ranks then have equal parts, which the smallest product allows.
 
 
+@lru_cache(maxsize=4096)
 def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
     """Split `size` units into consecutive, nearly equal parts, the largest first; fewer blocks than parts are refused.
 
@@ -281,7 +282,7 @@ class Matrix:
     whole_columns: int = 0
     num_sharers: int = 1
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Number of elements of all copies, without the bias."""
         return round(self.copies * self.num_rows * self.num_columns)
@@ -375,7 +376,7 @@ class Inventory:
         """The matrix that makes the logits."""
         return self.head or self.embeddings[0]
 
-    @property
+    @cached_property
     def num_all_reduces(self) -> int:
         """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
         has_cut_embedding = any(table.cut is not None for table in self.embeddings)

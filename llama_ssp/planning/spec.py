@@ -77,12 +77,12 @@ class PlannedModel:
     def _hash(self) -> int:
         return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library, self.cache_dtype))
 
-    @property
+    @cached_property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a head's key, or value, in the cache."""
         return self._row_bytes(self.shape.head_dim)
@@ -106,7 +106,7 @@ class PlannedModel:
         rows = kinds.count("s") * num_kv_heads * self.row_bytes
         return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
 
-    @property
+    @cached_property
     def has_own_cache(self) -> bool:
         """Whether the cache has another format than the model."""
         return self.cache_dtype not in (OWN_DTYPE, self.dtype.name)
@@ -135,12 +135,12 @@ class PlannedModel:
         storage = format_of(self.quantization)
         return storage.name if storage.is_quantized else self.dtype.name
 
-    @property
+    @cached_property
     def kept_shares(self) -> tuple[tuple[str, float], ...]:
         """See `StoredFormat`."""
         return self.stored_format.kept_shares if self.stored_format else ()
 
-    @property
+    @cached_property
     def layout(self) -> PackedLayout | None:
         """That of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
@@ -218,7 +218,7 @@ class PlanSpec:
     spare_devices: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
 
-    @property
+    @cached_property
     def drafts(self) -> bool:
         """Whether rounds are speculative."""
         return bool(self.draft or self.free_draft)
@@ -228,12 +228,12 @@ class PlanSpec:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens
 
-    @property
+    @cached_property
     def has_head(self) -> bool:
         """Whether the draft is a head, which reads taps of the target."""
         return self.draft is not None and self.draft.shape.is_head
 
-    @property
+    @cached_property
     def shares_embedding(self) -> bool:
         """Whether the draft is a head that looks tokens up in the target's embedding, on its one rank."""
         target, draft = self.target, self.draft
@@ -242,7 +242,7 @@ class PlanSpec:
         is_whole = target.is_lean and self.target_kind is TargetKind.tensor and len(self.target_ranks) == 1
         return is_whole and target.dtype is draft.dtype
 
-    @property
+    @cached_property
     def tap_bytes(self) -> int:
         """Bytes of the taps of a token; 0 without a head."""
         return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
@@ -252,12 +252,12 @@ class PlanSpec:
         """Whether taps travel to the head, whose ranks have no target."""
         return self.has_head and self.layout.is_apart
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether drafting overlaps verification."""
         return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
 
-    @property
+    @cached_property
     def target_devices(self) -> tuple[int, ...]:
         """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
@@ -267,7 +267,7 @@ class PlanSpec:
         """The layout of each replica."""
         return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
         in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
@@ -281,14 +281,14 @@ class PlanSpec:
         context = self.draft.shape.max_position_embeddings
         return own_slots(self.num_slots, max_position_embeddings=context)
 
-    @property
+    @cached_property
     def first_draft_rows(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
-    @property
+    @cached_property
     def round_rows(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.drafts else 1

@@ -156,8 +156,8 @@ APPLIES = [
       for fault in ("u x 0.95", "u x 1.05")),
 ]  # fmt: skip
 FAST = [
-    ("speculative", True, "wrong residual"), ("block", False, "forgetful penalty"),
-    ("block", False, "weightless residual"), ("speculative", False, "kept sibling"),
+    ("speculative", True, "wrong residual"), ("block", False, "weightless residual"),
+    ("speculative", False, "kept sibling"), ("block", False, "forgetful penalty"),
     ("speculative", False, "shared uniforms"), ("block", False, "acceptance by the draft's key"),
     ("speculative", True, "u x 0.95"), ("coupled", False, "key of the round"),
 ]  # fmt: skip
@@ -171,7 +171,7 @@ def tree_for(fault: str) -> str | None:
     return TREE if fault == "kept sibling" else None
 
 
-@pytest.mark.parametrize("case", [*FAST[:5], *map(heavy, FAST[5:])], ids=name_of)
+@pytest.mark.parametrize("case", [*FAST[:3], *map(heavy, FAST[3:])], ids=name_of)
 def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rule_name, ngram, fault = case
     plant(fault, monkeypatch)
@@ -215,11 +215,11 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
 @pytest.mark.parametrize(
     ("planted", "rule_name", "meant"),
     [
-        ("wrong residual", "speculative", "a residual drawn from the target"),
+        heavy("wrong residual", "speculative", "a residual drawn from the target"),
         ("weightless residual", "block", "a residual that forgets the block's weight"),
-        ("shared uniforms", "block", "a residual that shares the draft's uniforms"),
+        heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
         heavy("shared race", "speculative", "a residual that shares the draft's race"),
-        ("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
+        heavy("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
         heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
     ],
 )
