@@ -18,7 +18,7 @@ from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of, outgrown
-from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
+from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
     LANES,
@@ -44,7 +44,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
+from llama_ssp.settings.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
