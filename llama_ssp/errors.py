@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+from llama_ssp.words import to_library
+
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a full disk, an exhausted quota, and a file at the size limit of this process."""
 
@@ -79,15 +81,12 @@ class InterruptedRun(SspError):  # noqa: N818 - no error, but an end
         return error
 
 
-def one_message(problems: Sequence[str], *, of: str = "configuration") -> str:
-    """Join all problems of a config, clauses without a full stop, into one message; several become a numbered list.
-
-    `of` names what they are problems of.
-    """
+def one_message(problems: Sequence[str]) -> str:
+    """Join all problems of a config, clauses without a full stop, into one message; several become a numbered list."""
     if len(problems) == 1:
         return problems[0]
     lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
-    return f"{len(problems)} problems in the {of}:\n" + "\n".join(lines)
+    return f"{len(problems)} problems in the {'arguments' if to_library() else 'configuration'}:\n" + "\n".join(lines)
 
 
 def similar_name(given: str, known: Iterable[str]) -> str | None:

@@ -1,6 +1,56 @@
-"""Text for people: numbers in words and digits, and control characters made visible."""
+"""Text for people: settings by the names that the user knows, numbers, and control characters made visible.
+
+Sentences name a setting by `key_of` and `said`: to the user of a command as it stands on the command line, to the user
+of the library as an argument.
+"""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_TO_LIBRARY: ContextVar[bool] = ContextVar("to_library", default=False)
+_ARGUMENTS = {"model": "target", "verification": "rule", "stop_strings": "stop"}
+_GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
+"""Settings with another name as arguments, and groups whose settings are arguments without the group."""
+_PHRASES: dict[tuple[str, object], str] = {
+    ("sampling", "greedy"): "temperature=0", ("model.path", "DIR"): "the folder of a checkpoint",
+    ("draft.model.path", "DIR"): "the folder of a checkpoint",
+}  # fmt: skip
+
+
+@contextmanager
+def in_library_words() -> Iterator[None]:
+    """Let the sentences of the block name arguments."""
+    token = _TO_LIBRARY.set(True)
+    try:
+        yield
+    finally:
+        _TO_LIBRARY.reset(token)
+
+
+def to_library() -> bool:
+    """Whether sentences are for the user of the library."""
+    return _TO_LIBRARY.get()
+
+
+def key_of(name: str) -> str:
+    """The name of a setting, given by its dotted key."""
+    group, _, last = name.rpartition(".")
+    return _ARGUMENTS.get(name, last if group in _GROUPS else name) if to_library() else name
+
+
+def said(name: str, value: object) -> str:
+    """A setting with its value."""
+    if to_library() and (name, value) in _PHRASES:
+        return _PHRASES[name, value]
+    return f"{key_of(name)}={value_of(value)}"
+
+
+def value_of(value: object) -> str:
+    """A value, as the user writes it."""
+    is_word = not to_library() and (value is None or isinstance(value, bool))
+    return {"None": "null", "True": "true", "False": "false"}[str(value)] if is_word else str(value)
 
 
 def counted(number: int, noun: str) -> str:

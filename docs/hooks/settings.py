@@ -30,13 +30,14 @@ _NOT_LISTED = (*DERIVED, "draft.model.")
 
 
 def table(settings: Iterable[DescribedSetting]) -> str:
-    """Draw settings as a table."""
+    """Draw settings as a table, which the style sheet knows by its class."""
     rows = [
         (f"`{each.key}`", each.kind, f"`{each.default}`" if each.default else "", each.meaning.replace("|", "\\|"))
         for each in settings
     ]
     lines = ["| setting | values | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(['<div class="settings" markdown>', "", *lines, "", "</div>"])
 
 
 def options(group: str) -> str:

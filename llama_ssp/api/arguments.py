@@ -12,9 +12,11 @@ from typing import Any, ParamSpec, TypeVar
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.catalogue import is_hub_id, read_path
-from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
+from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.formats import CACHES, FORMATS
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
+from llama_ssp.words import in_library_words, key_of
 
 _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
@@ -87,18 +89,6 @@ _ARGUMENTS: dict[str, tuple[_Reader, str]] = {
     "num_nodes": (_whole_or_none, "a whole number, or None"),
 }  # fmt: skip
 """The reader of each argument, and its description in an error."""
-_MEANT = {
-    alias: name
-    for name, aliases in {
-        "max_new_tokens": "max_tokens max_length n_predict num_tokens",
-        "num_draft_tokens": "k gamma num_speculative_tokens num_assistant_tokens",
-        "num_samples": "n num_return_sequences", "dtype": "torch_dtype", "stop": "stop_strings stop_sequences until",
-        "draft": "draft_model assistant_model speculative_model", "quantization": "load_in_8bit load_in_4bit",
-        "temperature": "do_sample", "target": "model", "device": "device_map", "hardware": "machine",
-    }.items()
-    for alias in aliases.split()
-}  # fmt: skip
-"""Arguments of other libraries, and ours in their place where a function has it."""
 
 
 def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -106,15 +96,17 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     names = [name for name in signature(function).parameters if name != "self"]
 
     def unknown(name: str) -> str:
-        other = _MEANT.get(name.casefold())
+        counterpart = FOREIGN.get(name.casefold())
+        other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
         hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(names)}"
         return f"unknown argument {name!r} of {function.__name__}: {hint}"
 
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if problems := [unknown(name) for name in kwargs if name not in names]:
-            raise ConfigError(one_message(problems, of="arguments"))
+        with in_library_words():
+            if problems := [unknown(name) for name in kwargs if name not in names]:
+                raise ConfigError(one_message(problems))
         return function(*args, **kwargs)
 
     return checked
@@ -205,9 +197,7 @@ def drafter_without_model(given: object) -> DrafterConfig | None:
     return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
 
 
-def model_drafter(model: ModelConfig, *, tokenizer: object, matching: object) -> ModelDraftConfig:
+def model_drafter(model: ModelConfig, *, tokenizer: object) -> ModelDraftConfig:
     """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
-    return ModelDraftConfig(
-        kind=MODEL_DRAFT, model=model, tokenizer=member(DraftTokenizer, "tokenizer", tokenizer),
-        matching=member(Matching, "matching", matching),
-    )  # fmt: skip
+    choice = member(DraftTokenizer, "tokenizer", tokenizer)
+    return ModelDraftConfig(kind=MODEL_DRAFT, model=model, tokenizer=choice)

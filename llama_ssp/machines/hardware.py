@@ -15,6 +15,7 @@ from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_nam
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.fields import made, required, setting
 from llama_ssp.settings.schema import Dtype
+from llama_ssp.words import said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +234,6 @@ def _problems_of_number(value: Any, path: str, *, is_whole: bool = False) -> Ite
     wanted, least = "a whole number" if is_whole else "a number", "0 or more" if may_be_zero else "above 0"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (is_whole and not float(value).is_integer()):
-        yield f"{path}={value} must be {wanted}, {least}"
+        yield f"{said(path, value)} must be {wanted}, {least}"
     elif value < 0 or (value == 0 and not may_be_zero):
-        yield f"{path}={value} must be {least}"
+        yield f"{said(path, value)} must be {least}"

@@ -23,7 +23,7 @@ from llama_ssp.planning.memory import (
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
 from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
-from llama_ssp.words import rounded
+from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
 GIB = 2**30
@@ -147,7 +147,7 @@ def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
 def _told(change: Change, words: Mapping[str, str]) -> str:
     """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
-    settings = " ".join(words.get(name, f"{name}={{}}").format(value) for name, value in named)
+    settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
     tight, ms = ", tight" if change.is_tight else "", change.ms_per_token
     return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {rounded(ms)} ms/token)"
 

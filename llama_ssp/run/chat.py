@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.run.prompts import EXCERPT, Message, reason_of
+from llama_ssp.words import said
 
 MOST_S, MOST_BYTES, MOST_CHARS = 10.0, 1 << 30, 1 << 24
 """The most time, additional memory, and text of a template."""
@@ -48,7 +49,9 @@ def in_template(
         ConfigError: there is none, it refuses the messages, or it does not read one of the arguments.
     """
     if not tokenizer.chat_template:
-        raise ConfigError("chat=true needs a tokenizer with a chat template; leave chat out, or use a chat model")
+        raise ConfigError(
+            f"{said('chat', True)} needs a tokenizer with a chat template; leave chat out, or use a chat model"
+        )
     of_template = f"the chat template in {tokenizer.name_or_path}"
     damage = ""
     try:

@@ -20,6 +20,7 @@ from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperatu
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
+from llama_ssp.words import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
@@ -114,7 +115,7 @@ _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
 _DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
-_SHARE = "above 0 and at most 1, or null to switch it off"
+_SHARE = "above 0 and at most 1, or {null} to switch it off"
 _PENALTY = "a number, for example 0.5; 0 switches it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -122,7 +123,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
-    ("sampling.top_k", lambda k: k >= 1, "at least 1, or null for the whole vocabulary"),
+    ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
     ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
     ("sampling.min_p", lambda p: 0 < p <= 1, _SHARE),
     ("sampling.repetition_penalty", lambda p: 0 < p < math.inf, "above 0, for example 1.1; 1 switches it off"),
@@ -139,7 +140,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("task.repetitions", lambda n: n >= 1, "at least 1"),
     ("task.num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
     ("task.margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
-    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or null for the number format's own"),
+    ("task.near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
 )
 """Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
@@ -150,11 +151,12 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         for name in key.split("."):
             value = getattr(value, name, None)
         if value is not None and not holds(value):
-            yield f"{key}={value} must be {required}"
+            yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if "" in config.stop_strings:
-        yield 'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'
+        texts = said("stop_strings", r'["\n\n"]')
+        yield f"{key_of('stop_strings')} has an empty string, which matches everywhere: give texts such as {texts}"
 
 
 def _files(config: RunConfig) -> Iterator[str]:
@@ -198,18 +200,20 @@ def _pair(config: RunConfig) -> Iterator[str]:
     target, model = config.model, config.draft.model
     if model is None or not (target.shape and model.shape) or model.shape.is_head:
         return
-    if drafters.matching_of(config.draft):
+    if drafters.has_own_tokenizer(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
         is_listed = not any(each.path or is_hub_id(each.name) for each in (target, model))
         if is_listed and shapes[0] == shapes[1] and not is_synthetic(config):
-            fault = f"draft.tokenizer=own has no effect with draft={model.name}, which has the target's tokenizer"
-            yield f"{fault}: leave it out"
+            yield (
+                f"{said('draft.tokenizer', 'own')} has no effect with draft={model.name}, which has the target's "
+                "tokenizer: leave it out"
+            )
     elif not catalogue.may_share_vocabulary(target.shape, model.shape):
         names = ", ".join(catalogue.smaller_relatives(target)) or "none in the catalogue"
-        otherwise = "" if is_synthetic(config) else "; draft.tokenizer=own allows any"
+        otherwise = "" if is_synthetic(config) else f"; {said('draft.tokenizer', 'own')} allows any"
         yield (
-            f"the draft must have the target's vocabulary: model={target.name} has {target.shape.vocab_size} tokens, "
-            f"draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
+            f"the draft must have the target's vocabulary: {said('model', target.name)} has {target.shape.vocab_size} "
+            f"tokens, draft={model.name} {model.shape.vocab_size}; drafts that fit: {names}{otherwise}"
         )
 
 
@@ -221,25 +225,30 @@ def _tree(config: RunConfig) -> Iterator[str]:
     try:
         shape = tree_shape(speculation.tree)
     except ValueError as error:
-        yield f"speculation.tree={speculation.tree}: {error}"
+        yield f"{said('speculation.tree', speculation.tree)}: {error}"
         return
     rule, kind = config.verification.rule, placement.target.kind
+    own, auto = said("draft.tokenizer", "own"), said("speculation.num_draft_tokens", schema.ADAPTIVE)
+    exact = f"{said('verification', DEFAULT)} or {said('sampling', 'greedy')}"
     needed = {
         f"a draft with trees, and draft={draft.kind} has none: give a draft model or head with draft=NAME, or "
         f"draft={drafters.NGRAM_DRAFT}": not drafters.drafter_of(draft).has_trees,
         f"a draft model or head, whose probabilities shape it, and draft={draft.kind} has none: give one with "
-        "draft=NAME, or numbers of children such as speculation.tree=3x1x1": shape.is_dynamic and draft.model is None,
-        "a draft with the target's tokenizer: leave draft.tokenizer=own out": bool(drafters.matching_of(draft)),
-        f"verification={DEFAULT} or sampling=greedy, and verification={rule} has no exact rule for trees":
+        f"draft=NAME, or numbers of children such as {said('speculation.tree', '3x1x1')}":
+            shape.is_dynamic and draft.model is None,
+        f"a draft with the target's tokenizer: leave {own} out": drafters.has_own_tokenizer(draft),
+        f"{exact}, and {said('verification', rule)} has no exact rule for trees":
             rule not in {DEFAULT, AT_ZERO} and config.sampling.temperature > 0,
         "sampling without penalties, which see another text on every path: leave them out": config.sampling.penalizes,
-        "equal rounds: leave speculation.num_draft_tokens=auto out": speculation.num_draft_tokens == schema.ADAPTIVE,
+        f"equal rounds: leave {auto} out": speculation.num_draft_tokens == schema.ADAPTIVE,
         "rounds one after the other: leave speculation.overlap=true out": speculation.overlap,
         "one draft for all rows: use placement=one_rank, sharded or own_gpu":
             placement.draft.kind is schema.DraftLayout.replicated and draft.model is not None,
         f"placement.target.kind=tensor, and {kind.name} was given": kind is not schema.TargetKind.tensor,
     }  # fmt: skip
-    yield from (f"speculation.tree={speculation.tree} needs {sentence}" for sentence, lacks in needed.items() if lacks)
+    yield from (
+        f"{said('speculation.tree', speculation.tree)} needs {sentence}" for sentence, lacks in needed.items() if lacks
+    )
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
@@ -262,7 +271,7 @@ def _overlap(config: RunConfig) -> Iterator[str]:
         )
     if draft.fallback is not None:
         yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
-    if drafters.matching_of(draft):
+    if drafters.has_own_tokenizer(draft):
         yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
 
 
@@ -270,10 +279,10 @@ def _rule(name: str, temperature: float) -> Iterator[str]:
     if problem := RULES.problem_of(name):
         yield problem
     elif not RULES.of(name).samples and temperature > 0:
-        *others, last = "sampling=greedy", *at_every_temperature()
+        *others, last = said("sampling", "greedy"), *at_every_temperature()
         yield (
-            f"verification={name} keeps the target's distribution at temperature 0 only, and sampling.temperature is "
-            f"{temperature}: use {', '.join(others)} or {last}"
+            f"{said('verification', name)} keeps the target's distribution at temperature 0 only, and "
+            f"{key_of('sampling.temperature')} is {temperature}: use {', '.join(others)} or {last}"
         )
 
 
@@ -281,25 +290,26 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
     """Why a draft head cannot stand where it is given."""
     target, draft = config.model, config.draft.model
     if target.shape and target.shape.is_head:
-        yield f"model={target.name} is a draft head: give its target as the model, and draft={target.name}"
+        yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
     if draft is None or not (draft.shape and draft.shape.is_head):
         return
     own = (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
     if target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
         yield (
             f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
-            f"model={target.name} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: choose a "
-            "head of this target"
+            f"{said('model', target.name)} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: "
+            "choose a head of this target"
         )
     elif draft.target and target.shape and (own_shape := catalogue.load(draft.target).shape):
         num_layers, own_layers = target.shape.num_hidden_layers, own_shape.num_hidden_layers
         if num_layers != own_layers and not is_synthetic(config):
             yield (
                 f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
-                f"model={target.name} has {num_layers}: choose a head of this target"
+                f"{said('model', target.name)} has {num_layers}: choose a head of this target"
             )
-    if drafters.matching_of(config.draft):
-        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave draft.tokenizer=own out"
+    if drafters.has_own_tokenizer(config.draft):
+        tokenizer = said("draft.tokenizer", "own")
+        yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave {tokenizer} out"
     if config.speculation.overlap:
         yield (
             f"draft={draft.name} is a draft head, which drafts from what the target has verified: "
@@ -351,11 +361,11 @@ def _sizes(config: PlanConfig) -> Iterator[str]:
         for each in fields(model.shape):
             value, least = getattr(model.shape, each.name), int(each.default is MISSING)
             if isinstance(value, int) and value < least and not isinstance(value, bool):
-                yield f"{group}={model.name}: shape.{each.name}={value} must be at least {least}"
+                yield f"{said(group, model.name)}: shape.{each.name}={value} must be at least {least}"
         if limits and context > model.shape.max_position_embeddings and not model.shape.is_head:
             yield (
                 f"prompt_tokens={config.prompt_tokens} and max_new_tokens={config.max_new_tokens} make {context}, "
-                f"and the context of {group}={model.name} has {model.shape.max_position_embeddings} tokens"
+                f"and the context of {said(group, model.name)} has {model.shape.max_position_embeddings} tokens"
             )
 
 
@@ -424,16 +434,11 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (
-        "draft.tokenizer draft.matching",
+        "draft.tokenizer",
         lambda c: is_synthetic(c) and c.draft.model is not None,
         "with weights=synthetic, which gives both models one tokenizer",
     ),
-    ("draft.tokenizer draft.matching", _has_no_draft_model, _NO_DRAFT_MODEL),
-    (
-        "draft.matching",
-        lambda c: c.draft.model is not None and drafters.matching_of(c.draft) is None,
-        "without draft.tokenizer=own",
-    ),
+    ("draft.tokenizer", _has_no_draft_model, _NO_DRAFT_MODEL),
     ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
     (
         "placement.target.experts",

@@ -39,6 +39,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
 from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
+from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
 from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
@@ -392,32 +393,6 @@ class _ModelOptions(ConfigSource):
         return catalogue.names("model") if self.is_group(config_path) else []
 
 
-_RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp plan takes hardware.num_gpus=N"
-_FOREIGN = {
-    "no_repeat_ngram_size": "it forbids every n-gram that the whole text has at each drafted position, which is not "
-    "supported; sampling.repetition_penalty=1.1 or sampling.frequency_penalty=0.5 also make repetition rarer",
-    "stop stop_sequences stop_token until eos": """stop_strings='["END"]' ends a completion at a text""",
-    "max_tokens max_length n_predict num_tokens length": "max_new_tokens=64 limits the new tokens of a completion",
-    "K k gamma lookahead num_speculative_tokens num_assistant_tokens draft_tokens": (
-        "speculation.num_draft_tokens=4 is K, the number of drafted tokens per round"
-    ),
-    "ranks rank num_ranks gpus num_gpus nproc nproc_per_node world_size": _RANKS,
-    "tp tensor_parallel_size": f"the target is tensor parallel over all ranks, and {_RANKS}",
-    "nodes nnodes num_nodes": (
-        "several nodes are started by sbatch --nodes N launch/slurm.sbatch, or by torchrun --nnodes N launch/run.py"
-    ),
-    "load_in_8bit load_in_4bit int8 bits": (
-        "model.quantization=int8 or nf4 stores the target so, and draft.model.quantization the draft"
-    ),
-    "target target_model model_name": "model=NAME is the target",
-    "draft_model assistant_model speculative_model": "draft=NAME is the draft",
-    "device_map": "placement=accelerate puts the layers in a row over the GPUs",
-    "do_sample": "sampling=greedy draws nothing, and all other sampling draws",
-    "n": "num_samples=4 completes each prompt 4 times",
-}
-"""Settings of other programs, by their last word, and their counterparts here."""
-
-
 def _unknown_key(key: str, keys: frozenset[str]) -> str:
     """Report an unknown key: similar keys, or the tasks that have this setting, with a prefix or without one."""
     if not any(known.endswith(f".{key}") for known in keys):
@@ -432,8 +407,8 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         if key.removeprefix("draft.") in keys and key.startswith("draft.model."):
             return f"{key} has no effect without a draft model: give one with draft=NAME"
     last = key.rpartition(".")[2]
-    if reason := next((said for words, said in _FOREIGN.items() if last in words.split()), None):
-        return f"unknown setting {key!r}: {reason}"
+    if counterpart := FOREIGN.get(last):
+        return f"unknown setting {key!r}: {counterpart.sentence}"
     last_words = {name.rpartition(".")[2]: name for name in sorted(keys, key=len, reverse=True)}
     similar = similar_name(last, last_words)
     close = dict.fromkeys(filter(None, [similar_name(key, keys), similar and last_words[similar]]))

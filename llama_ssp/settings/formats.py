@@ -6,6 +6,7 @@ The records of storage formats are in `settings.storage`, a module each.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.settings.registry import Registry, imported
@@ -133,7 +134,7 @@ class StorageFormat:
         on_cpu = device == "cpu" and self.fp32_on_cpus
         return packed if on_cpu else self.gpu_read_bytes(rows, packed, unquantized)
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""
         return self.kernel is not None

@@ -8,6 +8,7 @@ import os
 import pkgutil
 from typing import Any, Generic, Protocol, TypeVar
 
+from llama_ssp import words
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 
 PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
@@ -42,19 +43,21 @@ class Registry(Generic[Record]):
         return dict(sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def find(self, name: str) -> Record | None:
-        """The record of a name, if there is one; plans ask thousands of times, and do not sort for that."""
-        self._read()
+        """The record of a name, if there is one."""
+        if self._unread:
+            self._read()
         return self.records.get(name)
 
     def of(self, name: str) -> Record:
         """The record of a name; an unknown one raises ConfigError."""
-        if problem := self.problem_of(name):
+        # Plans ask thousands of times, and call nothing for that.
+        if (self._unread or name not in self.records) and (problem := self.problem_of(name)):
             raise ConfigError(problem)
         return self.records[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
         """An error sentence if no record has this name; it begins with `key`, by default the setting."""
-        return None if self.find(name) else unknown_name(key or self._setting, name, self.all())
+        return None if self.find(name) else unknown_name(words.key_of(key or self._setting), name, self.all())
 
     def _read(self) -> None:
         if self._unread and self._kind:

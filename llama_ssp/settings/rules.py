@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from llama_ssp.settings.registry import Registry, imported
+from llama_ssp.words import said
 
 DEFAULT, AT_ZERO = "speculative", "greedy"  # The default rule, and the rule at temperature 0, where all rules coincide.
 
@@ -46,7 +47,7 @@ register, rules, rule_of = RULES.register, RULES.all, RULES.of
 
 def at_every_temperature() -> list[str]:
     """Settings for the rules that keep the target's distribution at every temperature."""
-    return [f"verification={name}" for name, rule in rules().items() if rule.samples]
+    return [said("verification", name) for name, rule in rules().items() if rule.samples]
 
 
 # Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1.

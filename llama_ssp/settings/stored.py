@@ -13,6 +13,7 @@ from llama_ssp.settings.formats import NO_QUANTIZATION, Found, PackedLayout, for
 from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.patterns import Pattern
 from llama_ssp.settings.storage import tools
+from llama_ssp.words import said
 
 QUANTIZATION = "quantization_config"
 READ = (
@@ -32,8 +33,8 @@ def layout_of(described: object) -> PackedLayout | str:
     method = tools.field_of(described, "quant_method")
     found: Found = [f"quant_method {shown(method)}"]
     if isinstance(described, dict) and isinstance(method, str):
-        said = tools.compressed(described)
-        found = said.problems if said else found
+        compressed = tools.compressed(described)
+        found = compressed.problems if compressed else found
         layouts = (record.layout(described) for record in formats().values() if record.layout)
         found = next((layout for layout in layouts if layout is not None), found)
     return found if isinstance(found, PackedLayout) else "; ".join(dict.fromkeys(found))
@@ -84,13 +85,13 @@ def kept_format(quantization: str, storage: str | None, *, where: object) -> str
     """
     if not storage and format_of(quantization).is_stored_alone:
         raise ConfigError(
-            f"{where} holds no {quantization} weights, and model.quantization={quantization} is for checkpoints that "
-            "do: use int4_weight_only, or another checkpoint"
+            f"{where} holds no {quantization} weights, and {said('model.quantization', quantization)} is for "
+            "checkpoints that do: use int4_weight_only, or another checkpoint"
         )
     if storage and quantization not in (NO_QUANTIZATION, storage):
         raise ConfigError(
-            f"{where} holds {storage} weights, which are read as they are, and model.quantization={quantization} was "
-            "given: leave it out (draft.model.quantization of a draft)"
+            f"{where} holds {storage} weights, which are read as they are, and "
+            f"{said('model.quantization', quantization)} was given: leave it out"
         )
     return storage or quantization
 

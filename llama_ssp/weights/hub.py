@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download
 
+from llama_ssp import words
 from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.catalogue import is_hub_id, read_path
@@ -22,6 +23,7 @@ from llama_ssp.settings.model_files import (
     GGUF_ALONE,
     MISTRAL_ALONE,
     MISTRAL_FILE,
+    MODELOPT_FILE,
     adapter_alone,
     read_json,
 )
@@ -42,7 +44,7 @@ def resolve(model: ModelConfig) -> Path:
     if model.shipped:
         return Path(str(files("llama_ssp"))) / "shipped" / model.name
     if model.hub_id is None:
-        raise CheckpointError(f"model {model.name} names no files: model.path=DIR is required")
+        raise CheckpointError(f"model {model.name} names no files: {words.said('model.path', 'DIR')} is required")
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     if not any(folder.glob(WEIGHTS)):
@@ -70,7 +72,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
 
     `is_enough` says that nothing else will be read, so that an error asks for nothing else.
     """
-    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE]
+    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE, MODELOPT_FILE]
     file = CONFIG_FILE if is_enough else None
     with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.
@@ -126,23 +128,26 @@ def _sentence(model: ModelConfig, error: Exception, file: str | None) -> str:
         case errors.GatedRepoError():
             said = f"is gated: accept its terms on {page} and run: hf auth login"
         case errors.RevisionNotFoundError():
-            said = f"has no revision {model.revision!r}: another model.revision is required"
+            said = f"has no revision {model.revision!r}: another {words.key_of('model.revision')} is required"
         case errors.RepositoryNotFoundError():
             said = "does not exist or is private: check the spelling, or log in with: hf auth login"
         case errors.HFValidationError():
-            where, said = repr(model.hub_id), "is no hub id: owner/name is required, or model.path=DIR"
+            where, said = (
+                repr(model.hub_id),
+                f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}",
+            )
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             said = f"is not in {cache} and HF_HUB_OFFLINE is set: run {download} on a network"
         case errors.LocalEntryNotFoundError():
             said = (
                 f"cannot be reached and is not in {cache}: check the network, or run {download} where there is one, "
-                "with HF_HOME on a disk that this machine sees; model.path=DIR reads a folder instead"
+                f"with HF_HOME on a disk that this machine sees, or give {words.said('model.path', 'DIR')} instead"
             )
         case errors.EntryNotFoundError():
             said = f"has no {CONFIG_FILE}: a model that transformers can read is required"
         case _:
             reason = " ".join(str(error).split())
-            said = f"could not be downloaded ({reason}): try {download}, or model.path=DIR"
+            said = f"could not be downloaded ({reason}): try {download}, or {words.said('model.path', 'DIR')}"
     return f"{where} {said}"
 
 
@@ -161,8 +166,8 @@ def _without_weights(model: ModelConfig, folder: Path, *, has_them: bool) -> str
     file = folder / CONFIG_FILE
     if file.is_file() and read_head_config(read_json(file), file):
         download = f"{download_command(model)} --local-dir DIR"
-        return fault + f"run {download} and give draft.model.path=DIR, which says how to convert it"
-    return fault + "save it with save_pretrained and give model.path=DIR"
+        return fault + f"run {download} and give {words.said('draft.model.path', 'DIR')}, which says how to convert it"
+    return fault + f"save it with save_pretrained and give {words.said('model.path', 'DIR')}"
 
 
 def download_command(model: ModelConfig) -> str:

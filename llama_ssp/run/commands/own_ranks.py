@@ -7,18 +7,15 @@ true exit code, without torch.
 
 import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from threading import Thread
 
-from llama_ssp.errors import ConfigError, InterruptedRun
-from llama_ssp.ranks.process import Ranks, heeded_signals, launcher_of, read_ranks, signals_kept
+from llama_ssp.errors import ConfigError
+from llama_ssp.ranks.process import Ranks, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
 from llama_ssp.run.startup import StartClock
@@ -32,7 +29,6 @@ _DEVICES = Path("/dev")
 _AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 # Each keeps the ranks of this machine in one process, which takes the GPUs itself or needs none.
 _ON_ONE_RANK = {"placement=accelerate", "placement.target.kind=accelerate", "device=cpu"}
-_LOOK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,39 +143,6 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
         return exit_code
     if start.sentence:
         complain(start.sentence)
-    relay = SignalRelay()
     from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
 
-    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=size, relay=relay)
-
-
-class SignalRelay:
-    """Takes the signals of this process, from now on, and passes them on to its ranks.
-
-    The ranks lead sessions of their own, so Ctrl-C and a terminal that hangs up reach this process alone. The signals
-    are blocked in every thread that starts later, and in the ranks until these can answer them.
-
-    Attributes:
-        list_ranks: lists the process ids of the ranks, None for one that it does not have yet.
-        has_relayed: whether a signal has been passed on.
-    """
-
-    def __init__(self) -> None:
-        self.list_ranks: Callable[[], Sequence[int | None]] | None = None
-        self.has_relayed = False
-        self._signals = heeded_signals()
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-        Thread(target=self._relay, daemon=True, name="relay").start()
-
-    def _relay(self) -> None:
-        while True:
-            number = signal.sigwait(self._signals)
-            if self.list_ranks is None:
-                complain("interrupted")
-                os._exit(InterruptedRun.exit_code)
-            self.has_relayed = True
-            while not (ranks := self.list_ranks()) or None in ranks:
-                time.sleep(_LOOK_EVERY_S)
-            for rank in filter(None, ranks):
-                with suppress(ProcessLookupError):
-                    os.kill(rank, number)
+    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=size)

@@ -8,7 +8,9 @@ import argparse
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -16,7 +18,6 @@ from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
-from llama_ssp.run.commands import torchrun
 from llama_ssp.run.commands.points import check_here, for_all, points_of, repeated
 from llama_ssp.run.commands.program import Options, until_unread
 from llama_ssp.run.tasks import dry_run
@@ -27,6 +28,8 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 
+SILENCE_S = 5.0
+"""How long ranks above 0 wait after an error: launchers end all when one has ended, and rank 0 must report first."""
 RUN_DIR_FILE = "RUN_DIR_FILE"
 """Environment variable: a file for the run folder, where launch/slurm.sbatch checks whether a job makes progress."""
 
@@ -96,16 +99,13 @@ class _Interrupt:
 def fail(error: SspError, ranks: Ranks) -> int:
     """Report an error once: rank 0 does, unless the error says which rank; the other ranks wait to be ended.
 
-    Returns the code that this rank ends with, which under torchrun is 0 where rank 0 has reported the same.
+    Returns the code that this rank ends with.
     """
     if error.speaks or (error.speaks is None and ranks.rank == 0):
         complain(str(error))
-    if error.speaks is not None:
-        return error.exit_code
-    if ranks.rank == 0:
-        torchrun.report(str(error), ranks)
-    elif torchrun.await_report(ranks):
-        return 0
+    if error.speaks is None and ranks.rank > 0:
+        with suppress(KeyboardInterrupt):
+            time.sleep(SILENCE_S)
     return error.exit_code
 
 

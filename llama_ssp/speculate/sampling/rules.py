@@ -27,6 +27,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, draw, processor, rows_at
 from llama_ssp.speculate.sampling.uniforms import Draws, exponentials
+from llama_ssp.words import said
 
 _HINT_OF_TARGET = 2.0**-50
 
@@ -205,8 +206,9 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, bre
         return Rule(processor(sampling, breaks_ties=breaks_ties), record.load_verify(), penalize=penalize)
     *others, last = at_every_temperature()
     raise ConfigError(
-        f"verification={record.name} with sampling.temperature={sampling.temperature:g} would not keep the target's "
-        f"distribution: {record.name} verification needs temperature 0 (sampling=greedy); "
+        f"{said('verification', record.name)} with {said('sampling.temperature', f'{sampling.temperature:g}')} would "
+        f"not keep the target's distribution: {record.name} verification needs temperature 0 "
+        f"({said('sampling', 'greedy')}); "
         f"{', '.join(others)} and {last} keep it at every temperature"
     )
 

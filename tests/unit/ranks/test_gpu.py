@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from llama_ssp.errors import LostRankError
 from llama_ssp.ranks import gpu
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.failures import Phase, unify_failure
+from llama_ssp.ranks.failures import ControlChannel, Phase, unify_failure
 from llama_ssp.ranks.gpu import DeviceWait, ends_run
-from tests.unit.ranks.test_guard import Peers
+from tests.unit.ranks.test_faults import Others
 
 NEVER = 10**9
 
@@ -71,16 +72,15 @@ def test_a_stuck_gpu_ends_a_run_in_the_sentence_of_a_cpu(
     alarmed: bool, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.05)
-    watch = Peers(alarmed=alarmed)
+    watch = Others(rank=0, size=2, gone=(1,), has_failed=alarmed)
     comm = Comm(rank=0, size=2, device_wait=DeviceWait(lambda: watch.has_failed))
     assert comm.device_wait
     comm.device_wait.timeout_s = 0.2
     sentence = f"rank 1 is missing while decoding ({cause}); run the same command with the same run_dir to resume"
     with pytest.raises(LostRankError) as caught:  # noqa: SIM117 - the inner block is what is tested
-        with unify_failure(watch, Phase(doing="decoding", limit="timeouts.decode_s=0.2")):
+        with unify_failure(cast("ControlChannel", watch), Phase(doing="decoding", limit="timeouts.decode_s=0.2")):
             comm.alone().wait(CountedEvent(NEVER))
     assert str(caught.value) == sentence
-    assert caught.value.speaks
 
 
 def test_a_rank_whose_gpu_waits_for_nobody_leaves_the_wait_to_torch() -> None:

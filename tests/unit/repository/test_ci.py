@@ -1,8 +1,7 @@
-"""`.ci/run` installs what the tests need from the system, and the last word is that of the tests."""
+"""Lanes of the tests, and who runs them; the last word of `.ci/run` is that of the tests."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from itertools import combinations, product
@@ -14,31 +13,6 @@ from tests.helpers.lanes import grid
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.seconds
-
-# What the step may use; none of what it is to install.
-TOOLS = ("bash", "dirname", "git")
-
-
-def test_a_package_that_the_distribution_lacks_keeps_no_other_out(tmp_path: Path) -> None:
-    fakes = {
-        "id": "echo 0",
-        "apt-get": f'echo "$@" >>{tmp_path}/said; [[ $* != *slurm-wlm* ]]',
-    }
-    for name, body in fakes.items():
-        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    for tool in TOOLS:
-        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
-    functions = (ROOT / ".ci/run").read_text().partition("\nstep install_system_packages")[0]
-    (tmp_path / "steps" / "ci").mkdir(parents=True, exist_ok=True)
-    script = tmp_path / "steps" / "ci" / "run"
-    script.write_text(f"{functions}\ninstall_system_packages\n")
-    done = subprocess.run(
-        ["bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
-    )  # fmt: skip
-    asked = re.findall(r"recommends (\S+)", (tmp_path / "said").read_text())
-    assert asked == ["shellcheck", "slurm-wlm", "munge"]
-    assert done.stdout == "apt-get could not install slurm-wlm\n"
 
 
 @pytest.mark.heavy
@@ -52,12 +26,6 @@ def test_the_time_of_all_steps_stands_before_the_summary_of_the_tests(tmp_path: 
     ]
     assert ["all steps of .ci/run took" in text for text in said] == [False, True]
     assert "1 passed" in said[1].splitlines()[-1]
-
-
-@pytest.mark.parametrize("name", [".ci/run", "justfile"])
-def test_the_site_is_built_and_its_warnings_are_errors(name: str) -> None:
-    (command,) = [line for line in (ROOT / name).read_text().splitlines() if "mkdocs build" in line]
-    assert command.endswith(" -m mkdocs build --strict"), "--quiet would hide warnings from --strict"
 
 
 JOB = "tests/distributed/test_lanes.py"
@@ -110,11 +78,6 @@ def lanes(folder: Path, named: Path, *options: str) -> str:
     return done.stdout
 
 
-def test_ci_runs_the_tests_of_the_readme_and_then_the_heavy_ones() -> None:
-    commands = re.findall(r"\.venv/bin/pytest[^\n\"]*$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
-    assert commands == [".venv/bin/pytest --durations=10", ".venv/bin/pytest --heavy -m heavy --durations=10"]
-
-
 def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_is_lost() -> None:
     axes = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
     cases = grid(**axes).args[1]
@@ -125,11 +88,3 @@ def test_in_a_grid_every_two_values_meet_in_a_case_that_runs_always_and_no_case_
     for one, other in combinations(range(4), 2):
         wanted = set(product(list(axes.values())[one], list(axes.values())[other]))
         assert {(case[one], case[other]) for case in always} == wanted
-
-
-def test_every_lane_is_run_by_a_command_that_selects_its_mark_everywhere() -> None:
-    justfile = (ROOT / "justfile").read_text()
-    for lane in ("heavy", "slow"):
-        assert f'"{{{{bin}}}}/pytest" --{lane} -m {lane} {{{{arguments}}}}\n' in justfile
-    named = set(re.findall(r"tests/\S+\.py", justfile + (ROOT / ".ci/run").read_text()))
-    assert {path for path in named if not (ROOT / path).exists()} == set()

@@ -123,6 +123,13 @@ def test_a_package_is_installed_by_the_command_that_its_message_says() -> None:
     assert commands == {BITSANDBYTES.install, INSTALL_HARNESS}
 
 
+def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:
+    """The site shows 88 characters of a block at 1280 px: a longer line has its comment above. README is no page."""
+    lines = [line for page in pages() if page.parts[0] == "docs" for block in blocks("bash", page=str(page))
+             for line in block.splitlines()]  # fmt: skip
+    assert [line for line in lines if len(line) > 88 and re.search(r"\S +# ", line)] == []
+
+
 def test_no_line_of_prose_is_longer_than_120_characters() -> None:
     prose = {
         path: re.sub(r"^```.*?^```|^[|!].*?$", "", text, flags=re.DOTALL | re.MULTILINE)

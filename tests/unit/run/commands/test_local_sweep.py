@@ -51,7 +51,7 @@ def test_a_point_that_does_not_fit_keeps_all_points_from_starting(
     if rank is not None:
         as_step_of_srun(monkeypatch, rank=rank)
     act(lambda *_: pytest.fail("a point has started"))
-    monkeypatch.setattr("llama_ssp.run.commands.torchrun.SILENCE_S", 0.1)
+    monkeypatch.setattr("llama_ssp.run.commands.run.SILENCE_S", 0.1)
     ended = launch(*TOO_LARGE)
     assert (ended.code, ended.err.startswith("job 1 (")) == (3, rank != 1)
     assert ("the smallest change that fits" in ended.err) == (rank != 1)

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import llama_ssp.run
 from llama_ssp.errors import CapacityError, CheckpointError, ConfigError, InterruptedRun
-from llama_ssp.run.commands import run, torchrun
+from llama_ssp.run.commands import run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.settings import catalogue, compose
 from llama_ssp.settings.schema import LAUNCHER, RunConfig, SlurmConfig
@@ -41,7 +41,7 @@ Launch = Callable[..., Ended]
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
     """Return a function that runs the entry in an empty folder with a task that only notes its arguments."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.0)
+    monkeypatch.setattr(run, "SILENCE_S", 0.0)
 
     def launch_one(
         *arguments: str, fails: BaseException | None = None, stops: bool = False, **environment: str
@@ -92,7 +92,7 @@ def test_a_mistake_is_one_sentence_with_code_2(argument: str, sentence: str, lau
 def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchrun, "SILENCE_S", 0.3)
+    monkeypatch.setattr(run, "SILENCE_S", 0.3)
     for words, code, least_s in (
         (["sampling.top_p=2"], 2, 0.3), (["--help"], 0, 0.0), (["dry_run=true", "hardware=laptop_cpu"], 0, 0.0),
     ):  # fmt: skip
