@@ -76,12 +76,14 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By storage format, if this CPU has our kernel, and by number format of unquantized weights.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel and weights can be
+    quantized to it.
     """
     speeds = dict[str, Speed]()
+    compiled = [name for name, kind in COMPILED.items() if product_of(kind) and not format_of(name).is_stored_alone]
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
-    for name in ("fp32", "fp16", *(name for name, kind in COMPILED.items() if product_of(kind))):
+    for name in ("fp32", "fp16", *compiled):
         quantization = name if name in COMPILED else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
