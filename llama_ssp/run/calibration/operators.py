@@ -76,13 +76,14 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By storage format, if this CPU has our kernel, and by number format of unquantized weights.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel and weights can be
+    quantized to it.
     """
     speeds = dict[str, Speed]()
+    records = [each for each in formats().values() if each.compiled and not each.is_stored_alone]
+    compiled = [each.name for each in records if each.compiled and product_of(each.compiled)]
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
-    compiled = [each.name for each in formats().values() if each.compiled and not each.is_stored_alone
-                and product_of(each.compiled)]  # fmt: skip
     for name in ("fp32", "fp16", *compiled):
         quantization = name if name in compiled else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
