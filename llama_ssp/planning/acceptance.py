@@ -17,9 +17,9 @@ import yaml
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.catalogue import LOCAL
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import LOCAL
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
@@ -221,7 +221,7 @@ def _problem(name: str, entry: object) -> str | None:
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
     """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
-    return sum(acceptance**power for power in range(num_draft_tokens + 1))
+    return sum([acceptance**power for power in range(num_draft_tokens + 1)])
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
@@ -181,6 +182,10 @@ def _check(
 
     compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    if isinstance(origin, Checkpoint) and not record_of(origin.shape.model_type).is_written:
+        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+
+        origin = with_modules(origin)
     if _has_mtp(origin):
         _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
