@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import Linear, make_linear, product_of
 from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -25,7 +25,7 @@ from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 
@@ -80,11 +80,12 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     quantized to it.
     """
     speeds = dict[str, Speed]()
-    compiled = [name for name, kind in COMPILED.items() if product_of(kind) and not format_of(name).is_stored_alone]
+    records = [each for each in formats().values() if each.compiled and not each.is_stored_alone]
+    compiled = [each.name for each in records if each.compiled and product_of(each.compiled)]
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
     for name in ("fp32", "fp16", *compiled):
-        quantization = name if name in COMPILED else NO_QUANTIZATION
+        quantization = name if name in compiled else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
