@@ -172,7 +172,7 @@ class StorageFormat:
 
 
 FORMATS: Registry[StorageFormat] = Registry(
-    setting="model.quantization", package="llama_ssp.settings.storage", kind=StorageFormat
+    setting="model.quantization", modules=("llama_ssp.settings.storage",), kind=StorageFormat
 )
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 

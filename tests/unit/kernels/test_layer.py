@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.kernels.layer import WholeLayer
@@ -16,7 +17,6 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.formats import formats
-from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
 from tests.helpers.lanes import pairs
 from tests.helpers.models import tiny_model
 from tests.unit.kernels.test_attention import Case, case
