@@ -20,6 +20,7 @@ from transformers.utils import logging as library_logging
 from benchmarks.measured import markdown, page_of, show
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.errors import SspError
+from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import build_empty, check_model, find_sources
 from llama_ssp.models.tensor_parallel import shard
@@ -36,6 +37,7 @@ from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_LATENT = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name.endswith(("_rank", "_dim", "_heads"))}
 MORE: dict[str, dict[str, Any]] = {
     "bloom": {}, "codegen": {"rotary_dim": 4}, "diffllama": _GROUPED, "doge": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
@@ -54,7 +56,17 @@ MORE: dict[str, dict[str, Any]] = {
     "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | {
         "num_local_experts": 4, "num_experts_per_tok": 2,
     },
-    "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "gemma4_unified_text": FAMILIES["gemma4_text"],
+    "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "glm4_moe_lite": FAMILIES["deepseek_v3"],
+    "minicpm3": _LATENT, "granitemoe_swa": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mimo_v2_flash": _GROUPED | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+        "v_head_dim": 8, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "laguna": _GROUPED | _EXPERTS | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
+    "minimax_m3_vl_text": _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma3n_text": FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4},
+    "solar_open": FAMILIES["glm4_moe"],
+    "gemma4_unified_text": FAMILIES["gemma4_text"],
 }  # fmt: skip
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
 
@@ -93,6 +105,8 @@ def texts_are_equal(model: PreTrainedModel, folder: Path, draft: Path, num_ranks
 
 def planned_and_loaded(origin: Checkpoint, num_ranks: int) -> str:
     """Bytes of the first rank's weights by the plan, and as loaded."""
+    if not record_of(origin.shape.model_type).is_written:
+        origin = with_modules(origin)
     model = PlannedModel(name="tiny", shape=origin.shape, dtype=Dtype.fp32, quantization="none", stored=Dtype.fp32)
     planned = model_bytes(shares(origin.shape, num_ranks=num_ranks)[0], model, device="cuda").total_bytes
     modules = build_empty(origin)

@@ -24,7 +24,6 @@ from llama_ssp.planning.acceptance import tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 from llama_ssp.settings.layout import Kernels
 from llama_ssp.settings.schema import DraftLayout, TargetKind
@@ -81,7 +80,7 @@ def job(
     return PlanSpec(
         target=planned_model(catalogue.load(target), device="cuda"),
         draft=drafting,
-        matching=Matching.text if draft == "gpt_neo_1.3B" else None,
+        own_tokenizer=draft == "gpt_neo_1.3B",
         target_kind=TargetKind.tensor,
         target_ranks=ranks,
         draft_kind=DraftLayout[kind],

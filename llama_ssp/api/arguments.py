@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.catalogue import is_hub_id, read_path
-from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig, drafters
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.formats import CACHES, FORMATS
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
@@ -197,9 +197,7 @@ def drafter_without_model(given: object) -> DrafterConfig | None:
     return kinds[name].config(kind=name) if isinstance(name, str) and name in kinds else None
 
 
-def model_drafter(model: ModelConfig, *, tokenizer: object, matching: object) -> ModelDraftConfig:
+def model_drafter(model: ModelConfig, *, tokenizer: object) -> ModelDraftConfig:
     """A draft model, with the target's tokenizer or its own; raises ConfigError for an unknown choice."""
-    return ModelDraftConfig(
-        kind=MODEL_DRAFT, model=model, tokenizer=member(DraftTokenizer, "tokenizer", tokenizer),
-        matching=member(Matching, "matching", matching),
-    )  # fmt: skip
+    choice = member(DraftTokenizer, "tokenizer", tokenizer)
+    return ModelDraftConfig(kind=MODEL_DRAFT, model=model, tokenizer=choice)

@@ -41,7 +41,7 @@ from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
-from llama_ssp.settings.drafters import DraftTokenizer, Matching, draft_name
+from llama_ssp.settings.drafters import DraftTokenizer, draft_name
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import (
@@ -375,7 +375,6 @@ def load(
     cache_dtype: str | tuple[str | None, str | None] | None = None,
     device: DeviceKind | torch.device | str = DeviceKind.auto,
     tokenizer: DraftTokenizer | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = DraftTokenizer.same,
-    matching: Matching | str = Matching.intersection,
 ) -> Pair:
     """Load a pair of models into this process.
 
@@ -391,7 +390,6 @@ def load(
         tokenizer: `own` allows a draft whose tokenizer is not the target's. A loaded tokenizer is that of both models,
             a tuple of two the target's and the draft's, which is its own if the vocabularies differ; needed with
             loaded models without a folder.
-        matching: how the tokens of a draft with its own tokenizer become the target's (`settings.drafters.Matching`).
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -409,7 +407,7 @@ def load(
         drafter, loaded_draft = drafter_without_model(draft), Loaded()
         if drafter is None:
             draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], **formats[1])
-            drafter = model_drafter(draft_entry, tokenizer=choice, matching=matching)
+            drafter = model_drafter(draft_entry, tokenizer=choice)
         config = RunConfig(task=GenerateConfig(), model=target_entry, draft=drafter, device=kind)
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if started.comm.size > 1:

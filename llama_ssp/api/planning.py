@@ -20,7 +20,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.plan import Plan
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
-from llama_ssp.settings.drafters import DraftTokenizer, Matching
+from llama_ssp.settings.drafters import DraftTokenizer
 from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -49,7 +49,6 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     quantization: str | tuple[str | None, str | None] | None = None,
     cache_dtype: str | tuple[str | None, str | None] | None = None,
     tokenizer: DraftTokenizer | str = DraftTokenizer.same,
-    matching: Matching | str = Matching.intersection,
     num_draft_tokens: int | str = SpeculationConfig.num_draft_tokens,
     acceptance: float | None = None,
     temperature: float = SamplingConfig.temperature,
@@ -70,7 +69,6 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         quantization: storage format of the linear layers, of both or as a tuple.
         cache_dtype: format of keys and values, of both or as a tuple.
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
-        matching: how its tokens then become the target's.
         num_draft_tokens: K, or "auto".
         acceptance: probability that a drafted token is accepted; None takes that of the pair, or the default.
         temperature: of the draws, which that figure depends on; 0 is greedy.
@@ -102,7 +100,7 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     drafter = drafter_without_model(read["draft"])
     if drafter is None:
         entry = entry_of("draft", read["draft"], **formats[1])
-        drafter = model_drafter(entry, tokenizer=read["tokenizer"], matching=read["matching"])
+        drafter = model_drafter(entry, tokenizer=read["tokenizer"])
     return PlanConfig(
         model=entry_of("target", read["target"], **formats[0]), draft=drafter,
         hardware=asdict(machine), sampling=SamplingConfig(temperature=read["temperature"]),

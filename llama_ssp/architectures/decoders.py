@@ -38,9 +38,9 @@ PHI3 = replace(
 
 GRANITE = Family(model_type="granite", parameters=decoder, cuts_vocabulary=True)
 MINISTRAL3 = replace(GRANITE, model_type="ministral3", windows=MISTRAL.windows)
-ERNIE = replace(GRANITE, model_type="ernie4_5", ties_unless_said=True)
+ERNIE = replace(GRANITE, model_type="ernie4_5")
 HELIUM = replace(GRANITE, model_type="helium")
-SMOLLM3 = replace(MINISTRAL3, model_type="smollm3", ties_unless_said=True)
+SMOLLM3 = replace(MINISTRAL3, model_type="smollm3")
 EXAONE4 = replace(MINISTRAL3, model_type="exaone4", parameters=QWEN3.parameters)
 HUNYUAN = replace(EXAONE4, model_type="hunyuan_v1_dense", windows=None, tp_plan=_TP_PLAN)
 STABLELM = replace(
@@ -52,7 +52,7 @@ OLMO2 = replace(GRANITE, model_type="olmo2", parameters=_with_normed_queries, ke
 OLMO3 = replace(OLMO2, model_type="olmo3", windows=MISTRAL.windows)
 
 COHERE = replace(
-    GRANITE, model_type="cohere", parameters=partial(decoder, norms=1), ties_unless_said=True
+    GRANITE, model_type="cohere", parameters=partial(decoder, norms=1)
 )  # fmt: skip
 COHERE2 = replace(COHERE, model_type="cohere2", windows=MISTRAL.windows)
 GLM = replace(
@@ -61,7 +61,7 @@ GLM = replace(
 )  # fmt: skip
 GLM4 = replace(GLM, model_type="glm4", parameters=partial(decoder, modules=_GLM, biased=QKV, norms=4))
 STARCODER2 = replace(
-    MINISTRAL3, model_type="starcoder2", ties_unless_said=True,
+    MINISTRAL3, model_type="starcoder2",
     parameters=partial(
         decoder, modules=(*ATTENTION, "c_fc", "c_proj"), biased=(*ATTENTION, "c_fc", "c_proj"), norms=4, final_norms=2
     ),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.decoders import GRANITE, OLMO2
-from llama_ssp.architectures.family import Family, windows_of_layers
+from llama_ssp.architectures.family import unwritten
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN3
 from llama_ssp.architectures.matrices import ATTENTION, GATED, decoder
 
@@ -32,40 +32,58 @@ GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, r
 
 _VOCABULARY = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 _LATENT = {f"model.layers.*.self_attn.{name}": style for name, style in (
-    ("q_proj", "colwise"), ("q_b_proj", "colwise"), ("kv_a_proj_with_mqa", "replicated"), ("kv_b_proj", "colwise"),
-    ("o_proj", "rowwise"),
+    ("q_proj", "colwise"), ("q_b_proj", "colwise"), ("kv_b_proj", "colwise"), ("o_proj", "rowwise"),
 )}  # fmt: skip
 """Every rank has the latents that keys and values are made of, and makes those of its heads."""
-DEEPSEEK_V2 = Family(model_type="deepseek_v2", parameters=decoder, tp_plan=_LATENT, is_written=False)
-DEEPSEEK_V3 = replace(DEEPSEEK_V2, model_type="deepseek_v3")
-GPT_OSS = Family(
-    model_type="gpt_oss", parameters=decoder, windows=windows_of_layers, is_written=False,
-    tp_plan={**_VOCABULARY, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"},
-)  # fmt: skip
+DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=_LATENT)
+GPT_OSS = unwritten(
+    "gpt_oss", tp_plan={**_VOCABULARY, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"}
+)
+DOGE = unwritten("doge", keeps_attention=True)
+FLEX_OLMO = unwritten("flex_olmo", keeps_attention=True)
+LAGUNA = unwritten("laguna", keeps_attention=True)
+MIMO_V2_FLASH = unwritten("mimo_v2_flash", keeps_attention=True)
+MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True)
+MINIMAX_M2 = unwritten("minimax_m2", keeps_attention=True)
+MINIMAX_M3 = unwritten("minimax_m3_vl_text", keeps_attention=True)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
-_SHARED = ("n_shared_experts", "moe_num_shared_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
+_SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_UNITS = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+_OF_SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_DENSE = ("first_k_dense_replace", "moe_layer_start_index")
+FIELDS = (
+    *EXPERTS, *_CHOSEN, *_SHARED, *_UNITS, *_OF_SHARED, *_DENSE, "decoder_sparse_step", "enable_moe_block", "is_moe",
+    "intermediate_size_mlp",
+)  # fmt: skip
+"""Fields that say how many experts there are, and of which size; `mlp_only_layers` names layers without."""
+
+
+def first_size(field: Callable[[str], Any], *names: str) -> int:
+    """The first of some fields of a config that has a size above 0, of the layers the largest; 0 if none has."""
+    for name in names:
+        values = value if isinstance(value := field(name), list) else [value]
+        if size := max((each for each in values if type(each) is int), default=0):
+            return size
+    return 0
 
 
 def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, Any]:
     """The sizes of experts as `ModelShape` has them, from the fields of a config; none of a dense model."""
-
-    def first(*names: str) -> int:
-        return next((value for name in names if type(value := field(name)) is int and value > 0), 0)
-
+    first = partial(first_size, field)
     num_experts, num_chosen = first(*EXPERTS), first(*_CHOSEN)
     if num_experts < 2 or not num_chosen or field("is_moe") is False:  # noqa: PLR2004 - one expert is an MLP
         return {}
-    units = first("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+    units = first(*_UNITS)
     step, without = max(first("decoder_sparse_step"), 1), field("mlp_only_layers") or []
     dense = {number for number in range(num_layers) if (number + 1) % step or number in without}
-    dense |= {*range(first("first_k_dense_replace", "moe_layer_start_index"))}
+    dense |= {*range(first(*_DENSE))}
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": min(num_chosen, num_experts),
         "moe_intermediate_size": units,
-        "shared_intermediate_size": first("shared_expert_intermediate_size", "shared_intermediate_size")
+        "shared_intermediate_size": first(*_OF_SHARED)
         or (first("intermediate_size") if field("enable_moe_block") else 0)  # of a Gemma 4
         or units * (first(*_SHARED) or int(bool(field("intermediate_size_mlp")))),  # the latter is a Llama 4's
         "num_dense_layers": min(len(dense), num_layers - 1),

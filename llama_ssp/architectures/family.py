@@ -7,7 +7,7 @@ start. The tables hold what transformers 5.23 has; a test compares them with it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from llama_ssp import architectures
 from llama_ssp.architectures.matrices import Inventory, decoder
@@ -39,7 +39,6 @@ class Family:
     num_masks: int = 1  # masks of a forward that exist at the same time.
     attention: str = "sdpa"  # the library's `attn_implementation`.
     keeps_scores: bool = False  # no fused kernel computes its attention, so a forward keeps the scores of all heads.
-    ties_unless_said: bool = False  # default of `tie_word_embeddings` in config.json.
     cuts_vocabulary: bool = False  # the embedding is sharded, whether or not the library's plan says so.
     cuts_own_embedding: bool = False  # also if the embedding is a class of the family itself.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
@@ -73,9 +72,16 @@ register, families = FAMILIES.register, FAMILIES.all
 
 
 def record_of(model_type: str) -> Family:
-    """The record of a family; one without a record has the parameters of a Llama of its sizes in plans."""
-    found = FAMILIES.find(model_type)
-    return found or Family(model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False)
+    """The record of a family."""
+    return FAMILIES.find(model_type) or unwritten(model_type)
+
+
+def unwritten(model_type: str, **known: Any) -> Family:  # noqa: ANN401 - fields of a record
+    """A record that says nothing of parameters: a plan counts the library's modules, else those of a Llama."""
+    return Family(
+        model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False, cuts_vocabulary=True,
+        **known,
+    )  # fmt: skip
 
 
 _SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -105,9 +111,11 @@ def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
     rope = field("rope_parameters") or field("rope_scaling") or {}
     if isinstance(rope, dict) and LONGROPE in {rope.get("rope_type"), rope.get("type")}:
         return field("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    return field("max_position_embeddings")
+    return field("max_position_embeddings") or field("max_seq_len") or _UNSAID_POSITIONS
 
 
+_UNSAID_POSITIONS = 2**17
+"""Context of a model whose config names no limit."""
 LONGROPE = "longrope"
 
 
@@ -119,6 +127,8 @@ def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
 
 def inventory(shape: ModelShape) -> Inventory:
     """List the parameters of a model."""
+    if shape.modules is not None:
+        return cast("Inventory", shape.modules)
     return _inventory(record_of(shape.model_type).parameters, tuple(vars(shape).items()))
 
 
@@ -155,8 +165,6 @@ WITHOUT_PLAN = {
     "xlstm", "xmod",
 }  # fmt: skip
 """Families that neither the library nor a record of ours has a tensor-parallel plan for."""
-_GATHERED = "q_proj by colwise_gather_output"
-_STRANGE_PLANS = {"doge": "dt_proj", "flex_olmo": _GATHERED, "granite_swa": "self_attn", "minimax_m2": _GATHERED}
 OTHER = "one of the families of docs/guides/models.md is required"
 
 
@@ -201,11 +209,6 @@ def check_ranks(model_type: str, num_ranks: int) -> None:
     """Raise PlacementError for a family that runs on fewer ranks: no tensor-parallel plan can be followed."""
     if num_ranks > 1 and model_type in WITHOUT_PLAN:
         raise PlacementError(no_plan(model_type, num_ranks))
-    if num_ranks > 1 and model_type in _STRANGE_PLANS:
-        raise PlacementError(
-            f"the tensor-parallel plan of {model_type} cuts {_STRANGE_PLANS[model_type]}, which is not supported: run "
-            f"it on one rank, not on {num_ranks}"
-        )
 
 
 def no_plan(model_type: str, num_ranks: int) -> str:

@@ -6,13 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llama_ssp.architectures.family import Family, windows_of_layers
+from llama_ssp.architectures.family import Family, unwritten, windows_of_layers
 from llama_ssp.architectures.matrices import ATTENTION, GATED, Inventory, Matrix, decoder
 from llama_ssp.settings.schema import ModelShape
 
-GEMMA = Family(
-    model_type="gemma", parameters=decoder, ties_unless_said=True, cuts_vocabulary=True, cuts_own_embedding=True
-)
+GEMMA = Family(model_type="gemma", parameters=decoder, cuts_vocabulary=True, cuts_own_embedding=True)
 GEMMA3 = replace(
     GEMMA,
     model_type="gemma3_text",
@@ -30,6 +28,13 @@ GEMMA2 = replace(
 )
 
 
+FIELDS = (
+    "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "hidden_size_per_layer_input",
+    "global_head_dim", "use_double_wide_mlp", "vocab_size_per_layer_input",
+)  # fmt: skip
+"""Fields of a Gemma 4 alone."""
+
+
 def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
     """What the layers of a Gemma 4 differ in, from a config of the hub, or of the library, which lists the layers."""
     num_layers = field("num_hidden_layers")
@@ -41,7 +46,6 @@ def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
     is_both = bool(field("attention_k_eq_v"))
     num_heads = ours.get("num_key_value_heads") or (is_both and field("num_global_key_value_heads"))
     width = field("hidden_size_per_layer_input")
-    width = 256 if width is None else width
     return {
         "layer_kinds": "".join(letters),
         "global_head_dim": (ours or {"head_dim": field("global_head_dim") or 512}).get("head_dim", field("head_dim")),
@@ -49,7 +53,7 @@ def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
         "attention_k_eq_v": is_both,
         "use_double_wide_mlp": bool(field("use_double_wide_mlp")),
         "hidden_size_per_layer_input": width,
-        "vocab_size_per_layer_input": (field("vocab_size_per_layer_input") or 2**18) if width else 0,
+        "vocab_size_per_layer_input": field("vocab_size_per_layer_input") if width else 0,
     }
 
 
@@ -86,4 +90,7 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
     )  # fmt: skip
 
 
+GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True)
+VAULTGEMMA = unwritten("vaultgemma", cuts_own_embedding=True)
+GEMMA4_UNIFIED = unwritten("gemma4_unified_text", cuts_own_embedding=True)
 GEMMA4 = replace(GEMMA3, model_type="gemma4_text", parameters=_parameters_of_4, sizes=_sizes_of_4)

@@ -45,7 +45,6 @@ FAMILY = Family(
     windows=_windows,
     num_masks=4,
     attention="eager",
-    ties_unless_said=True,
     tp_plan=_TP_PLAN,
     check_files="llama_ssp.models.huggingface.gpt_neo:check_positions",
     adapt="llama_ssp.models.huggingface.gpt_neo:adapt",

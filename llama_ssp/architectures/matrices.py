@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,8 +20,10 @@ from llama_ssp.words import said
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.
 BLOCK = 64
+EVEN_BLOCKS = (64, 32, 16)  # where ranks then have equal parts, which the smallest product allows.
 
 
+@lru_cache(maxsize=4096)
 def split_blocks(size: int, num_parts: int, *, block: int = 1) -> tuple[range, ...]:
     """Split `size` units into consecutive, nearly equal parts, the largest first; fewer blocks than parts are refused.
 
@@ -96,7 +98,9 @@ HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
 _EMBEDDINGS = ("embed_tokens", "wte")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _CUTS = {
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense"), Cut.query_heads),
+    **dict.fromkeys(
+        ("q_proj", "q_b_proj", "kv_b_proj", "g_proj", "dt_proj", "o_proj", "out_proj", "dense"), Cut.query_heads
+    ),
     **dict.fromkeys(("k_proj", "v_proj"), Cut.kv_heads),
     "query_key_value": Cut.fused_qkv,
     "qkv_proj": Cut.qkv,
@@ -125,8 +129,9 @@ def stays_whole(module: str, whole: WholeParts) -> bool:
 class RankShard:
     """One rank's part of a model: attention heads, and nearly equal parts of MLP units and of the vocabulary.
 
-    Units are cut in the first of `blocks` that there are enough of. Heads are as wide as the `num_heads` of all ranks
-    make a matrix. With `spreads_experts` this rank has whole experts.
+    Units are cut in the first of `even_blocks` that gives ranks as many of them, else in the first of `blocks` that
+    there are enough of. Heads are as wide as the `num_heads` of all ranks make a matrix. With `spreads_experts` this
+    rank has whole experts.
     """
 
     rank: int
@@ -134,6 +139,7 @@ class RankShard:
     heads: HeadShard
     num_heads: int
     blocks: tuple[int, ...]
+    even_blocks: tuple[int, ...] = ()
     spreads_experts: bool = False
 
     def own_experts(self, num_experts: int) -> range:
@@ -157,7 +163,9 @@ class RankShard:
                 return units, _behind(size // 2, units)
             case Cut.mlp_units | Cut.vocabulary:
                 blocks = self.blocks if cut is Cut.mlp_units else (BLOCK,)
-                block = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
+                least = next((block for block in blocks if size > block * (self.num_ranks - 1)), 1)
+                block = next(even, least) if cut is Cut.mlp_units else least
                 return (split_blocks(size, self.num_ranks, block=block)[self.rank],)
 
     def num_features(self, cut: Cut, size: int) -> int:
@@ -192,7 +200,8 @@ def split_model(
         heads = (every,) * num_ranks
     else:
         heads = split_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, num_ranks=num_ranks)
-    blocks = tuple(math.lcm(BLOCK, group) for group in format_of(quantization).groups) or (BLOCK,)
+    storage = format_of(quantization)
+    blocks = tuple(math.lcm(BLOCK, group) for group in storage.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
             rank=rank,
@@ -200,6 +209,7 @@ def split_model(
             heads=heads[rank],
             num_heads=num_heads,
             blocks=blocks,
+            even_blocks=() if storage.is_quantized else EVEN_BLOCKS,
             spreads_experts=shape.spreads_experts,
         )
         for rank in range(num_ranks)
@@ -272,7 +282,7 @@ class Matrix:
     whole_columns: int = 0
     num_sharers: int = 1
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Number of elements of all copies, without the bias."""
         return round(self.copies * self.num_rows * self.num_columns)
@@ -332,6 +342,7 @@ class Inventory:
     head: Matrix | None  # the output matrix; None if it is tied to the embedding.
     final_vectors: int  # elements of the last norm.
     num_layers: int
+    cached_values: int = 0  # of a token in all layers, where a cache keeps others than the heads of the shape say.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""
@@ -365,7 +376,7 @@ class Inventory:
         """The matrix that makes the logits."""
         return self.head or self.embeddings[0]
 
-    @property
+    @cached_property
     def num_all_reduces(self) -> int:
         """Those of a forward under tensor parallelism: behind each row-parallel matrix, and behind a cut embedding."""
         has_cut_embedding = any(table.cut is not None for table in self.embeddings)

@@ -1,29 +1,46 @@
 """Judges sums over texts that have expectation 0 if the texts have the target's distribution; without torch.
 
-`sampling.law` computes them. The sum of a score over all tokens is a martingale, whose variance is known: the sum of
+`sampling.law` computes them. Most scores need the text alone: with the tokens before it, and where the round began,
+each token has the target's probabilities. Those after a rejection need the residual, whose probabilities a resampled
+token has whatever was rejected. The sum of a score over all tokens is a martingale, whose variance is known: the sum of
 the variances that the target's own probabilities give at each token. Bernstein's inequality for martingales bounds how
 improbable a sum is, also where few and rare tokens make it up, as with the proposals of an n-gram draft.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import NormalDist
 
+from llama_ssp.settings.rules import DEFAULT
+
 BIASES = (0.95, 1.05)
-FAULTS = (
-    "a residual drawn from the target", *(f"acceptance uniforms x {factor:g}" for factor in BIASES),
-    "a bonus token drawn from the draft",
-)  # fmt: skip
-SCORES = (
+BLOCK, CERTAIN = "block", ""
+"""The rule that verifies blocks, and that of drafts without probabilities."""
+FAULTS = {
+    "a residual drawn from the target": (DEFAULT, BLOCK),
+    "a residual that forgets the block's weight": (BLOCK,),
+    "a residual that shares the draft's uniforms": (DEFAULT, BLOCK),
+    "a residual that shares the draft's race": (DEFAULT, BLOCK),
+    **{f"acceptance uniforms x {factor:g}": (DEFAULT,) for factor in BIASES},
+    "drafts drawn in bf16": (DEFAULT,),
+    "a rejected sibling kept in the draft's law": (),
+    "penalties that forget drafted tokens": (),
+    "a bonus token drawn from the draft": (),
+}
+"""Faults, and the rules under which a node with one child can have them; the last three depend on other things."""
+RESIDUALS = (*FAULTS,)[:4]
+TEXT_SCORES = (
     *(f"ratio to {fault}" for fault in FAULTS),
     "log target minus log draft", "log draft", "acceptance", "surprise", "repeated token", "place in the vocabulary",
     "drift of places", "place of the first token of a round",
 )  # fmt: skip
-
+SCORES = (*TEXT_SCORES, *(f"after a rejection, ratio to {fault}" for fault in RESIDUALS))
 _LEAST_VARIANCE = 1.0
 """Rounding may turn a few tokens, also where the target is certain of all of them."""
+_LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6
+"""Below is rounding: a shift in standard deviations, and the variance of a score that the settings make constant."""
 
 
 class Role(IntEnum):
@@ -31,10 +48,9 @@ class Role(IntEnum):
 
     unused = 0
     """The first of a text, which no draft comes before, and what stands after the end."""
-    drafted = 1
-    """Accepted, or drawn from the residual in the place of a rejected one."""
-    opening = 2
-    """The same, first of its round. That it is the first was decided before it was drawn, by every rule."""
+    accepted = 1
+    resampled = 2
+    """Drawn from the residual, in the place of a rejected one."""
     bonus = 3
     """Drawn after a whole accepted draft."""
     other = 4
@@ -47,12 +63,32 @@ def roles_of(
     """The roles of a text's tokens, from the lengths of its rounds; those of rounds that overlap are all `other`."""
     roles = [Role.unused]
     for num_accepted, num_examined in zip(accepted_lengths, examined_lengths, strict=True):
-        last = Role.drafted if num_accepted < num_examined else Role.bonus
-        of_round = [Role.drafted] * num_accepted + [last]
-        of_round[0] = Role.opening if of_round[0] is Role.drafted else last
+        of_round = [Role.accepted] * num_accepted
+        of_round += [Role.resampled if num_accepted < num_examined else Role.bonus]
         roles += of_round if num_examined else [Role.other] * len(of_round)
     roles = [Role.unused] if overlaps else roles
     return (roles + [Role.other] * num_tokens)[:num_tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How the rounds of the texts drafted and verified, as far as scores and faults depend on it.
+
+    Attributes:
+        rule: the name of the rule, or CERTAIN.
+        widths: of a tree, how many children a node has, level by level; empty for a chain.
+        sees_rejections: the residual is known to within the rounding of fp32: the draft's probabilities are a function
+            of the text, and both models compute in fp32.
+        penalizes: the target's probabilities depend on which tokens were drafted before.
+    """
+
+    rule: str = DEFAULT
+    widths: tuple[int, ...] = ()
+    sees_rejections: bool = False
+    penalizes: bool = False
+
+
+ANY_ROUNDS = Rounds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +99,7 @@ class TextSums:
         values: of the scores, minus their expectations.
         variances: of the values, as the target's probabilities give them.
         reaches: the farthest that one token can move a value.
-        shifts: what each of `FAULTS` adds to the values on average, if each drafted token is verified by itself.
+        shifts: what each of `FAULTS` adds to the values on average; 0 for those that such rounds cannot have.
     """
 
     values: Sequence[float]
@@ -80,6 +116,11 @@ class Sum:
     variance: float
     reach: float
     shifts: tuple[float, ...]
+
+    @property
+    def varies(self) -> bool:
+        """Whether the score depends on the token at all, in rounds as these."""
+        return self.variance > _NO_VARIANCE
 
     @property
     def z(self) -> float:
@@ -117,10 +158,10 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
     }
 
 
-def powers(sums: Iterable[Sum], *, least_p: float, verifies_each: bool) -> dict[str, float]:
-    """The probability that each of `FAULTS` is found by the best of the sums.
-
-    If a rule does not verify each drafted token by itself, only that of a wrong bonus token is known.
-    """
-    given, known = list(sums), FAULTS if verifies_each else FAULTS[-1:]
-    return {name: max(each.power(FAULTS.index(name), least_p=least_p) for each in given) for name in known}
+def powers(sums: Collection[Sum], *, least_p: float) -> dict[str, float]:
+    """The probability that each fault that these rounds can have is found by the best of the sums."""
+    return {
+        fault: max(each.power(place, least_p=least_p) for each in sums)
+        for place, fault in enumerate(FAULTS)
+        if any(abs(each.shifts[place]) > _LEAST_SHIFT * math.sqrt(each.variance) for each in sums if each.varies)
+    }

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
@@ -208,13 +207,16 @@ class LibraryCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D).
 
-        Values that are narrower than keys are padded.
+        Where values have another width than keys, such as the parts of a latent, each half of both together is kept.
         """
-        width = value_states.shape[-1]
-        wide = functional.pad(value_states, (0, key_states.shape[-1] - width))
-        written_M2ND = torch.cat([key_states, wide], dim=1).transpose(1, 2).flatten(0, 1)
+        widths = [key_states.shape[-1], value_states.shape[-1]]
+        if is_joint := widths[0] != widths[1]:
+            key_states, value_states = torch.cat([key_states, value_states], -1).chunk(2, -1)
+        written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
         keys, values = self.view.update(written_M2ND, layer_idx)
-        return keys, values[..., :width]
+        if is_joint:
+            keys, values = torch.cat([keys, values], -1).split(widths, -1)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Always 0: rows have different lengths, and positions are always given."""

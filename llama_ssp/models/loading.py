@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -39,7 +40,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import COMPILED, Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
-from llama_ssp.models.huggingface.families import adapt, check_files
+from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
 from llama_ssp.models.llama.head import HeadRunner, build_modules
@@ -349,7 +350,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     config._attn_implementation = family.attention if has_sdpa else "eager"
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     try:
-        with init_empty_weights():
+        with init_empty_weights(), _EmptyOnMeta():
             model: PreTrainedModel = build_modules(origin) if isinstance(origin, HeadSource) else model_class(config)
     except Exception as error:  # values that only the model's code checks, such as names of functions
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -362,6 +363,15 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
         setattr(module, leaf, _Buffer(getattr(module, leaf).to("meta"), requires_grad=False))
     model.eval().requires_grad_(requires_grad=False)
     return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes uninitialized tensors on the meta device at once: the experts of a layer may not fit in memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - of any function
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -592,9 +602,6 @@ def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """All linear layers except the output head, whole or sharded, by name."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        # Routers stay: some are linear layers with a forward of their own, and their modules read others' weights.
-        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        is_plain = is_plain and not name.endswith((".router.proj", ".gate.wg"))
-        is_linear = is_plain or isinstance(module, ColumnLinear | RowLinear)
-        if is_linear and module is not head and not isinstance(module, GatheredLinear):
+        is_sharded = isinstance(module, ColumnLinear | RowLinear)
+        if (is_sharded or is_linear(name, module)) and module is not head and not isinstance(module, GatheredLinear):
             yield name, module

@@ -186,8 +186,10 @@ def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: in
 
 
 def cut_dim(model: PreTrainedModel, name: str, *, whole: WholeParts) -> int | None:
-    """The dimension of a linear layer's weight that `shard` cuts; None if the layer stays whole."""
+    """The dimension of a linear layer's weight that `shard` cuts, and 0 of experts; None for what stays whole."""
     style = _style(tp_plan_of(model), name)
+    if style == EXPERTS:
+        return 0
     if style.startswith("replicated") or stays_whole(name, whole):
         return None
     return int(style == "rowwise")
@@ -282,7 +284,7 @@ def _set_local_heads(attention: Any, heads: HeadShard) -> None:  # noqa: ANN401 
     }
     for name in counts.keys() & vars(attention).keys():
         setattr(attention, name, counts[name])
-    if hasattr(attention, "sinks") and not hasattr(attention, "slices"):
+    if getattr(attention, "sinks", None) is not None and not hasattr(attention, "slices"):
         _cut_parameters(attention, {"sinks": Slice(0, (heads.query_heads,))})
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         attention.config = copy(attention.config)

@@ -114,7 +114,7 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
     if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return
-    own = " draft.tokenizer=own" if job.matching is not None else ""
+    own = " draft.tokenizer=own" if job.own_tokenizer else ""
     command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"
 
@@ -221,7 +221,7 @@ def _problem(name: str, entry: object) -> str | None:
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs
 def tokens_per_round(acceptance: float, num_draft_tokens: int) -> float:
     """Expected tokens per round, 1 to K + 1: the accepted prefix and one token of the target."""
-    return sum(acceptance**power for power in range(num_draft_tokens + 1))
+    return sum([acceptance**power for power in range(num_draft_tokens + 1)])
 
 
 @lru_cache(maxsize=4096)

@@ -134,7 +134,7 @@ def _better_place(job: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 def better_draft(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
     """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
-    if job.draft is None or job.matching is not None or job.tree or not timed.by_num_draft_tokens:
+    if job.draft is None or job.own_tokenizer or job.tree or not timed.by_num_draft_tokens:
         return
     asked, gains = inventory(job.draft.shape).num_parameters, {1.0: ""}
     for draft in (planned_model(catalogue.load(name), device=job.device) for name in _smaller(job.target.name)):

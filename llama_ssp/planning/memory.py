@@ -14,7 +14,7 @@ Layer-wise placement, which the loader does by `split_row` too:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
@@ -33,7 +33,6 @@ from llama_ssp.architectures.matrices import (
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
 from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.settings.rules import rule_of
@@ -91,12 +90,12 @@ class WeightBytes:
     repeated_scale_bytes: int = 0
     beside_bytes: int = 0
 
-    @property
+    @cached_property
     def on_every_rank_bytes(self) -> int:
         """Bytes that every rank repeats."""
         return self.repeated_bytes + self.repeated_scale_bytes
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Sum of the parts that stay."""
         return self.sharded_bytes + self.on_every_rank_bytes
@@ -232,12 +231,15 @@ def split_row(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    `width` is the size of queries, keys and values of a position, `working_bytes` that of the largest unpacked
-    matrix. `beside_bytes` are needed in addition to the weights while loading.
+    Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
+    `working_bytes` that of the largest unpacked matrix. `beside_bytes` are needed in addition to the weights while
+    loading.
     """
 
     weights: WeightBytes = WeightBytes()
     cache_bytes: int = 0
+    slot_bytes: int = 0
+    of_layers: int = 1
     num_heads: int = 0
     width: int = 0
     units: int = 0
@@ -296,9 +298,7 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 def _layer_wise_parts(job: PlanSpec) -> Iterator[_Part]:
     """The parts of a layer-wise target by device."""
     model, row = job.target, split_row(job.target.shape.num_hidden_layers, num_devices=len(job.target_devices))
-    (whole,) = _parts(
-        model, job.device, num_ranks=1, kind=TargetKind.tensor, num_rows=job.batch_size, num_slots=job.num_slots
-    )
+    (whole,) = _parts(model, job.device, num_ranks=1, kind=TargetKind.tensor, num_slots=job.batch_size * job.num_slots)
     for layers, held in zip(row, _layer_wise(model, row), strict=True):
         weights = model_bytes(held, model, device=job.device)
         yield replace(
@@ -307,14 +307,21 @@ def _layer_wise_parts(job: PlanSpec) -> Iterator[_Part]:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)  # a search asks for each target with every draft
 def _parts(
-    model: PlannedModel, device: str,
-    *,
-    num_ranks: int, kind: TargetKind, num_rows: int, num_slots: int, whole: WholeParts = WholeParts.none,
-    has_embedding: bool = True,
+    model: PlannedModel, device: str, *, num_slots: int, num_ranks: int, kind: TargetKind,
+    whole: WholeParts = WholeParts.none, has_embedding: bool = True,
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank."""
+    """The parts by rank, with a cache of `num_slots` of all rows."""
+    empty = _empty_parts(model, device, num_ranks=num_ranks, kind=kind, whole=whole, has_embedding=has_embedding)
+    parts = {part: replace(part, cache_bytes=num_slots * part.slot_bytes // part.of_layers) for part in {*empty}}
+    return tuple(parts[part] for part in empty)
+
+
+@lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
+def _empty_parts(
+    model: PlannedModel, device: str, *, num_ranks: int, kind: TargetKind, whole: WholeParts, has_embedding: bool
+) -> tuple[_Part, ...]:
+    """The parts by rank without their caches."""
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], format_of(model.quantization)
     sizes = tuple(vars(shape).items())
     shards, _ = _split(sizes, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
@@ -322,13 +329,14 @@ def _parts(
     is_whole_first = kind is TargetKind.deepspeed and device == "cpu"
     whole_bytes = model_bytes(inventory(shape), model, device=device).total_bytes if is_whole_first else 0
     most_unpacked = math.inf if storage.unpacks_matrix else storage.gpu_unpacks if device == "cuda" else 0
-    parts, slots = [], num_rows * num_slots
+    parts = []
     for held, shard in zip(rank_shares(model, num_ranks=num_ranks, kind=kind, whole=whole), shards, strict=True):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held if has_embedding else replace(held, embeddings=()), model, device=device)
         part = _Part(
             weights=weights,
-            cache_bytes=slots * model.slot_bytes(num_kv_heads) * held.num_layers // shape.num_hidden_layers,
+            slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
+            of_layers=shape.num_hidden_layers,
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
@@ -344,8 +352,8 @@ def _target_parts(job: PlanSpec) -> dict[int, _Part]:
     if job.target_kind is TargetKind.accelerate:
         return dict(zip(job.target_devices, _layer_wise_parts(job), strict=True))
     parts = _parts(
-        job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind, num_rows=job.batch_size,
-        num_slots=job.num_slots,
+        job.target, job.device, num_ranks=len(job.target_ranks), kind=job.target_kind,
+        num_slots=job.batch_size * job.num_slots,
     )  # fmt: skip
     return dict(zip(job.target_ranks, parts, strict=True))
 
@@ -358,8 +366,8 @@ def _draft_parts(job: PlanSpec) -> dict[int, _Part]:
     if job.draft_kind is DraftLayout.replicated:
         num_ranks, num_rows = 1, -(-num_rows // num_ranks)
     parts = _parts(
-        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=DRAFT_WHOLE, num_rows=num_rows,
-        num_slots=job.draft_slots, has_embedding=not job.shares_embedding,
+        job.draft, job.device, num_ranks=num_ranks, kind=TargetKind.tensor, whole=DRAFT_WHOLE,
+        num_slots=num_rows * job.draft_slots, has_embedding=not job.shares_embedding,
     )  # fmt: skip
     return dict(zip(job.draft_ranks, cycle(parts), strict=False))
 
@@ -524,7 +532,7 @@ def _logits_bytes(job: PlanSpec, rank: int) -> int:
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     whole = 4 * rows * rule_of(job.rule).keeps_all_rows
     rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
-    if drafts and job.matching is Matching.intersection:
+    if drafts and job.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and job.overlaps:  # of what is in flight, while those of the next block arrive
         rule += 4 * rows
@@ -607,15 +615,41 @@ def fits(job: PlanSpec, hardware: HardwareConfig) -> bool:
 
 def largest_batch(job: PlanSpec, hardware: HardwareConfig, *, limit: int = 4096) -> int:
     """The largest batch that fits at this context; 0 if none does."""
-    return largest(lambda rows: fits(replace(job, batch_size=rows), hardware), limit)
+    return _most_that_fit(lambda rows: replace(job, batch_size=rows), hardware, limit)
 
 
 def largest_context(job: PlanSpec, hardware: HardwareConfig) -> int:
     """The longest row (prompt and new tokens) that fits at this batch size and in the context."""
     models = [job.target, *([job.draft] if job.draft and job.overlaps else [])]
     limit = min(model.shape.max_position_embeddings for model in models) - job.max_new_tokens
-    prompt = largest(lambda tokens: fits(replace(job, prompt_tokens=tokens), hardware), limit)
+    prompt = _most_that_fit(lambda tokens: replace(job, prompt_tokens=tokens), hardware, limit)
     return prompt + job.max_new_tokens if prompt else 0
+
+
+def _most_that_fit(job_of: Callable[[int], PlanSpec], hardware: HardwareConfig, limit: int) -> int:
+    """The largest number up to `limit` whose job fits; 0 if none.
+
+    Bytes grow nearly in line with it: each step goes where a line through both ends has none left, every third one to
+    the middle.
+    """
+
+    def free_bytes(number: int) -> float:
+        try:
+            return fullest_rank(job_of(number), hardware).free_bytes
+        except PlacementError:
+            return -math.inf
+
+    low, high = min(limit, 1), limit
+    free, lacking = free_bytes(low), free_bytes(high)
+    if lacking >= 0 or free < 0:
+        return high if lacking >= 0 else 0
+    halves = cycle((False, False, True))
+    while high - low > 1:
+        share = 0.5 if next(halves) or math.isinf(lacking) else free / (free - lacking)
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        found = free_bytes(middle)
+        low, high, free, lacking = (middle, high, found, lacking) if found >= 0 else (low, middle, free, found)
+    return low
 
 
 def largest(holds: Callable[[int], bool], limit: int) -> int:

@@ -322,7 +322,7 @@ def _drafted(
         is_own = job.draft is not None and draft.name == job.draft.name
         tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=job.device)
         for one in tried:
-            yield replace(job, draft=one, free_draft=None, matching=job.matching if is_own else None)
+            yield replace(job, draft=one, free_draft=None, own_tokenizer=job.own_tokenizer and is_own)
 
 
 def _placed(plain: PlanSpec, job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
@@ -336,7 +336,12 @@ def _placed(plain: PlanSpec, job: PlanSpec, hardware: HardwareConfig, words: Map
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
     """A placed job with the draft of another one, in every place, with trees, and overlapped, where none is given."""
     drafted = replace(
-        base, draft=way.draft, free_draft=way.free_draft, matching=way.matching, tree=way.tree, overlap=way.overlap
+        base,
+        draft=way.draft,
+        free_draft=way.free_draft,
+        own_tokenizer=way.own_tokenizer,
+        tree=way.tree,
+        overlap=way.overlap,
     )
     if _gives_placement(words):
         placed = [replace(drafted, target_ranks=way.target_ranks, draft_ranks=way.draft_ranks)]
@@ -355,7 +360,7 @@ def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iter
         if not {"speculation.tree", "speculation.num_draft_tokens"} & {*words}:
             yield from _with_trees(one)
         may_overlap = not (
-            one.has_head or one.tree or one.matching or {"speculation.overlap", "draft.fallback"} & {*words}
+            one.has_head or one.tree or one.own_tokenizer or {"speculation.overlap", "draft.fallback"} & {*words}
         )
         if one.draft_kind is DraftLayout.own_gpu and may_overlap:
             yield replace(one, overlap=True)
@@ -369,7 +374,14 @@ def without_draft(job: PlanSpec) -> PlanSpec:
     """The job without a draft, whose own ranks the target has then."""
     ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
     return replace(
-        job, draft=None, free_draft=None, matching=None, draft_ranks=(), target_ranks=ranks, tree=None, overlap=False
+        job,
+        draft=None,
+        free_draft=None,
+        own_tokenizer=False,
+        draft_ranks=(),
+        target_ranks=ranks,
+        tree=None,
+        overlap=False,
     )
 
 
@@ -391,7 +403,7 @@ def _in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
 
 def _with_trees(job: PlanSpec) -> Iterator[PlanSpec]:
     """The job with a few trees, where a head drafts on ranks of the target."""
-    is_exact = job.rule in {DEFAULT, AT_ZERO} and not job.counts_tokens and job.matching is None
+    is_exact = job.rule in {DEFAULT, AT_ZERO} and not job.counts_tokens and not job.own_tokenizer
     is_placed = job.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
     if job.has_head and is_placed and is_exact and job.batch_size <= FEW_ROWS:
         for tree in TREES:

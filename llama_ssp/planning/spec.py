@@ -1,23 +1,20 @@
 """The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes.
 
 Sizes of a model that the catalogue lacks are read from its config.json, without the library that wrote it. A plan knows
-more families than the engine runs: any dense decoder whose sizes the file has is planned as a Llama of these sizes. A
-run needs a family of `architectures`.
+more models than the engine runs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from llama_ssp.architectures.eagle3 import NUM_TAPS, read_head_config
-from llama_ssp.architectures.experts import expert_sizes
-from llama_ssp.architectures.family import check_ranks, check_servable, inventory, num_positions, record_of, text_part
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.eagle3 import NUM_TAPS
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.reading import read_config, read_stored_format
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import Matching, draft_name, drafts, drafts_greedily, matching_of, outgrown
+from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -31,7 +28,7 @@ from llama_ssp.settings.layout import (
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.settings.model_files import CONFIG_FILE, read_json, refuse_other_kinds, require_folder
+from llama_ssp.settings.model_files import CONFIG_FILE
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -44,7 +41,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
+from llama_ssp.settings.stored import PackedLayout, StoredFormat
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.words import said
@@ -80,12 +77,12 @@ class PlannedModel:
     def _hash(self) -> int:
         return hash((self.name, self.dtype, self.quantization, self.stored, self.by_library, self.cache_dtype))
 
-    @property
+    @cached_property
     def is_lean(self) -> bool:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a head's key, or value, in the cache."""
         return self._row_bytes(self.shape.head_dim)
@@ -99,13 +96,17 @@ class PlannedModel:
         Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
+        if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
+            is_whole = shape.latent_width or values % shape.num_key_value_heads
+            values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
+            return values * self.row_bytes // shape.head_dim
         if not kinds:
             return 2 * shape.num_hidden_layers * num_kv_heads * self.row_bytes
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
         rows = kinds.count("s") * num_kv_heads * self.row_bytes
         return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
 
-    @property
+    @cached_property
     def has_own_cache(self) -> bool:
         """Whether the cache has another format than the model."""
         return self.cache_dtype not in (OWN_DTYPE, self.dtype.name)
@@ -134,12 +135,12 @@ class PlannedModel:
         storage = format_of(self.quantization)
         return storage.name if storage.is_quantized else self.dtype.name
 
-    @property
+    @cached_property
     def kept_shares(self) -> tuple[tuple[str, float], ...]:
         """See `StoredFormat`."""
         return self.stored_format.kept_shares if self.stored_format else ()
 
-    @property
+    @cached_property
     def layout(self) -> PackedLayout | None:
         """That of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
@@ -177,7 +178,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model, whose cost is not counted; None without one.
-        matching: how the tokens of a draft with its own tokenizer are matched; None with the target's.
+        own_tokenizer: the draft has a tokenizer of its own.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
@@ -212,12 +213,12 @@ class PlanSpec:
     temperature: float | None = None
     rule: str = DEFAULT
     free_draft: str | None = None
-    matching: Matching | None = None
+    own_tokenizer: bool = False
     counts_tokens: bool = False
     spare_devices: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
 
-    @property
+    @cached_property
     def drafts(self) -> bool:
         """Whether rounds are speculative."""
         return bool(self.draft or self.free_draft)
@@ -227,12 +228,12 @@ class PlanSpec:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens
 
-    @property
+    @cached_property
     def has_head(self) -> bool:
         """Whether the draft is a head, which reads taps of the target."""
         return self.draft is not None and self.draft.shape.is_head
 
-    @property
+    @cached_property
     def shares_embedding(self) -> bool:
         """Whether the draft is a head that looks tokens up in the target's embedding, on its one rank."""
         target, draft = self.target, self.draft
@@ -241,7 +242,7 @@ class PlanSpec:
         is_whole = target.is_lean and self.target_kind is TargetKind.tensor and len(self.target_ranks) == 1
         return is_whole and target.dtype is draft.dtype
 
-    @property
+    @cached_property
     def tap_bytes(self) -> int:
         """Bytes of the taps of a token; 0 without a head."""
         return self.has_head * NUM_TAPS * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
@@ -251,12 +252,12 @@ class PlanSpec:
         """Whether taps travel to the head, whose ranks have no target."""
         return self.has_head and self.layout.is_apart
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether drafting overlaps verification."""
         return self.overlap and self.draft is not None and self.draft_kind is DraftLayout.own_gpu
 
-    @property
+    @cached_property
     def target_devices(self) -> tuple[int, ...]:
         """All devices that hold weights of the target."""
         return (*self.target_ranks, *self.spare_devices)
@@ -266,7 +267,7 @@ class PlanSpec:
         """The layout of each replica."""
         return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
         in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
@@ -275,19 +276,19 @@ class PlanSpec:
     @property
     def draft_slots(self) -> int:
         """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
-        if self.draft is None or self.matching is None:
+        if self.draft is None or not self.own_tokenizer:
             return self.num_slots
         context = self.draft.shape.max_position_embeddings
         return own_slots(self.num_slots, max_position_embeddings=context)
 
-    @property
+    @cached_property
     def first_draft_rows(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth + 1
-        return 2 if self.matching is None else MOST_PIECES + 1
+        return MOST_PIECES + 1 if self.own_tokenizer else 2
 
-    @property
+    @cached_property
     def round_rows(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.drafts else 1
@@ -346,7 +347,7 @@ def make_job(
         spare_devices=tuple(gpu for gpu in range(first, first + num_gpus) if is_layer_wise and gpu not in layout.ranks),
         draft=draft,
         free_draft=None if draft else draft_name(config.draft),
-        matching=matching_of(config.draft),
+        own_tokenizer=has_own_tokenizer(config.draft),
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
@@ -422,119 +423,23 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     )  # fmt: skip
 
 
-_NAMES = {
-    "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
-    "num_attention_heads": ("num_attention_heads", "num_heads", "attention_heads", "n_head", "n_heads"),
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner"),
-}
-"""Names of a size in the files of different families, where it has several."""
-_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-_OF_RUNS, _OF_PLANS = (*_SIZES, "max_position_embeddings"), (*_SIZES, "intermediate_size")
-"""Sizes that must be in the file of a family that the engine runs, and in that of any other."""
-_ALL_SIZES = (*_OF_RUNS, "intermediate_size", "num_key_value_heads", "head_dim")
-_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""Endings of the library's classes that continue a text."""
-_UNSAID_POSITIONS = 2**17
-"""Context of a model whose file names no limit."""
-
-
-def read_config(folder: Path) -> tuple[ModelShape, Dtype]:
-    """Read the sizes and the number format of a checkpoint from its config.json.
-
-    A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
-    PlacementError. What `check_servable` rejects has its sentence in `refusal`.
-    """
-    file = folder / CONFIG_FILE
-    refuse_other_kinds(folder)
-    content: Mapping[str, Any] = read_json(file)
-    head = read_head_config(content, file)
-    whole, content = content, text_part(content) if head is None else head.sizes
-    model_type = content.get("model_type")
-    if not isinstance(model_type, str):
-        raise _incomplete(file, "model_type")
-    family, refusal = record_of(model_type), ""
-    try:
-        check_servable(content.get)
-    except ConfigError as error:
-        refusal = str(error)
-    required = _OF_RUNS if head is None else _SIZES
-    if not family.is_written:
-        content, required = _of_text(model_type, content, whole), _OF_PLANS
-    found = [(key, content.get(name)) for key in _ALL_SIZES for name in _NAMES.get(key, (key,))]
-    found.insert(0, ("max_position_embeddings", num_positions(content.get)))
-    sizes = {key: size for key, size in reversed(found) if type(size) is int and size > 0}
-    if missing := [key for key in required if key not in sizes]:
-        if not family.is_written:
-            listed = [f"{key} as one number" if isinstance(content.get(key), list) else key for key in missing]
-            message = f"no plan for {model_type} models: {file} does not give {', '.join(listed)}, as a Llama's would"
-            raise PlacementError(message)
-        raise _incomplete(file, ", ".join(missing))
-    num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
-    unsaid = {
-        "num_key_value_heads": num_heads,
-        "head_dim": width // num_heads,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": _UNSAID_POSITIONS,
-    }
-    is_tied = bool(content.get("tie_word_embeddings", family.ties_unless_said))
-    experts = expert_sizes(content.get, num_layers=sizes["num_hidden_layers"])
-    own = {**experts, **(family.sizes(content.get) if family.sizes else {}), "refusal": refusal}
-    shape = ModelShape(model_type=model_type, tie_word_embeddings=is_tied, **unsaid | sizes, **own)
-    if shape.head_dim < 1:
-        wanted = f"at least the {num_heads} of num_attention_heads is required"
-        raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
-    shape = shape if head is None else head.shape_over(shape)
-    layout = layout_of(content.get(QUANTIZATION))
-    unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
-    stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
-    return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
-
-
-def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
-    """How the linear layers of a checkpoint are stored, by its config.json; None without a quantization there.
-
-    Raises CheckpointError for a file that is missing or not JSON.
-    """
-    modules = [matrix.module for matrix in inventory(shape).layer]
-    return stored_format(
-        read_json(folder / CONFIG_FILE), modules=modules, num_layers=shape.num_hidden_layers,
-        ties_head=shape.tie_word_embeddings,
-    )  # fmt: skip
-
-
-def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> None:
-    """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
-
-    Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
-    quantization than the stored one. A file without a family is left to the run.
-    """
-    require_folder(folder)
-    content = read_json(folder / CONFIG_FILE)
-    if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
-        shape, _ = read_config(folder)
-        if shape.refusal:
-            raise ConfigError(shape.refusal)
-        check_ranks(shape.model_type, num_ranks)
-        if stored := read_stored_format(folder, shape):
-            stored.kept_format(quantization, where=folder)
-
-
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
-    """Say which models runs refuse, and which have no record, so that their plan is that of a Llama of their sizes."""
+    """Say which models runs refuse, and which are planned as a Llama of their sizes or compared with transformers."""
     for model in models:
         if model.shape and model.shape.refusal:
             yield f"runs refuse {model.name}: {model.shape.refusal}"
         elif model.shape and not record_of(model.shape.model_type).is_written:
+            yield f"a run compares {model.shape.model_type} models with transformers before it begins"
+        if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
             yield (
-                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates; a run compares "
-                f"{model.shape.model_type} models with transformers before it begins"
+                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
+                "to 1.4 times the bytes of the model"
             )
 
 
 def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
     """Say from where on rows go on without the draft."""
-    if job.draft and not (job.has_head or job.matching or job.overlaps):
+    if job.draft and not (job.has_head or job.own_tokenizer or job.overlaps):
         longest = job.prompt_tokens + job.max_new_tokens
         context = job.draft.shape.max_position_embeddings
         if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
@@ -552,20 +457,6 @@ def notes_on_storage(job: PlanSpec) -> Iterator[str]:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
             yield f"runs refuse this model: {error}"
-
-
-def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
-    text = content.get("text_config")
-    classes = whole.get("architectures") or []
-    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
-        named = f" ({', '.join(classes)})" if classes else ""
-        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
-    return {**content, **text} if isinstance(text, dict) else content
-
-
-def _incomplete(file: Path, missing: str) -> CheckpointError:
-    return CheckpointError(f"{file} lacks {missing}: a config.json as save_pretrained writes it is required")
 
 
 def block_sizes(most: int) -> list[int]:

@@ -59,7 +59,6 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.drafters import Matching
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
 from llama_ssp.settings.layout import (
     ENGINE_KERNELS,
@@ -392,7 +391,7 @@ def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     if drafts:
         with_parents = 2 if job.tree and job.tree.is_dynamic else 1
         found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
-    has_probs = rule_of(job.rule).needs_probs and job.matching is not Matching.text and not job.is_certain
+    has_probs = rule_of(job.rule).needs_probs and not job.is_certain
     if drafts and layout.is_apart and has_probs:
         num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
@@ -464,7 +463,7 @@ class CostModel:
         self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
         self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
         self._draft_bucket = self._bucket
-        if job.matching is Matching.intersection:  # the host knows only a bound of its texts' lengths
+        if job.own_tokenizer:  # the host knows only a bound of its texts' lengths
             self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
-from llama_ssp.settings.drafters import NO_MTP, Matching, matching_of
+from llama_ssp.settings.drafters import NO_MTP, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.model_files import (
     CONFIG_FILE,
@@ -123,7 +124,7 @@ def find_sources(
 
             check_device_map(world.free_devices, target.entry.quantization)
         if draft and not isinstance(draft.origin, HeadSource):
-            _check_vocabularies(target, draft, matching_of(config.draft))
+            _check_vocabularies(target, draft, own_tokenizer=has_own_tokenizer(config.draft))
     return target, draft
 
 
@@ -181,6 +182,10 @@ def _check(
 
     compiles = device == "cpu"
     check_model(origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=compiles)
+    if isinstance(origin, Checkpoint) and not record_of(origin.shape.model_type).is_written:
+        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+
+        origin = with_modules(origin)
     if _has_mtp(origin):
         _log.warning("continuing without the MTP layers of %s, which are not read", origin.folder)
     dtype = number_format(entry, device=device)
@@ -235,23 +240,23 @@ def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[in
     return as_eos_ids(inner.get("eos_token_id") if given is None else given)
 
 
-def _check_vocabularies(target: Source, draft: Source, matching: Matching | None) -> None:
+def _check_vocabularies(target: Source, draft: Source, *, own_tokenizer: bool) -> None:
     """Compare the tokenizers; output heads may be padded to different widths, and either may have tokens added."""
     target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if target_ids == draft_ids and matching:
+    if target_ids == draft_ids and own_tokenizer:
         raise ConfigError(
             f"{said('draft.tokenizer', 'own')} has no effect with draft={draft.entry.name}, which has the target's "
             "tokenizer: leave it out"
         )
-    if matching is Matching.intersection:
+    if own_tokenizer:
         sizes = {"target_size": target.origin.shape.vocab_size, "draft_size": draft.origin.shape.vocab_size}
         if not align(target.tokenizer, draft.tokenizer, **sizes).num_shared:
             raise ConfigError(
-                f"{said('draft.matching', 'intersection')} drafts the tokens that both vocabularies have, and "
-                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: give "
-                f"{said('draft.matching', 'text')}"
+                f"{said('draft.tokenizer', 'own')} drafts the tokens that both vocabularies have, and "
+                f"draft={draft.entry.name} shares none with {said('model', target.entry.name)}: choose another draft, "
+                f"or {said('draft', 'ngram')}"
             )
-    elif not matching and (number := num_disagreeing(target_ids, draft_ids)):
+    elif number := num_disagreeing(target_ids, draft_ids):
         raise ConfigError(
             f"the draft must have the target's vocabulary: of the target's {len(target_ids)} tokens {number} are "
             "missing in the draft's or have another id; choose a draft of the target's family, or give "

@@ -16,7 +16,7 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.jobs import JobMaker
-from llama_ssp.settings.drafters import drafts, matching_of
+from llama_ssp.settings.drafters import drafts, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica, may_capture
 from llama_ssp.settings.schema import DRAFT_WHOLE, RunConfig, TargetKind
 from llama_ssp.speculate.drafters.limited import LimitedDrafter
@@ -155,7 +155,7 @@ def load_models(
         context=context_of(sources, config),
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
-        if draft_source and matching_of(config.draft) else None,
+        if draft_source and has_own_tokenizer(config.draft) else None,
     )  # fmt: skip
 
 

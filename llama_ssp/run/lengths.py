@@ -5,8 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.planning.spec import read_config
 from llama_ssp.run.prompts import Prompt, read_prompts
 from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.model_files import TOKENIZER_FILE
@@ -64,7 +64,9 @@ def check_lengths(config: RunConfig) -> None:
         return
     prompts = read_prompts(config)
     try:
-        shape = config.model.shape or (read_config(read_path(config.model.path))[0] if config.model.path else None)
+        shape = config.model.shape or (
+            read_config(read_path(config.model.path), describes=False)[0] if config.model.path else None
+        )
     except CheckpointError:  # found again, with its remedy, where the model is read
         return
     context = shape.max_position_embeddings if shape else 0

@@ -200,7 +200,7 @@ def _pair(config: RunConfig) -> Iterator[str]:
     target, model = config.model, config.draft.model
     if model is None or not (target.shape and model.shape) or model.shape.is_head:
         return
-    if drafters.matching_of(config.draft):
+    if drafters.has_own_tokenizer(config.draft):
         shapes = [(shape.model_type, shape.vocab_size) for shape in (target.shape, model.shape)]
         is_listed = not any(each.path or is_hub_id(each.name) for each in (target, model))
         if is_listed and shapes[0] == shapes[1] and not is_synthetic(config):
@@ -236,7 +236,7 @@ def _tree(config: RunConfig) -> Iterator[str]:
         f"a draft model or head, whose probabilities shape it, and draft={draft.kind} has none: give one with "
         f"draft=NAME, or numbers of children such as {said('speculation.tree', '3x1x1')}":
             shape.is_dynamic and draft.model is None,
-        f"a draft with the target's tokenizer: leave {own} out": bool(drafters.matching_of(draft)),
+        f"a draft with the target's tokenizer: leave {own} out": drafters.has_own_tokenizer(draft),
         f"{exact}, and {said('verification', rule)} has no exact rule for trees":
             rule not in {DEFAULT, AT_ZERO} and config.sampling.temperature > 0,
         "sampling without penalties, which see another text on every path: leave them out": config.sampling.penalizes,
@@ -271,7 +271,7 @@ def _overlap(config: RunConfig) -> Iterator[str]:
         )
     if draft.fallback is not None:
         yield f"speculation.overlap=true drafts with the model alone: leave draft.fallback={draft.fallback} out"
-    if drafters.matching_of(draft):
+    if drafters.has_own_tokenizer(draft):
         yield "speculation.overlap=true needs a draft with the target's tokenizer: leave draft.tokenizer=own out"
 
 
@@ -307,7 +307,7 @@ def _heads_of_targets(config: RunConfig) -> Iterator[str]:
                 f"draft={draft.name} is the head of {draft.target}, which has {own_layers} layers, and "
                 f"{said('model', target.name)} has {num_layers}: choose a head of this target"
             )
-    if drafters.matching_of(config.draft):
+    if drafters.has_own_tokenizer(config.draft):
         tokenizer = said("draft.tokenizer", "own")
         yield f"draft={draft.name} is a draft head, which reads the target's tokens: leave {tokenizer} out"
     if config.speculation.overlap:
@@ -434,16 +434,11 @@ _WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
     ("draft.fallback", lambda c: not c.speculation.adapts, "without speculation.num_draft_tokens=auto"),
     ("placement.draft draft.model", _has_no_draft_model, _NO_DRAFT_MODEL),
     (
-        "draft.tokenizer draft.matching",
+        "draft.tokenizer",
         lambda c: is_synthetic(c) and c.draft.model is not None,
         "with weights=synthetic, which gives both models one tokenizer",
     ),
-    ("draft.tokenizer draft.matching", _has_no_draft_model, _NO_DRAFT_MODEL),
-    (
-        "draft.matching",
-        lambda c: c.draft.model is not None and drafters.matching_of(c.draft) is None,
-        "without draft.tokenizer=own",
-    ),
+    ("draft.tokenizer", _has_no_draft_model, _NO_DRAFT_MODEL),
     ("placement.target placement.draft", lambda c: c.placement.auto, "with placement=auto, which chooses it"),
     (
         "placement.target.experts",

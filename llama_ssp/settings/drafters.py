@@ -57,27 +57,14 @@ class DraftTokenizer(Enum):
     own = "own"
 
 
-class Matching(Enum):
-    """How the tokens of a draft with its own tokenizer become tokens of the target; `ModelDraftConfig` says more.
-
-    Source: arXiv:2502.05202, token-level intersection, and string-level exact match.
-    """
-
-    intersection = "intersection"
-    text = "text"
-
-
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
     """The draft model and its tokenizer."""
 
     tokenizer: DraftTokenizer = setting(
-        DraftTokenizer.same, "own allows a draft whose tokenizer is not the target's, which same refuses."
-    )
-    matching: Matching = setting(
-        Matching.intersection,
-        "with tokenizer=own, intersection drafts among the tokens that both vocabularies have; text encodes the "
-        "draft's text with the target's tokenizer, on the host.",
+        DraftTokenizer.same,
+        "own allows a draft whose tokenizer is not the target's, which same refuses: it drafts among the tokens that "
+        "both vocabularies have.",
     )
     greedy: bool = setting(
         False, "true drafts the most probable tokens at every temperature; the rules take them as certain."
@@ -102,11 +89,9 @@ def drafts_greedily(draft: DrafterConfig) -> bool:
     return isinstance(draft, ModelDraftConfig) and draft.greedy
 
 
-def matching_of(draft: DrafterConfig) -> Matching | None:
-    """How the tokens of a draft with its own tokenizer are matched; None for every other draft."""
-    if not isinstance(draft, ModelDraftConfig) or draft.tokenizer is DraftTokenizer.same:
-        return None
-    return draft.matching
+def has_own_tokenizer(draft: DrafterConfig) -> bool:
+    """Whether a draft model has a tokenizer of its own."""
+    return isinstance(draft, ModelDraftConfig) and draft.tokenizer is DraftTokenizer.own
 
 
 @dataclass(kw_only=True)

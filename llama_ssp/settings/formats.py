@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from llama_ssp.settings.registry import Registry, imported
@@ -59,7 +60,7 @@ class StorageFormat:
         on_cpu = device == "cpu" and self.fp32_on_cpus
         return packed if on_cpu else self.gpu_read_bytes(rows, packed, unquantized)
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """Whether weights are not stored in the model's number format."""
         return self.kernel is not None

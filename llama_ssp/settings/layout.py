@@ -44,7 +44,7 @@ class Kernels:
 
 
 ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
-"""Of this engine: the budgets of `benchmarks.gpu_nodes` for a layer and a draw, the others from torch's dispatcher."""
+"""Of this engine: those of a layer and of a draw as a stub device counted them, the others from torch's dispatcher."""
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:

@@ -15,6 +15,7 @@ from llama_ssp.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
 TOKENIZER_FILE = "tokenizer.json"
@@ -43,6 +44,11 @@ _Kind = tuple[str, Callable[[Any], bool]]  # What is required of a field, for an
 
 def _whole(low: int, high: int) -> _Kind:
     return f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high
+
+
+def _in_layers(low: int, high: int) -> _Kind:
+    wanted, fits = _whole(low, high)
+    return wanted, lambda value: all(map(fits, value)) if isinstance(value, list) else fits(value)
 
 
 def _number(low: float, high: float) -> _Kind:
@@ -102,7 +108,8 @@ _FIELDS: Mapping[str, Mapping[str, _Kind]] = {
     CONFIG_FILE: {
         "num_hidden_layers num_layers n_layer": _whole(1, _MAX_LAYERS),
         "num_attention_heads num_heads n_head num_key_value_heads num_global_key_value_heads": _whole(1, 2**16),
-        "hidden_size n_embd intermediate_size head_dim": _whole(1, 2**20),
+        "hidden_size n_embd head_dim": _whole(1, 2**20),
+        "intermediate_size moe_intermediate_size": _in_layers(1, 2**20),
         "vocab_size": _whole(1, 2**24),
         "max_position_embeddings": _POSITIONS,
         "sliding_window window_size max_window_layers num_kv_shared_layers": _WINDOW,
@@ -214,6 +221,18 @@ def read_json(file: Path) -> dict[str, Any]:
     ]
     if problems:
         raise CheckpointError(f"{file} has {'; '.join(problems)}: copy or download it again")
+    return content
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a model, with the quantization that ModelOpt or MLX write elsewhere; as `read_json`."""
+    content = read_json(folder / CONFIG_FILE)
+    if "quantization_config" not in content:
+        other = folder / MODELOPT_FILE
+        holder = read_json(other) if other.is_file() else content
+        method = "modelopt" if holder is not content else "mlx"
+        if isinstance(found := holder.get("quantization"), dict):
+            content["quantization_config"] = {"quant_method": method, **found}
     return content
 
 

@@ -43,13 +43,15 @@ class Registry(Generic[Record]):
         return dict(sorted(self.records.items(), key=lambda entry: (getattr(entry[1], "order", 0), entry[0])))
 
     def find(self, name: str) -> Record | None:
-        """The record of a name, if there is one; plans ask thousands of times, and do not sort for that."""
-        self._read()
+        """The record of a name, if there is one."""
+        if self._unread:
+            self._read()
         return self.records.get(name)
 
     def of(self, name: str) -> Record:
         """The record of a name; an unknown one raises ConfigError."""
-        if problem := self.problem_of(name):
+        # Plans ask thousands of times, and call nothing for that.
+        if (self._unread or name not in self.records) and (problem := self.problem_of(name)):
             raise ConfigError(problem)
         return self.records[name]
 

@@ -118,11 +118,14 @@ class ModelShape:
     use_double_wide_mlp: bool = False  # where layers read the keys and values of earlier ones.
     hidden_size_per_layer_input: int = 0  # of an embedding that each layer has for itself.
     vocab_size_per_layer_input: int = 0
+    latent_width: int = 0  # numbers that every rank caches of a token in a layer, in place of keys and values.
     spreads_experts: bool = False  # of several ranks, each holds whole ones: placement.target.experts=spread.
     # of a draft head: the vocabulary and the width of its target; `vocab_size` counts the tokens that it can draft.
     target_vocab_size: int | None = None
     target_hidden_size: int | None = None
     refusal: str = ""  # why runs refuse the model, if they do.
+    # the modules of a family without a record (`architectures.matrices.Inventory`); no setting.
+    modules: Any = field(default=None, metadata={"omegaconf_ignore": True})
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
 
     @property
@@ -524,7 +527,10 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_str(member.name))
 
 
+_OF_FILES = ("stored_format", "modules")
+
+
 def to_yaml(config: RunConfig) -> str:
-    """Write all settings of a run as YAML, without the storage of its models, which only their files say."""
-    settings = asdict(config, dict_factory=lambda entries: {k: value for k, value in entries if k != "stored_format"})
+    """Write all settings of a run as YAML, without what only the files of its models say."""
+    settings = asdict(config, dict_factory=lambda entries: {k: each for k, each in entries if k not in _OF_FILES})
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,7 +1,7 @@
 """The shape of a tree of drafted tokens as settings write it.
 
 `2x2x1` means that the newest token of the text has two children, each of them two, and each of those one. `1x1x1` is
-a chain of three tokens. The children of a node are drawn without replacement, those of `iid-2x2x1` with replacement.
+a chain of three tokens. The children of a node are drawn without replacement.
 `dynamic-60x6x10` is the best 60 tokens of a tree that is 6 deep, in which the best 10 tokens of a level have 10
 children each; `dynamic` means this one. `sampling.trees` has the trees themselves.
 """
@@ -14,7 +14,7 @@ from operator import mul
 
 MOST_NODES = 256
 """The most drafted tokens of a tree."""
-DYNAMIC, _INDEPENDENT = "dynamic", "iid-"
+DYNAMIC = "dynamic"
 _DEFAULT = "dynamic-60x6x10"  # as EAGLE-2's code
 
 
@@ -28,7 +28,6 @@ class TreeShape:
         widths: the most children that a node has, level by level from the root on.
         read: how many nodes the draft reads, in its forwards after the first.
         is_dynamic: the probabilities of the draft decide which nodes a round has.
-        is_iid: children are drawn independently, with replacement.
     """
 
     text: str
@@ -36,7 +35,6 @@ class TreeShape:
     widths: tuple[int, ...]
     read: tuple[int, ...]
     is_dynamic: bool = False
-    is_iid: bool = False
 
     @property
     def depth(self) -> int:
@@ -52,14 +50,13 @@ def tree_shape(text: str) -> TreeShape:
         ValueError: it means none, or a tree with more than `MOST_NODES` drafted tokens or fewer than it needs.
     """
     whole = _DEFAULT if text == DYNAMIC else text
-    is_dynamic, is_iid = whole.startswith(f"{DYNAMIC}-"), whole.startswith(_INDEPENDENT)
-    sizes = whole.removeprefix(_INDEPENDENT if is_iid else f"{DYNAMIC}-")
+    is_dynamic, sizes = whole.startswith(f"{DYNAMIC}-"), whole.removeprefix(f"{DYNAMIC}-")
     is_list = re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", sizes)
     numbers = [int(number) for number in sizes.split("x")] if is_list else []
     if not numbers or (is_dynamic and len(numbers) != 3):  # noqa: PLR2004
         raise ValueError(
             f"{text!r} is not the shape of a tree: give the number of children of a node on each level, "
-            "at least 1, with x between them, such as 2x2x1x1; iid-2x2x1x1, to draw them with replacement; or "
+            "at least 1, with x between them, such as 2x2x1x1; or "
             f"dynamic-NODESxDEPTHxCHILDREN, such as {_DEFAULT}"
         )
     if is_dynamic:
@@ -73,7 +70,7 @@ def tree_shape(text: str) -> TreeShape:
             )
     else:
         levels = tuple(accumulate(numbers, mul))
-        shape = TreeShape(text, sum(levels), tuple(numbers), levels[:-1], is_iid=is_iid)
+        shape = TreeShape(text, sum(levels), tuple(numbers), levels[:-1])
     if shape.num_nodes > MOST_NODES:
         given = shape.num_nodes if shape.num_nodes < 10**6 else "more than a million"
         raise ValueError(

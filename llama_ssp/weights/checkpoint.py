@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
-from llama_ssp.architectures.experts import expert_sizes
-from llama_ssp.architectures.family import num_positions, record_of, text_part
+from llama_ssp.architectures.family import text_part
+from llama_ssp.architectures.reading import shape_from
 from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
@@ -28,6 +28,7 @@ from llama_ssp.settings.model_files import (
     MISTRAL_ALONE,
     adapter_alone,
     read_json,
+    read_model_config,
     require_folder,
     shown,
 )
@@ -85,16 +86,19 @@ class Checkpoint:
         return piece.to(dtype, copy=True, memory_format=torch.contiguous_format).to(wanted.get("device"))
 
 
-def inspect(folder: Path) -> Checkpoint:
-    """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError."""
+def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
+    """Check a folder written by `save_pretrained`, without loading weights; every fault is a CheckpointError.
+
+    With `config_alone` there are no tensors, and only config.json is read.
+    """
     require_folder(folder)
-    content = read_json(folder / CONFIG_FILE)
+    content = read_model_config(folder)
     head = read_head_config(content, folder / CONFIG_FILE)
     text = text_part(content)
     config, layout = _read_config(folder, text if head is None else head.sizes)
     try:
         shape = shape_of(config) if head is None else head.shape_over(shape_of(config))
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder}/config.json describes no decoder with attention: {error}") from error
     sizes = {each.name: getattr(shape, each.name) for each in fields(shape) if each.default is MISSING}
     small = [f"{name} {size}" for name, size in sizes.items() if type(size) is int and size < 1]
@@ -103,10 +107,10 @@ def inspect(folder: Path) -> Checkpoint:
         raise CheckpointError(message)
     if head:
         config.vocab_size = shape.vocab_size
-    tensors = _list_tensors(folder, is_head=head is not None)
+    tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
     if text is not content:
         tensors = {of_text(name): each for name, each in tensors.items()}
-    packed = combine(tensors, layout, folder) if layout else tensors
+    packed = combine(tensors, layout, folder) if layout and tensors else tensors
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=join_experts(packed, folder), head=head)
 
 
@@ -121,23 +125,12 @@ def of_text(name: str) -> str:
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from others."""
-    content, family, num_heads = config.to_dict(), record_of(config.model_type), config.num_attention_heads
+    content = config.to_dict()
 
     def field(name: str) -> Any:  # noqa: ANN401 - any field
         return content[name] if name in content else getattr(config, name, None)
 
-    stored = (
-        "model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "tie_word_embeddings",
-    )  # fmt: skip
-    return ModelShape(
-        **{name: getattr(config, name) for name in stored},
-        max_position_embeddings=num_positions(field),
-        **expert_sizes(field, num_layers=config.num_hidden_layers),
-        **(family.sizes(field) if family.sizes else {}),
-        num_key_value_heads=field("num_key_value_heads") or num_heads,
-        head_dim=field("head_dim") or config.hidden_size // num_heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-    )
+    return shape_from(field, ties=config.tie_word_embeddings)
 
 
 _MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"

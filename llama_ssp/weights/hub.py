@@ -23,6 +23,7 @@ from llama_ssp.settings.model_files import (
     GGUF_ALONE,
     MISTRAL_ALONE,
     MISTRAL_FILE,
+    MODELOPT_FILE,
     adapter_alone,
     read_json,
 )
@@ -71,7 +72,7 @@ def find_config(model: ModelConfig, *, is_enough: bool = False) -> Path:
 
     `is_enough` says that nothing else will be read, so that an error asks for nothing else.
     """
-    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE]
+    wanted = [CONFIG_FILE, ADAPTER_CONFIG_FILE, MODELOPT_FILE]
     file = CONFIG_FILE if is_enough else None
     with _one_sentence(model, file):
         # Asks the hub once before it looks into the cache; `hf_hub_download` repeats a failed request for 23 s.

@@ -47,7 +47,6 @@ _SAMPLED = [
     # Trees.
     Cell(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5),
     Cell(BOTH, (), REPLICATED, tree="3x2x1", batch_size=5),
-    heavy(BOTH, BOTH, SHARDED, tree="iid-3x2x1", batch_size=5),
     heavy(BOTH, BOTH, SHARDED, tree="dynamic-8x3x3", batch_size=5),
     heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
     # Other rules, and a K that is chosen.

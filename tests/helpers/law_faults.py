@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.speculate.sampling import context, rules, uniforms
+from llama_ssp.speculate.sampling import context, rules, trees, uniforms
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.processors import draw
 from llama_ssp.speculate.sampling.rules import Draft, Verdict
@@ -59,11 +59,49 @@ def bonus_of_draft(verify: Verify) -> Verify:
     return faulty
 
 
+def weightless_residual(verify: Verify) -> Verify:
+    """After a rejection the residual is (p - q)+, where a block's is (w p - q)+."""
+
+    def faulty(draft: Draft, target_BTV: Tensor, *, draws: uniforms.Draws) -> Verdict:
+        verdict = verify(draft, target_BTV.clone(), draws=draws)
+        assert draft.probs_BTV is not None
+        at_B11 = verdict.num_accepted_B1[..., None]
+        target_BV, draft_BV = (
+            probs_BTV.gather(1, at_B11.expand(-1, 1, probs_BTV.shape[2]))[:, 0]
+            for probs_BTV in (target_BTV, draft.probs_BTV)
+        )
+        rest_BV = (target_BV - draft_BV).clamp_min(0)
+        return rules.draw_next(verdict.num_accepted_B1, rest_BV, target_BV, draws.residual_BP)
+
+    return faulty
+
+
+def shared_uniforms(verify: Verify) -> Verify:
+    """The token in the place of a rejected one is drawn by the numbers that have drawn the rejected one."""
+
+    def faulty(draft: Draft, target_BTV: Tensor, *, draws: uniforms.Draws) -> Verdict:
+        at_B11 = verify(draft, target_BTV.clone(), draws=draws).num_accepted_B1[..., None]
+        uniforms_BTP = torch.cat([draws.draft_BKP, draws.residual_BP[:, None]], dim=1)
+        shared_BP = uniforms_BTP.gather(1, at_B11.expand(-1, 1, uniforms_BTP.shape[2]))[:, 0]
+        return verify(draft, target_BTV, draws=draws._replace(residual_BP=shared_BP))
+
+    return faulty
+
+
+def race(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = 0.0) -> Tensor:  # noqa: ARG001 - as `draw`
+    """Draw by a race of all tokens (Gumbel-max), whose noise is a function of the first uniform."""
+    keys_B = (uniforms_BP[:, 0] * 2.0**53).long()
+    noise_BTV = uniforms.exponentials(keys_B, torch.zeros_like(keys_B)[:, None], vocab_size=weights_BV.shape[1])
+    return (weights_BV / noise_BTV[:, 0]).argmax(-1, keepdim=True)
+
+
 _OF_VERIFICATION = {
     "wrong residual": wrong_residual,
     "u x 0.95": biased(0.95),
     "u x 1.05": biased(1.05),
     "bonus of the draft": bonus_of_draft,
+    "weightless residual": weightless_residual,
+    "shared uniforms": shared_uniforms,
     # The key of the residual's draw is that of the acceptance: both read the same numbers.
     "shifted key": with_draws(lambda draws: draws._replace(residual_BP=draws.accept_BK[:, :2].contiguous())),
     # The acceptance reads the numbers that have drawn the drafted tokens.
@@ -71,37 +109,47 @@ _OF_VERIFICATION = {
         lambda draws: draws._replace(accept_BK=draws.draft_BKP[:, :, 0].contiguous())
     ),
 }
-FAULTS = (*_OF_VERIFICATION, "forgetful penalty", "key of the run", "key of the round")
+
+
+def _forgetful(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
+    """Of several scored positions all know what the first one knows."""
+    first = context._replace(last_BT=context.last_BT[:, :1])
+    return _count_tokens(first, first_B, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
+
+
+def _of_first_round(table: uniforms.UniformTable, keys: Tensor, starts: Tensor) -> Tensor:
+    """Every round reads the uniforms of the first."""
+    return _uniforms(table, keys, torch.zeros_like(starts))
+
+
+def _by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
+    """All positions of a round run the race of the first."""
+    return _exponentials(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
+
+
+def _kept(target_BV: Tensor, draft_BV: Tensor, _ids_B1: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    """The draft's law of the next sibling still has the rejected one."""
+    return trees._normalised((target_BV - draft_BV).clamp_min(0)), draft_BV
+
+
+_count_tokens, _exponentials, _uniforms = context.count_tokens, uniforms.exponentials, uniforms.UniformTable.uniforms
+_ELSEWHERE: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "forgetful penalty": (context, "count_tokens", _forgetful),
+    "key of the run": (uniforms.UniformTable, "uniforms", _of_first_round),
+    "key of the round": (rules, "exponentials", _by_round),
+    "kept sibling": (trees, "_rejected", _kept),
+}
+FAULTS = (*_OF_VERIFICATION, *_ELSEWHERE, "shared race")
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant one of `FAULTS`, before a decoder is made."""
-    if fault in _OF_VERIFICATION:
-        names = ("verify_speculative", "verify_block", *(["verify_greedy"] if fault == "bonus of the draft" else []))
-        for name in names:
-            monkeypatch.setattr(rules, name, _OF_VERIFICATION[fault](getattr(rules, name)))
-    elif fault == "forgetful penalty":
-        count = context.count_tokens
-
-        def forgetful(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:
-            """Of several scored positions all know what the first one knows."""
-            first = context._replace(last_BT=context.last_BT[:, :1])
-            return count(first, first_B, vocab_size=vocab_size).expand(-1, context.last_BT.shape[1], -1)
-
-        monkeypatch.setattr(context, "count_tokens", forgetful)
-    elif fault == "key of the run":
-        all_uniforms = uniforms.UniformTable.uniforms
-
-        def same(table: uniforms.UniformTable, keys: Tensor, starts: Tensor) -> Tensor:
-            """Every round reads the uniforms of the first."""
-            return all_uniforms(table, keys, torch.zeros_like(starts))
-
-        monkeypatch.setattr(uniforms.UniformTable, "uniforms", same)
-    else:
-        race = uniforms.exponentials
-
-        def by_round(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int) -> Tensor:
-            """All positions of a round run the race of the first."""
-            return race(keys_B, positions_BT[:, :1].expand_as(positions_BT), vocab_size=vocab_size)
-
-        monkeypatch.setattr(rules, "exponentials", by_round)
+    if fault == "shared race":
+        monkeypatch.setattr(rules, "draw", race)
+        fault = "shared uniforms"
+    if fault in _ELSEWHERE:
+        monkeypatch.setattr(*_ELSEWHERE[fault])
+        return
+    names = ("verify_speculative", "verify_block", *(["verify_greedy"] if fault == "bonus of the draft" else []))
+    for name in names:
+        monkeypatch.setattr(rules, name, _OF_VERIFICATION[fault](getattr(rules, name)))

@@ -22,19 +22,15 @@ class Left:
         is_captured: rounds run as graphs, and no capture failed.
         faults: of both runs, and of the warm-up if there was one.
         finished: the rows that got all of their tokens.
-        num_captured: graphs of each of them.
         between: kinds and texts of what the host did from this round to the next, without looks at events.
         nodes: kinds of the nodes of each graph, in the order of their launches.
-        sent_bytes: of messages to one rank, in the same graphs.
     """
 
     is_captured: bool
     faults: list[str]
     finished: int
-    num_captured: list[int]
     between: list[str]
     nodes: list[list[str]]
-    sent_bytes: list[int]
 
 
 def requests_for(num_rows: int) -> list[Request]:
@@ -65,12 +61,8 @@ def decode_twice(decoder: Decoder, requests: Sequence[Request], *, num_pieces: i
         is_captured=isinstance(executor, GraphExecutor) and not executor.failed,
         faults=[fault for log in logs for fault in device.faults(log)],
         finished=len(finished),
-        num_captured=[sum(record.kind == "captured" for record in log) for log in logs],
         between=[f"{record.kind} {record.text}" for record in inside if record.kind != "poll"],
         nodes=[[node.kind for node in graph] for graph in graphs],
-        sent_bytes=[
-            int(node.text.removeprefix("send ")) for graph in graphs for node in graph if node.text.startswith("send ")
-        ],
     )
 
 

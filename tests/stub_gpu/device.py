@@ -46,11 +46,6 @@ def graph(number: int) -> list[Record]:
     return _written(lambda path: int(_library().stub_write_graph(number, path)))
 
 
-def num_live_graphs() -> int:
-    """Instantiated graphs that have not been destroyed."""
-    return int(_library().stub_num_live_graphs())
-
-
 def faults(records: Sequence[Record]) -> list[str]:
     """What a program should not have done."""
     return [record.text for record in records if record.kind == "fault"]
@@ -68,7 +63,7 @@ def _written(write: Callable[[bytes], int]) -> list[Record]:
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)
-    for name in ("stub_write_log", "stub_write_graph", "stub_num_live_graphs"):
+    for name in ("stub_write_log", "stub_write_graph"):
         getattr(library, name).restype = ctypes.c_long
     library.stub_write_graph.argtypes = [ctypes.c_long, ctypes.c_char_p]
     return library

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +97,3 @@ def find_stub() -> Stub | str:
     """The stub device, or why it cannot be used here."""
     python = find_python()
     return python if isinstance(python, str) else Stub(python, folder_for(python))
-
-
-def lines_of(journal: Path, *, about: str) -> Sequence[str]:
-    """The lines of a file STUB_GPU_JOURNAL that contain a text."""
-    return [line for line in journal.read_text().splitlines() if about in line] if journal.exists() else []

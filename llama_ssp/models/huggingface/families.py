@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
@@ -57,6 +57,12 @@ def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) 
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
 
 
+def is_linear(name: str, module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and no router: some of those have a forward of their own, or are read."""
+    is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return is_plain and not name.endswith((".router.proj", ".gate.wg"))
+
+
 def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
     """The tensor-parallel style of each module by name; empty if none of a layer is known."""
     family = record_of(model.config.model_type)
@@ -68,5 +74,8 @@ def tp_plan_of(model: PreTrainedModel) -> dict[str, str]:
         return {}
     # Fused matrices are cut in parts, so that what follows them needs no gathered inputs.
     fused = {name: "colwise" for name in plan if name.endswith(IN_PARTS)}
-    split = {name: "rowwise" for name, style in plan.items() if style == "rowwise_split_input"}
-    return plan | fused | split
+    return {name: _SAME_STYLES.get(style, style) for name, style in plan.items()} | fused
+
+
+_SAME_STYLES = {"rowwise_split_input": "rowwise", "mla_kv_a_proj": "replicated", "local_params": "replicated"}
+"""Every rank has the latents that keys and values are made of; attention's own parameters are cut with its heads."""

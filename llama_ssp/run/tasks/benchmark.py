@@ -34,7 +34,7 @@ from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
-from llama_ssp.settings.drafters import NgramConfig, draft_name, matching_of
+from llama_ssp.settings.drafters import NgramConfig, draft_name, has_own_tokenizer
 from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
@@ -235,7 +235,7 @@ def _peers(session: Session) -> Peers | None:
         return None
     drafting = session.config.draft
     # The library takes two tokenizers for one where their vocabularies are of one size, and then refuses to assist.
-    num_models = 1 if matching_of(drafting) else 2
+    num_models = 1 if has_own_tokenizer(drafting) else 2
     target, *drafts = (
         load_peer(source.origin.folder, dtype=source.dtype or source.origin.dtype, device=session.world.device)
         for source in session.models.sources[:num_models]

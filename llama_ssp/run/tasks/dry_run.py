@@ -10,21 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
 from llama_ssp.planning.plan import PLAN_VERSION, Plan, basis, document, make_plan, require_room, shortage
 from llama_ssp.planning.search import choose_placement, notes_on_guesses, search
-from llama_ssp.planning.spec import (
-    PlanSpec,
-    check_readable,
-    job_of_plan,
-    make_job,
-    read_config,
-    read_stored_format,
-    resolve_shapes,
-)
+from llama_ssp.planning.spec import PlanSpec, job_of_plan, make_job, resolve_shapes
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts

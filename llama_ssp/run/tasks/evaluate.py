@@ -1,13 +1,17 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
 from llama_ssp.evaluation.evidence import Evidence
-from llama_ssp.evaluation.martingales import Role, roles_of
+from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation
 from llama_ssp.reports.summary import pairs_of
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
+from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
+from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
+from llama_ssp.settings.rules import DEFAULT
+from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
 from llama_ssp.settings.tasks import task_and_suite
 
 
@@ -39,7 +43,7 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
         SampledText(prompt_ids=prompts[index, sample], token_ids=tuple(ids), roles=tuple(roles))
         for (index, _, sample), ids, roles in lines
     ]
-    scores = score(session, texts)
+    scores = score(session, texts, rounds=rounds_of(config))
     if session.folder:
         evidence = Evidence(
             config=config,
@@ -50,3 +54,19 @@ def evaluate(session: Session, jobs: list[PromptTask]) -> None:
         evaluation = suite.judge(evidence)
         assert isinstance(evaluation, Evaluation)
         session.evaluation = evaluation
+
+
+def rounds_of(config: RunConfig) -> Rounds:
+    """How the speculative rounds of a run draft and verify."""
+    draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
+    is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model
+    if tree:
+        return Rounds(rule=CERTAIN if is_certain or tree.is_dynamic else rule, widths=tree.widths)
+    # A head drafts a second token from what it has made of the first, and a fallback has another law.
+    repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and not has_own_tokenizer(draft) and not is_certain
+    models = [config.model, *([draft.model] if draft.model else [])]
+    is_exact = all(
+        (each.dtype, each.quantization, each.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE) for each in models
+    )
+    sees_rejections = rule in {DEFAULT, BLOCK} and repeats and is_exact
+    return Rounds(rule=rule, sees_rejections=sees_rejections, penalizes=config.sampling.penalizes)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.evaluation.martingales import TextSums
+from llama_ssp.evaluation.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
@@ -88,14 +89,17 @@ class Scorer:
         drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls.
         reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
         taps: of the target, if the drafter is a head.
+        rounds: how the texts with roles were decoded.
     """
 
     def __init__(
         self, target: Runner, log_probs: _LogProbs, *, batch_size: int, longest: int, num_positions: int,
         drafter: Drafter | None = None, reports: bool = True, taps: Taps | None = None,
+        rounds: Rounds = ANY_ROUNDS,
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
         self._drafter, self._reports, self._taps = drafter, reports, taps
+        self._rounds = rounds
         self._batch_size, self._num_positions = batch_size, num_positions
         num_slots = whole_steps(longest + num_positions)
         target.allocate(batch_size=batch_size, capacity=num_slots)
@@ -126,9 +130,11 @@ class Scorer:
             drafter = self._drafter if batch[0].roles else None
             if drafter:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
-            law = LawSums(len(rows), device) if drafter and self._reports else None
+            law = LawSums(len(rows), device, self._rounds) if drafter and self._reports else None
+            begins_BS = _round_starts(roles_BT, first=length) if law and self._rounds.penalizes else None
             values = [tokens_BS.new_empty(len(rows), 0)]
-            for place, log_probs_BV in enumerate(self._log_probs_of(tokens_BS, first_BV, length=length), start=length):
+            scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS)
+            for place, (log_probs_BV, forgetful_BV) in enumerate(scored, start=length):
                 next_B1 = tokens_BS[:, place, None]
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
@@ -140,15 +146,19 @@ class Scorer:
                         law.add(
                             next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place - length],
                             newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
+                            forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
                         )  # fmt: skip
             sums = law.of_texts() if law else [None] * len(batch)
-            scored = zip(torch.cat(values, dim=1).tolist(), batch, sums, strict=False)
-            yield [TextScore(row[: len(text.token_ids)], of_text) for row, text, of_text in scored]
+            found = zip(torch.cat(values, dim=1).tolist(), batch, sums, strict=False)
+            yield [TextScore(row[: len(text.token_ids)], of_text) for row, text, of_text in found]
 
-    def _log_probs_of(self, tokens_BS: Tensor, first_BV: Tensor, *, length: int) -> Iterator[Tensor]:
+    def _log_probs_of(
+        self, tokens_BS: Tensor, first_BV: Tensor, *, length: int, begins_BS: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
 
         Penalties see one position at a time: of drafted tokens, which decoding penalizes too, they know nothing here.
+        With `begins_BS`, see `_round_starts`, also those that know nothing of the round's earlier tokens.
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
@@ -156,7 +166,11 @@ class Scorer:
         while True:
             for logits_B1V in logits_BTV.split(1, dim=1):
                 context = rows.before(torch.full_like(tokens_BS[:, :1], last))
-                yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0]
+                forgetful_BV = None
+                if begins_BS is not None:
+                    forgetful = rows.before(begins_BS[:, last + 1 - length, None] - 1)
+                    forgetful_BV = self._log_probs(logits_B1V, forgetful)[:, 0]
+                yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0], forgetful_BV
                 last += 1
             if last == num_slots - 1:
                 return
@@ -178,6 +192,13 @@ class Scorer:
         return torch.zeros(self._batch_size, vocab_size, device=tokens_BS.device).scatter_(1, draft.ids_BK, 1.0)
 
 
+def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:
+    """The place of the first token of each new token's round; the first new token stands at `first`."""
+    places_BT = torch.arange(first, first + roles_BT.shape[1], device=roles_BT.device).expand_as(roles_BT)
+    goes_on_BT = pad(roles_BT[:, :-1] == Role.accepted, (1, 0))
+    return places_BT.masked_fill(goes_on_BT, 0).cummax(1).values
+
+
 def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
     """Texts of one length behind prompts of one, whose keys do not count."""
     lengths_B = torch.full_like(tokens_BS[:, 0], length)
@@ -185,7 +206,7 @@ def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
 
 
 @torch.inference_mode()
-def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
+def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> list[TextScore]:
     """Return the scores of every text, the same on every rank; none for no texts.
 
     Every rank gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
@@ -201,7 +222,7 @@ def score(session: Session, texts: Sequence[SampledText]) -> list[TextScore]:
             session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
             longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
             num_positions=config.speculation.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
-            taps=taps if drafter else None,
+            taps=taps if drafter else None, rounds=rounds,
         )  # fmt: skip
     found: list[tuple[int, list[float], dict[str, Any] | None]] = []
     paces, stopped = {_SCORED: Pace(num_total=len(share))}, False

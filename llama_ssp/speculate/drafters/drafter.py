@@ -6,9 +6,7 @@ Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, P = 2 un
 vocabulary.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,13 +60,11 @@ class Drafter(Protocol):
 
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
-        on_host: drafting reads values on the host, so a round waits for it and no executor replays it.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
         reads_by_length: `propose` ignores the bucket; see `Runner`.
     """
 
     num_draft_tokens: int
-    on_host: bool
     repeats_operators: bool
     reads_by_length: bool
 
@@ -102,25 +98,6 @@ class Drafter(Protocol):
         """
 
 
-class HostTimed:
-    """Base class of drafters that work on the host between forwards."""
-
-    _host_s = 0.0
-
-    @contextmanager
-    def timing_host(self) -> Iterator[None]:
-        """Count the time of the block, which waits for no device."""
-        started = time.perf_counter()
-        yield
-        self._host_s += time.perf_counter() - started
-
-    def take_host_s(self, most_s: float) -> float:
-        """Return the seconds that were counted, at most `most_s` at once: a device passes a draft after its launch."""
-        taken_s = min(self._host_s, most_s)
-        self._host_s -= taken_s
-        return taken_s
-
-
 class _Tables(Workspace):
     """Constants of a batch size: the index of the second token of a row, and zero probabilities."""
 
@@ -136,8 +113,6 @@ class StepwiseDrafter:
 
     They draft chains of K tokens, or trees, level by level. `vocab_size` is V of the target.
     """
-
-    on_host = False
 
     def __init__(
         self,

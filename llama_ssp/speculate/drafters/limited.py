@@ -27,8 +27,7 @@ class LimitedDrafter:
     def __init__(self, inner: Drafter, context: int, *, depth: int | None, device: torch.device) -> None:
         self._inner, self._context, self._depth = inner, context, depth
         self.num_draft_tokens = inner.num_draft_tokens
-        self.on_host, self.repeats_operators = inner.on_host, inner.repeats_operators
-        self.reads_by_length = inner.reads_by_length
+        self.repeats_operators, self.reads_by_length = inner.repeats_operators, inner.reads_by_length
         self._offsets_K = torch.arange(inner.num_draft_tokens, device=device)
 
     @property

@@ -8,7 +8,7 @@ import torch
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Head, Runner
 from llama_ssp.ranks.comms import Mesh
-from llama_ssp.settings.drafters import Matching, drafter_of, drafters, drafts_greedily, matching_of
+from llama_ssp.settings.drafters import drafter_of, drafters, drafts_greedily
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
@@ -97,7 +97,7 @@ def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.d
     layout, sampling = mesh.layout, config.sampling
     needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
     is_dynamic = config.speculation.tree_shape and config.speculation.tree_shape.is_dynamic
-    is_certain = matching_of(config.draft) is Matching.text or drafts_greedily(config.draft) or is_dynamic
+    is_certain = drafts_greedily(config.draft) or is_dynamic
     has_probs = needs_probs and not is_certain
     if not has_probs or layout.draft_source_rank == layout.verify_rank:
         return None

@@ -11,11 +11,9 @@ from torch.nn.functional import pad
 
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
-from llama_ssp.settings.drafters import Matching, matching_of
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.head import HeadDrafter
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
-from llama_ssp.speculate.drafters.retokenized import RetokenizedDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, Tree
@@ -116,8 +114,6 @@ def make(parts: DrafterParts) -> Drafter:
         return ModelDrafter(
             runner, rule=parts.rule, num_draft_tokens=num_draft_tokens, vocab_size=parts.vocab_size, tree=parts.tree
         )
-    if matching_of(parts.config) is Matching.text:
-        return RetokenizedDrafter(runner, num_draft_tokens=num_draft_tokens, tokenizers=tokenizers, comm=parts.comm)
     alignment = tokenizers.align(target_size=parts.vocab_size, draft_size=size)
     return IntersectionDrafter(
         runner,

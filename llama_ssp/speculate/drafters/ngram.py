@@ -42,7 +42,6 @@ class NgramDrafter:
     Source: Saxena 2023, "Prompt Lookup Decoding".
     """
 
-    on_host = False
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0

@@ -32,7 +32,7 @@ from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.layout import PREFILL_CHUNK
-from llama_ssp.speculate.drafters.drafter import Drafter, HostTimed
+from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft
 
@@ -77,13 +77,12 @@ class TapsSender:
         self._taps.share(positions_BT, comm=comm, src=self._src)
 
 
-class _SharedDrafter(HostTimed):
+class _SharedDrafter:
     """The drafter of some ranks, which the others follow; `inner` is that of this rank, None on ranks without one."""
 
     def __init__(self, inner: Drafter | None, *, num_draft_tokens: int, device: torch.device) -> None:
         self._inner = inner
         self.num_draft_tokens = num_draft_tokens
-        self.on_host = inner is not None and inner.on_host
         self.repeats_operators = inner is None or inner.repeats_operators
         self.reads_by_length = inner is None or inner.reads_by_length
         self._offsets_K = torch.arange(num_draft_tokens, device=device)
@@ -102,11 +101,6 @@ class _SharedDrafter(HostTimed):
         """Read new prompts on the ranks that draft."""
         if self._inner:
             self._inner.prefill(prompts, rows=rows, buckets=buckets)
-
-    def take_host_s(self, most_s: float) -> float:
-        """See `HostTimed`."""
-        inner: object = self._inner
-        return inner.take_host_s(most_s) if isinstance(inner, HostTimed) else 0.0
 
     def _write(self, ids_BK: Tensor, rows: Rows) -> None:
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[: ids_BK.shape[1]], ids_BK)

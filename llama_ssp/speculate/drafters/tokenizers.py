@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.continuation import INCOMPLETE, TextAfter
+from llama_ssp.continuation import TextAfter
 from llama_ssp.settings.layout import MOST_PIECES
 
 Meaning = bytes | str
@@ -180,55 +180,9 @@ class TokenizerPair:
             self._alignments[sizes] = align(self._target, self._draft, target_size=target_size, draft_size=draft_size)
         return self._alignments[sizes]
 
-    def into_draft(self, ids: Sequence[int], *, start: int = 0, size: int) -> list[int]:
-        """Write a text of the target in the draft's ids, below the `size` of its head.
-
-        The whole text is written as a prompt is, in at least one token; from a later place `start` on, as what follows
-        the text before it.
-        """
-        begins = not start and bool(ids) and ids[0] == self._target.bos_token_id
-        before = _after(self._target, ids[:start])
-        text = before.decode(ids[start + begins :])
-        found = _encoded_after(self._draft, before.context_text, text) if start else self._draft(text).input_ids
-        known = [token for token in found if token < size]
-        return known if known or start else [neutral_id(self._draft, size=size)]
-
-    def into_target(self, ids: Sequence[int], own_ids: Sequence[int], new_own_ids: Sequence[int]) -> list[int]:
-        """Write what the draft adds to a text in the target's ids.
-
-        Args:
-            ids: the text in the target's tokens.
-            own_ids: the same text in the draft's.
-            new_own_ids: what the draft adds; nothing counts after an end of sequence.
-        """
-        new_own_ids, end = list(new_own_ids), self._draft.eos_token_id
-        ended = end in new_own_ids
-        if ended:
-            new_own_ids = new_own_ids[: new_own_ids.index(end)]
-        before = _after(self._target, ids).context_text
-        text = _after(self._draft, own_ids).decode(new_own_ids).rstrip(INCOMPLETE)
-        new_ids = _encoded_after(self._target, before, text)
-        return [*new_ids, self._target.eos_token_id] if ended and self._target.eos_token_id is not None else new_ids
-
-
-def _after(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> TextAfter:
-    """The text of special tokens is their names."""
-    return TextAfter(tokenizer, ids, names_special=True)
-
-
-def _encoded_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
-    """Encode a text as the continuation of another.
-
-    The other text is encoded with it, to get spaces right. If its last token would merge with the first new one, which
-    comes too late, a line end takes its place.
-    """
-
-    def encode(part: str) -> list[int]:
-        found: list[int] = tokenizer(part, add_special_tokens=False).input_ids
-        return found
-
-    for context in (before, "\n") if text else ():
-        alone, whole = encode(context), encode(context + text)
-        if whole[: len(alone)] == alone:
-            return whole[len(alone) :]
-    return []
+    def into_draft(self, ids: Sequence[int], *, size: int) -> list[int]:
+        """Write a text of the target in the draft's ids, below the `size` of its head: at least one token."""
+        begins = bool(ids) and ids[0] == self._target.bos_token_id
+        text = TextAfter(self._target, (), names_special=True).decode(ids[begins:])  # that of special tokens: names
+        known = [token for token in self._draft(text).input_ids if token < size]
+        return known or [neutral_id(self._draft, size=size)]

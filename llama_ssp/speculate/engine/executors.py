@@ -49,7 +49,7 @@ class TracedExecutor(Executor):
 
     def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
         """See `Executor`."""
-        if stage.on_host or not stage.repeats:
+        if not stage.repeats:
             return stage.function(state, *tensors)
         if stage.name not in self.traced:
             self.traced[stage.name] = Traced(self._call, reads=stage.reads)
@@ -118,14 +118,11 @@ class GraphExecutor(Executor):
         self._recorder = recorder
         self._state: BatchState | None = None
         self._allocations: tuple[int, ...] = ()
-        self._results_of_host: dict[Hashable, tuple[Tensor, ...]] = {}
         self._forget()
 
     def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
         """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
         key, function = (stage.name, stage.choice, stage.bucket), partial(stage.function, state, *tensors)
-        if stage.on_host:
-            return self._in_place(key, function())
         allocations = self._round.num_allocations
         if state is not self._state or allocations != self._allocations:
             self._forget()
@@ -147,14 +144,6 @@ class GraphExecutor(Executor):
         outputs, replay = self._graphs[key]
         replay()
         return outputs
-
-    def _in_place(self, key: Hashable, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy what no graph has written to where the graph of the next stage reads it."""
-        kept = self._results_of_host.setdefault(key, found)
-        for place, values in zip(kept, found, strict=True):
-            if place is not values:
-                place.copy_(values)
-        return kept
 
     def _forget(self) -> None:
         self._recorder.forget()

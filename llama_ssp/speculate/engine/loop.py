@@ -23,7 +23,6 @@ from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.layout import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
-from llama_ssp.speculate.drafters.drafter import HostTimed
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
@@ -99,8 +98,6 @@ class Decoder:
         self._device = round_.target.device
         self._is_cuda = self._device.type == "cuda"
         self.clock = EventClock() if self._is_cuda else HostClock()
-        drafters: Sequence[object] = round_.drafters
-        self._host_timed = [drafter for drafter in drafters if isinstance(drafter, HostTimed)]
         self._lag = 1 if self._is_cuda else 0
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
@@ -433,8 +430,6 @@ class Decoder:
             self.rounds_s += seconds
             self.num_rounds += 1
             draft_s, verify_s = self.clock.take()
-            for drafter in self._host_timed:
-                draft_s -= drafter.take_host_s(draft_s)
             other_s = seconds - draft_s - verify_s
             for completion in running:
                 part_s = completion.part_s

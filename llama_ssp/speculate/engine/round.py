@@ -59,7 +59,6 @@ class Stage(NamedTuple):
         choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
-        on_host: it reads values on the host.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Stage(NamedTuple):
     bucket: int
     reads: Sequence[object] = ()
     repeats: bool = True
-    on_host: bool = False
 
 
 class Executor:
@@ -189,7 +187,7 @@ class Round:
         drafter = self.drafters[choice.source]
         return Stage(
             "draft", partial(self._draft, choice, bucket), choice, bucket,
-            reads=(self.drafters,), repeats=drafter.repeats_operators, on_host=drafter.on_host,
+            reads=(self.drafters,), repeats=drafter.repeats_operators,
         )  # fmt: skip
 
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:

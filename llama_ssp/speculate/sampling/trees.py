@@ -9,9 +9,9 @@ always as many nodes, so that a round is the same operators every time.
                  `-> 2 ->  5 ->  9         the path, N = 10        2     5           9
                        `-> 6 -> 10
 
-The children of a node are drawn without replacement or, if the shape says so, with it; or they are certain: a function
-of the text alone, such as the most probable tokens. The rules are pure functions on tensors, vectorised over rows, with
-loops over depth and width only; the host reads no value.
+The children of a node are drawn without replacement; or they are certain: a function of the text alone, such as the
+most probable tokens. The rules are pure functions on tensors, vectorised over rows, with loops over depth and width
+only; the host reads no value.
 
 Shapes: B sequences, N drafted tokens of a tree (K in `Draft` and `Draws`), T = N + 1 nodes with the root, D depth, W
 children of a node, M nodes of a level, X children of a level, I nodes that have children, A slots behind the text, C
@@ -158,7 +158,7 @@ class Tree:
                 ids_BX = best_children(scores_BMV, width=width)
             else:
                 uniforms_BXP = uniforms_BKP[:, nodes.start - 1 : nodes.stop - 1]
-                ids_BX = draw_children(scores_BMV, uniforms_BXP, replaces=self.shape.is_iid)
+                ids_BX = draw_children(scores_BMV, uniforms_BXP)
                 probs.append(scores_BMV)
             drafted.append(ids_BX)
             parents_1X = self.topology.parents_BN[:, nodes.start - 1 : nodes.stop - 1] - above.start
@@ -222,7 +222,7 @@ class TreeVerdict(NamedTuple):
     weights_B1: Tensor
 
 
-def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor, *, replaces: bool = False) -> Tensor:
+def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     """Draw the children of each node of a level by the uniforms of these children.
 
     The first child has the probabilities of its node, the second those without the first's token, and so on. A node
@@ -232,7 +232,6 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor, *, replaces: bool = F
     Args:
         probs_BMV: the draft's probabilities after each node of a level, after the processors.
         uniforms_BXP: those of the children, at their places in `Draws.draft_BKP`.
-        replaces: draw with replacement: all children of a node have its probabilities.
 
     Returns:
         The ids (B, X), the children of a node side by side, as nodes are numbered.
@@ -243,7 +242,7 @@ def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor, *, replaces: bool = F
     rest_XV = probs_BMV.reshape(num_rows * num_nodes, vocab_size)
     children: list[Tensor] = []
     for uniforms_XP in uniforms_BXP.reshape(num_rows * num_nodes, width, -1).unbind(1):
-        if children and not replaces:
+        if children:
             rest_XV = _others(rest_XV, children[-1])
         children.append(draw(rest_XV, uniforms_XP))
     return torch.cat(children, dim=1).reshape(num_rows, num_children)
@@ -261,7 +260,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
 
     At a node with the target's probabilities p and the draft's q its children are examined in order. A child c is
     accepted with probability min(1, p(c) / q(c)), and its own children are next. Otherwise p becomes the positive part
-    of p - q, and q loses c unless children are drawn with replacement; both are normalised. If no child is accepted,
+    of p - q, and q loses c; both are normalised. If no child is accepted,
     the next token is drawn from p. In a chain everything is as by `verify_speculative`, to the bit.
 
     Args:
@@ -290,7 +289,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         if width > 1:
             rows = _rows_of(node_B1, target_probs_BTV, draft.probs_BTV)
             later = ids_BT.gather(1, children_BW), numbers_BT.gather(1, children_BW)
-            passes += _later_passes(rows, *later, replaces=tree.shape.is_iid)
+            passes += _later_passes(rows, *later)
         for passes_B1, child_B1 in zip(reversed(passes), reversed(children_BW.split(1, dim=1)), strict=True):
             node_B1 = torch.where(passes_B1, child_B1, node_B1)
 
@@ -299,7 +298,7 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
     ids_BW, is_there_BW = ids_BT.gather(1, children_BW), children_BW > 0
     for rejected in range(max(tree.shape.widths) - 1):
         ids_B1 = ids_BW[:, rejected : rejected + 1]
-        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_B1, replaces=tree.shape.is_iid)
+        target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_B1)
         draft_BV = draft_BV * is_there_BW[:, rejected + 1 : rejected + 2]
     rest_BV = (target_BV - draft_BV).clamp_min_(0)
     _, next_ids_B1, weights_B1 = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
@@ -361,21 +360,21 @@ def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor)
     return row(target_probs_BTV), row(draft_probs_BTV)
 
 
-def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor, *, replaces: bool) -> list[Tensor]:
+def _later_passes(rows: tuple[Tensor, Tensor], ids_BW: Tensor, numbers_BW: Tensor) -> list[Tensor]:
     """Whether each child of a node but the first passes, (B, 1), after those before it were rejected."""
     passes = []
     ids, numbers = ids_BW.split(1, dim=1), numbers_BW.split(1, dim=1)
     for (rejected_B1, ids_B1), numbers_B1 in zip(pairwise(ids), numbers[1:], strict=True):
-        rows = _rejected(*rows, rejected_B1, replaces=replaces)
+        rows = _rejected(*rows, rejected_B1)
         target_at_B1, draft_at_B1 = (row_BV.gather(1, ids_B1) for row_BV in rows)
         # Where the draft had too few tokens, its probabilities are 0 by now.
         passes.append((numbers_B1 < target_at_B1 / draft_at_B1) & (draft_at_B1 > 0))
     return passes
 
 
-def _rejected(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor, *, replaces: bool) -> tuple[Tensor, Tensor]:
+def _rejected(target_BV: Tensor, draft_BV: Tensor, ids_B1: Tensor) -> tuple[Tensor, Tensor]:
     """Both distributions of a node after a child with these ids was rejected."""
-    return _normalised((target_BV - draft_BV).clamp_min_(0)), draft_BV if replaces else _others(draft_BV, ids_B1)
+    return _normalised((target_BV - draft_BV).clamp_min_(0)), _others(draft_BV, ids_B1)
 
 
 def _others(probs_XV: Tensor, ids_X1: Tensor) -> Tensor:

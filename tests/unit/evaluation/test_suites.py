@@ -194,6 +194,17 @@ def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> 
         assert measures["probability of finding a residual drawn from the target"] > 0.98
 
 
+def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
+    known = samples(random.Random(1), (LAW, LAW))
+    of_some = [[0.5 if fault == 0 else 1e-2 if fault == 1 else 0.0] * len(SCORES) for fault in range(len(FAULTS))]
+    found = distribution.judge(replace(known, sums=[replace(text_sums(0.0), shifts=of_some)] * 300))
+    first, second, *others = FAULTS
+    assert found.reason.endswith(f"(300 pairs); too few tokens to find, with their chances: {second} (0.00)")
+    names = [measure.name for measure in found.measures]
+    assert f"probability of finding {first}" in names
+    assert not any(other in name for other in others for name in names if name.startswith("probability"))
+
+
 def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
     """A proposal of probability 1e-4 in 20000 texts: it comes up 8 times or more with probability 0.001."""
     [rare, *_] = sums_of([replace(text_sums(0.0), values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),
@@ -204,8 +215,8 @@ def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
 
 def test_the_roles_of_tokens_follow_from_the_lengths_of_rounds() -> None:
     found = roles_of([2, 0, 4, 1], [3, 1, 4, 0], num_tokens=12)
-    first, opening, drafted, bonus, other = Role.unused, Role.opening, Role.drafted, Role.bonus, Role.other
-    assert found == [first, opening, drafted, drafted, opening, opening, drafted, drafted, drafted, bonus, other, other]
+    first, accepted, drawn, bonus, other = Role.unused, Role.accepted, Role.resampled, Role.bonus, Role.other
+    assert found == [first, accepted, accepted, drawn, drawn, *[accepted] * 4, bonus, other, other]
     assert roles_of([2], [3], num_tokens=4, overlaps=True) == [first, other, other, other]
 
 

@@ -87,7 +87,7 @@ def test_every_rank_gets_the_whole_model_s_logits(
     [
         (
             "gpt_oss",
-            {"self_attn.sinks": (4,), "mlp.experts.gate_up_proj_bias": (4, 256), "self_attn.q_proj.bias": (64,)},
+            {"self_attn.sinks": (4,), "mlp.experts.gate_up_proj_bias": (4, 160), "self_attn.q_proj.bias": (64,)},
         ),
         ("deepseek_v2", {"self_attn.kv_b_proj.weight": (4 * 32, 16), "self_attn.kv_a_proj_with_mqa.weight": (24, 64)}),
         ("deepseek_v3", {"self_attn.q_b_proj.weight": (4 * 24, 24), "self_attn.o_proj.weight": (64, 4 * 16)}),

@@ -7,22 +7,18 @@ import pytest
 from llama_ssp.machines import hardware
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
-from llama_ssp.planning.timing import CostModel, round_messages
-from llama_ssp.settings.drafters import Matching
+from llama_ssp.planning.timing import CostModel
 from llama_ssp.settings.layout import MOST_PIECES
-from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_job, times_of
 from tests.helpers.prefix_runner import PrefixRunner
 
 A100 = hardware.load("8xa100_80gb")
-ways = pytest.mark.parametrize("matching", list(Matching), ids=lambda matching: str(matching.name))
 
 
-@ways
-def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes(matching: Matching) -> None:
+def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_goes() -> None:
     job = make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=500)
-    own = replace(job, matching=matching)
+    own = replace(job, own_tokenizer=True)
     (before,), (after,) = memory(job, A100), memory(own, A100)
     assert after.draft_cache_bytes == 2 * before.draft_cache_bytes
     assert after.target_cache_bytes == before.target_cache_bytes
@@ -33,7 +29,7 @@ def test_the_draft_has_two_slots_for_each_of_the_targets_as_far_as_its_context_g
 
 
 def test_the_engine_allocates_what_is_planned() -> None:
-    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), matching=Matching.intersection)
+    job = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B", prompt_tokens=100), own_tokenizer=True)
     runner = PrefixRunner(9)
     drafter = intersection_drafter(runner, None)  # type: ignore[arg-type]  # nothing is drawn
     drafter.allocate(batch_size=1, num_slots=job.num_slots)
@@ -43,16 +39,8 @@ def test_the_engine_allocates_what_is_planned() -> None:
     assert drafter.own_bucket(job.num_slots) == job.draft_slots
 
 
-@ways
-def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token(matching: Matching) -> None:
-    own = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B"), matching=matching)
+def test_the_first_forward_of_a_round_reads_all_pieces_of_a_token() -> None:
+    own = replace(make_job("gpt_neox_20B", "gpt_neo_1.3B"), own_tokenizer=True)
     costs = CostModel(own, A100)
     drafting_s = costs.draft_step_s(MOST_PIECES + 1) + 3 * costs.draft_step_s(1)
     assert times_of(own, A100).round_s == pytest.approx(drafting_s + costs.verify_s(4))
-
-
-def test_a_draft_by_text_sends_no_probabilities() -> None:
-    job = make_job("gpt_neox_20B", "gpt_neo_1.3B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
-    jobs = {way: replace(job, matching=way) for way in (None, *Matching)}
-    sent = {way: "probabilities" in round_messages(each, 4) for way, each in jobs.items()}
-    assert sent == {None: True, Matching.intersection: True, Matching.text: False}

@@ -9,19 +9,14 @@ import pytest
 import yaml
 
 from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.reading import check_readable
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
 from llama_ssp.planning.memory import fits, model_bytes, rank_shares
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
-from llama_ssp.planning.spec import (
-    PlannedModel,
-    check_readable,
-    job_of_plan,
-    planned_model,
-    resolve_shapes,
-)
+from llama_ssp.planning.spec import PlannedModel, job_of_plan, planned_model, resolve_shapes
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
 from llama_ssp.settings.formats import READ_SLOWDOWN
 from llama_ssp.settings.schema import (

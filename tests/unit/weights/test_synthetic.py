@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.cache import Taps
@@ -18,7 +19,6 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model, load_modules
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import read_config
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.checks import LEAST_AGREEMENT

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.evaluation.martingales import CERTAIN, Rounds
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.run.commands import report
 from llama_ssp.run.tasks import evaluate
 from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.uniforms import Draws
+from tests.helpers.composed import compose_run
 from tests.helpers.in_process import launch
 
 pytestmark = pytest.mark.seconds
@@ -110,3 +112,27 @@ def test_a_draft_verified_at_twice_its_temperature_fails(
 def test_every_rule_passes(rule: str, tmp_path: Path) -> None:
     ended = launch(*SMALL, "gate=true", f"verification={rule}", f"run_dir={tmp_path}/run")
     assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rounds"),
+    [
+        ((), Rounds(sees_rejections=True)),
+        (("verification=block", "sampling.repetition_penalty=1.2"),
+         Rounds(rule="block", sees_rejections=True, penalizes=True)),
+        (("verification=coupled",), Rounds(rule="coupled")),
+        (("model.dtype=bf16",), Rounds()),
+        (("draft.model.cache_dtype=int8",), Rounds()),
+        (("draft=ngram",), Rounds()),
+        (("draft.greedy=true",), Rounds()),
+        (("speculation.tree=2x2x1",), Rounds(widths=(2, 2, 1))),
+        (("draft=ngram", "speculation.tree=3x1"), Rounds(rule=CERTAIN, widths=(3, 1))),
+        (("speculation.tree=dynamic-6x2x3",), Rounds(rule=CERTAIN, widths=(3, 3))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], rounds: Rounds) -> None:
+    given = ["task=evaluate", *arguments]
+    if not any("dtype" in each for each in arguments):
+        given.append("model.dtype=fp32")
+    assert evaluate.rounds_of(compose_run(*given)[0]) == rounds

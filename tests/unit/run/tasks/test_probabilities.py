@@ -6,13 +6,14 @@ from itertools import groupby
 import pytest
 import torch
 
-from llama_ssp.evaluation.martingales import SCORES, Sum, roles_of, sums_of
+from llama_ssp.evaluation.martingales import FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
 from llama_ssp.run.tasks.probabilities import SampledText, Scorer, log_probs_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.ngram import NgramDrafter
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.trees import Tree
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.law_faults import plant
@@ -70,14 +71,18 @@ PLAIN, PENALIZED = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1
 
 
 def sums_of_samples(
-    rule_name: str, *, ngram: bool, num_texts: int, seed: int = 0, sampling: SamplingConfig = PLAIN
-) -> dict[str, Sum]:
+    rule_name: str, *, ngram: bool, num_texts: int, seed: int = 0, sampling: SamplingConfig = PLAIN,
+    tree: str | None = None,
+) -> dict[str, Sum]:  # fmt: skip
     """Decode samples of two prompts, and score them."""
-    target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=2.0)
-    draft = None if ngram else PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=0.7)
+    shape = Tree.of(tree, torch.device("cpu")) if tree else None
+    # Only a draft that is surer than the target rejects a token that takes much of its law along.
+    target_sharpness, draft_sharpness = (3.0, 4.0) if tree else (2.0, 0.7)
+    target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=target_sharpness)
+    draft = None if ngram else PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=draft_sharpness)
     decoder = make_decoder(
         target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
-        ngram=ngram,
+        ngram=ngram, tree=shape,
     )  # fmt: skip
     decoder.seed = seed
     requests = [
@@ -99,9 +104,13 @@ def sums_of_samples(
             draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS,
             vocab_size=target.vocab_size,
         )  # fmt: skip
+    rounds = Rounds(
+        rule=rule_name, widths=shape.shape.widths if shape else (), penalizes=sampling.penalizes,
+        sees_rejections=not (ngram or shape or rule_name == "coupled"),
+    )  # fmt: skip
     scorer = Scorer(
         target, log_probs_of(sampling), batch_size=BATCH_SIZE, longest=3 + NUM_TOKENS,
-        num_positions=NUM_DRAFT_TOKENS + 1, drafter=drafter,
+        num_positions=NUM_DRAFT_TOKENS + 1, drafter=drafter, rounds=rounds,
     )  # fmt: skip
     scores = []
     with torch.inference_mode():
@@ -130,11 +139,15 @@ def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
     assert sum(each.z**2 for each in sums.values()) > 1, "a variance far too large would hide every fault"
 
 
+TREE = "2x2x1"
 APPLIES = [
     *((rule, ngram, fault) for rule in ("speculative", "block") for ngram in (False, True)
       for fault in ("wrong residual", "bonus of the draft", "key of the run")),
     ("speculative", False, "shifted key"), ("speculative", True, "shifted key"), ("block", True, "shifted key"),
-    *((rule, False, "acceptance by the draft's key") for rule in ("speculative", "block")),
+    *((rule, False, fault) for rule in ("speculative", "block")
+      for fault in ("acceptance by the draft's key", "shared uniforms")),
+    ("block", False, "weightless residual"), ("speculative", False, "kept sibling"),
+    ("speculative", False, "shared race"),
     *(("coupled", ngram, fault) for ngram in (False, True) for fault in ("bonus of the draft", "key of the round")),
     # What an n-gram draft copies stands in the text already, so a repetition penalty does not miss it.
     *((rule, False, "forgetful penalty") for rule in ("speculative", "block", "coupled")),
@@ -143,9 +156,10 @@ APPLIES = [
       for fault in ("u x 0.95", "u x 1.05")),
 ]  # fmt: skip
 FAST = [
-    ("speculative", True, "wrong residual"), ("block", False, "forgetful penalty"),
-    ("block", False, "acceptance by the draft's key"), ("speculative", True, "u x 0.95"),
-    ("coupled", False, "key of the round"),
+    ("speculative", True, "wrong residual"), ("block", False, "weightless residual"),
+    ("speculative", False, "kept sibling"), ("block", False, "forgetful penalty"),
+    ("speculative", False, "shared uniforms"), ("block", False, "acceptance by the draft's key"),
+    ("speculative", True, "u x 0.95"), ("coupled", False, "key of the round"),
 ]  # fmt: skip
 
 
@@ -153,11 +167,16 @@ def name_of(case: tuple[str, bool, str]) -> str:
     return f"{case[0]}-{'ngram' if case[1] else 'model'}-{case[2]}"
 
 
-@pytest.mark.parametrize("case", [*FAST[:2], *map(heavy, FAST[2:])], ids=name_of)
+def tree_for(fault: str) -> str | None:
+    return TREE if fault == "kept sibling" else None
+
+
+@pytest.mark.parametrize("case", [*FAST[:3], *map(heavy, FAST[3:])], ids=name_of)
 def test_a_planted_fault_is_found(case: tuple[str, bool, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rule_name, ngram, fault = case
     plant(fault, monkeypatch)
-    assert is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, sampling=sampling_for(fault)))
+    sums = sums_of_samples(rule_name, ngram=ngram, num_texts=1024, sampling=sampling_for(fault), tree=tree_for(fault))
+    assert is_found(sums)
 
 
 @pytest.mark.slow
@@ -168,10 +187,12 @@ def test_every_fault_is_found_with_each_of_ten_seeds(
     rule_name, ngram, fault = case
     plant(fault, monkeypatch)
     num_texts = 4096 if (not ngram and fault[0] == "u") or (ngram and rule_name == "coupled") else 2048
+    sampling, tree = sampling_for(fault), tree_for(fault)
     found = [
-        is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=num_texts, seed=seed, sampling=sampling_for(fault)))
-        for seed in range(10)
-    ]
+        is_found(sums_of_samples(
+            rule_name, ngram=ngram, num_texts=num_texts, seed=seed, sampling=sampling, tree=tree
+        )) for seed in range(10)
+    ]  # fmt: skip
     assert all(found)
 
 
@@ -184,14 +205,38 @@ def test_the_true_rules_raise_no_alarm_with_twenty_seeds(rule_name: str, ngram: 
         assert not is_found(sums_of_samples(rule_name, ngram=ngram, num_texts=1024, seed=seed))
 
 
-def test_the_power_is_that_of_the_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shift that the probabilities of true samples promise is the one that a wrong residual causes.
+def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
+    """A false alarm has a probability below 0.001; the seed is fixed."""
+    sums = sums_of_samples("speculative", ngram=False, num_texts=256, tree=TREE)
+    assert not is_found(sums)
+    assert all(abs(each.z) < 4.5 for each in sums.values())
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule_name", "meant"),
+    [
+        heavy("wrong residual", "speculative", "a residual drawn from the target"),
+        ("weightless residual", "block", "a residual that forgets the block's weight"),
+        heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
+        heavy("shared race", "speculative", "a residual that shares the draft's race"),
+        heavy("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
+        heavy("forgetful penalty", "block", "penalties that forget drafted tokens"),
+    ],
+)
+def test_the_power_is_that_of_the_planted_fault(
+    planted: str, rule_name: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shift that the probabilities of true samples promise is the one that the fault causes.
 
     To a sixth: the fault leads to other texts, along which the shift is another one.
     """
-    promised = sums_of_samples("speculative", ngram=False, num_texts=1024)
-    plant("wrong residual", monkeypatch)
-    found = sums_of_samples("speculative", ngram=False, num_texts=1024)
-    for name in SCORES[:4]:
+    place, sampling, tree = [*FAULTS].index(meant), sampling_for(planted), tree_for(planted)
+    promised = sums_of_samples(rule_name, ngram=False, num_texts=1024, sampling=sampling, tree=tree)
+    plant(planted, monkeypatch)
+    found = sums_of_samples(rule_name, ngram=False, num_texts=1024, sampling=sampling, tree=tree)
+    names = [name for name in SCORES if name.endswith(meant) and promised[name].varies]
+    assert names
+    for name in names:
         error = 4 * math.sqrt(promised[name].variance)
-        assert found[name].value == pytest.approx(promised[name].shifts[0], abs=error, rel=1 / 6), name
+        assert promised[name].shifts[place] > error / 4, name
+        assert found[name].value == pytest.approx(promised[name].shifts[place], abs=error, rel=1 / 6), name

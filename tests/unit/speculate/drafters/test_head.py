@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
-from llama_ssp.planning.spec import read_config
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
 from llama_ssp.speculate.drafters.head import HeadDrafter

@@ -23,7 +23,6 @@ class RepeatConfig(DrafterConfig):
 
 
 class Repeat:
-    on_host = False
     repeats_operators = True
     reads_by_length = True
     num_allocations = 0

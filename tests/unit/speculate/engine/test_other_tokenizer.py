@@ -12,7 +12,7 @@ from benchmarks.decoding import run_config
 from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.settings.drafters import DraftTokenizer, Matching, ModelDraftConfig
+from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig
 from llama_ssp.settings.layout import Layout
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
@@ -33,7 +33,6 @@ from tests.helpers.tokenizers import byte_level, sentencepiece_like
 GREEDY, WARM = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
 NUM_NEW_TOKENS, NUM_DRAFT_TOKENS = 50, 4
 ONE_RANK, SHARDED, REPLICATED, OWN_GPU = DraftLayout
-ways = pytest.mark.parametrize("matching", list(Matching), ids=lambda matching: str(matching.name))
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.seconds
-@ways
-def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path, matching: Matching) -> None:
-    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path) -> None:
+    pair = load(folder / "target", folder / "draft", tokenizer="own")
     (done,) = pair.generate(PROMPT, max_new_tokens=NUM_NEW_TOKENS, num_draft_tokens=NUM_DRAFT_TOKENS, temperature=0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
@@ -57,17 +55,10 @@ def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path,
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    ("matching", "rule_name"),
-    [
-        (Matching.intersection, "speculative"),
-        heavy(Matching.intersection, "block"),
-        heavy(Matching.text, "speculative"),
-    ],
-)
-def test_sampled_texts_are_those_of_plain_sampling(folder: Path, matching: Matching, rule_name: str) -> None:
+@pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
+def test_sampled_texts_are_those_of_plain_sampling(folder: Path, rule_name: str) -> None:
     """A false alarm has a chance of 1 in 10 000."""
-    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+    pair = load(folder / "target", folder / "draft", tokenizer="own")
     rule = VerificationConfig(rule=rule_name)
     config = replace(pair.config, sampling=WARM, verification=rule, batch_size=100, ignore_eos=True)
     ids = tuple(pair.models.tokenizer(PROMPT[:20]).input_ids)
@@ -91,9 +82,8 @@ def _table(samples: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.seconds
-@ways
-def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path, matching: Matching) -> None:
-    pair = load(folder / "target", folder / "draft", tokenizer="own", matching=matching)
+def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path) -> None:
+    pair = load(folder / "target", folder / "draft", tokenizer="own")
     config = replace(pair.config, sampling=WARM, verification=VerificationConfig(rule="coupled"), batch_size=3)
     ids = tuple(pair.models.tokenizer(PROMPT).input_ids)
     wanted = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=30) for sample in range(5)]
@@ -110,15 +100,13 @@ def test_pairs_that_cannot_be_are_refused(folder: Path) -> None:
         load(folder / "target", folder / "draft")
     with pytest.raises(ConfigError, match=r"^tokenizer=own has no effect with draft=local, which has"):
         load(folder / "target", folder / "target", tokenizer="own")
-    with pytest.raises(ConfigError, match="unknown matching 'words'"):
-        load(folder / "target", folder / "draft", tokenizer="own", matching="words")
 
 
-def _texts(layout: Layout, *, matching: Matching, temperature: float, batch_size: int) -> list[list[list[int]]]:
+def _texts(layout: Layout, *, temperature: float, batch_size: int) -> list[list[list[int]]]:
     tokenizers = byte_level(), sentencepiece_like()
     config = replace(
         run_config(ModelConfig(name="target"), None, sampling=SamplingConfig(temperature=temperature)),
-        draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own, matching=matching),
+        draft=ModelDraftConfig(kind=MODEL_DRAFT, tokenizer=DraftTokenizer.own),
         batch_size=batch_size, ignore_eos=False,
     )  # fmt: skip
     prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
@@ -139,13 +127,12 @@ LAYOUTS = [
 ]
 
 
-@ways
 @pytest.mark.parametrize(("target", "draft", "kind"), LAYOUTS)
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
 def test_all_ranks_write_what_one_rank_writes(
-    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float, matching: Matching
+    target: tuple[int, ...], draft: tuple[int, ...], kind: DraftLayout, temperature: float
 ) -> None:
-    (wanted,) = _texts(ALONE, matching=matching, temperature=temperature, batch_size=1)
+    (wanted,) = _texts(ALONE, temperature=temperature, batch_size=1)
     layout = Layout(target_ranks=target, draft_ranks=draft, draft_kind=kind)
-    found = _texts(layout, matching=matching, temperature=temperature, batch_size=3)
+    found = _texts(layout, temperature=temperature, batch_size=3)
     assert found == [wanted] * len(layout.ranks)

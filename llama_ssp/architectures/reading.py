@@ -1,0 +1,196 @@
+"""Reads the sizes of a model from its config.json, by the names and the defaults of its family.
+
+`kinds.json` has both of all kinds that transformers 5.23 continues a text with; a test compares it with the library's
+configuration classes. `weights.checkpoint` reads the library's own configurations with the same functions.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from llama_ssp.architectures.eagle3 import read_head_config
+from llama_ssp.architectures.experts import expert_sizes, first_size
+from llama_ssp.architectures.family import check_ranks, check_servable, inventory, num_positions, record_of, text_part
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
+from llama_ssp.settings.model_files import (
+    CONFIG_FILE,
+    read_json,
+    read_model_config,
+    refuse_other_kinds,
+    require_folder,
+)
+from llama_ssp.settings.registry import imported
+from llama_ssp.settings.schema import Dtype, ModelShape
+from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
+
+Field = Callable[[str], Any]
+"""Gives a field of a config by name, None if there is none."""
+_NAMES = {
+    "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "attention_heads", "n_head", "n_heads"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+}
+"""Names of a size in the files of different families."""
+FIELDS = (
+    *(name for names in _NAMES.values() for name in names), "max_position_embeddings", "num_key_value_heads",
+    "num_kv_heads", "multi_query", "new_decoder_architecture", "head_dim", "kv_lora_rank", "qk_rope_head_dim",
+    "tie_word_embeddings", "sliding_window",
+)  # fmt: skip
+"""Fields that are read of any family."""
+_DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Endings of the library's classes that continue a text."""
+
+
+@cache
+def kinds() -> Mapping[str, Mapping[str, Any]]:
+    """The `names` of fields that are others in the files of a kind, and the `defaults` of absent ones, by kind."""
+    found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
+    return found
+
+
+def fields_of(content: Mapping[str, Any]) -> Field:
+    """The fields of a config.json as the library reads them."""
+    kind = kinds().get(str(content.get("model_type")), {})
+    names, defaults = kind.get("names", {}), kind.get("defaults", {})
+
+    def field(name: str) -> Any:  # noqa: ANN401 - any field
+        stored = names.get(name) if names.get(name) in content else name
+        return content[stored] if stored in content else defaults.get(name)
+
+    return field
+
+
+def shape_from(field: Field, *, ties: bool, derives_units: bool = True) -> ModelShape:
+    """The sizes of a model; those that a config does not have are derived from others.
+
+    Args:
+        field: of its config.
+        ties: whether the head is the embedding.
+        derives_units: whether a config without `intermediate_size` has four times the model's width.
+
+    Raises:
+        KeyError: with the names of the sizes that it lacks.
+    """
+    sizes: dict[str, Any] = {key: first_size(field, *names) for key, names in _NAMES.items()}
+    if missing := [key for key, size in sizes.items() if not (size or (derives_units and key == "intermediate_size"))]:
+        raise KeyError(", ".join(missing))
+    num_heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
+    shares_keys = field("multi_query") and not field("new_decoder_architecture")
+    model_type, of_keys = field("model_type"), field("num_key_value_heads") or field("num_kv_heads")
+    own = record_of(model_type).sizes
+    return ModelShape(
+        model_type=model_type,
+        tie_word_embeddings=ties,
+        num_key_value_heads=1 if shares_keys else of_keys or num_heads,
+        head_dim=field("head_dim") or width // num_heads,
+        max_position_embeddings=num_positions(field),
+        latent_width=(field("kv_lora_rank") or 0) and field("kv_lora_rank") + (field("qk_rope_head_dim") or 0),
+        **sizes | {"intermediate_size": sizes["intermediate_size"] or 4 * width},
+        **expert_sizes(field, num_layers=sizes["num_hidden_layers"]),
+        **(own(field) if own else {}),
+    )
+
+
+def read_config(folder: Path, *, describes: bool = True) -> tuple[ModelShape, Dtype]:
+    """Read the sizes and the number format of a checkpoint from its config.json.
+
+    A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
+    PlacementError. The sentence of a run that refuses the model is in `refusal`. If a plan `describes` it, a family
+    without a record has the modules of the library, where that is installed.
+    """
+    file = folder / CONFIG_FILE
+    refuse_other_kinds(folder)
+    content: Mapping[str, Any] = read_model_config(folder)
+    head = read_head_config(content, file)
+    whole, content = content, text_part(content) if head is None else head.sizes
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str):
+        raise _incomplete(file, "model_type")
+    family, shape, refusal = record_of(model_type), None, ""
+    if model_type not in kinds():
+        content = _of_text(model_type, content, whole)
+    field = fields_of(content)
+    if not family.is_written and (describes or model_type not in kinds()):
+        shape, refusal = _by_modules(folder)
+    try:
+        check_servable(field)
+    except ConfigError as error:
+        refusal = str(error)
+    try:
+        is_known = model_type in kinds()
+        shape = shape or shape_from(field, ties=bool(field("tie_word_embeddings")), derives_units=is_known)
+    except KeyError as error:
+        if family.is_written:
+            raise _incomplete(file, error.args[0]) from None
+        message = f"no plan for {model_type} models: {file} does not give {error.args[0]}, as a Llama's would"
+        raise PlacementError(message) from None
+    shape = replace(shape, refusal=refusal)
+    if shape.head_dim < 1:
+        wanted = f"at least the {shape.num_attention_heads} of num_attention_heads is required"
+        raise CheckpointError(f"{file} has hidden_size {shape.hidden_size}, and {wanted}: copy or download it again")
+    shape = shape if head is None else head.shape_over(shape)
+    layout = layout_of(content.get(QUANTIZATION))
+    unsaid_dtype = Dtype.bf16 if isinstance(layout, PackedLayout) else Dtype.fp32
+    stored = str(content.get("dtype") or content.get("torch_dtype") or unsaid_dtype.value)
+    return shape, next((dtype for dtype in Dtype if dtype.value == stored), Dtype.fp32)
+
+
+def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
+    """The sizes and modules of a checkpoint by the library, or why it has none; nothing without the library."""
+    try:
+        describe = imported("llama_ssp.models.huggingface.described:describe", setting="a plan")
+    except ConfigError:
+        return None, ""
+    try:
+        return describe(folder), ""
+    except SspError as error:
+        return None, str(error)
+
+
+def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
+    """How the linear layers of a checkpoint are stored, by its config.json; None without a quantization there.
+
+    Raises CheckpointError for a file that is missing or not JSON.
+    """
+    modules = [matrix.module for matrix in inventory(shape).layer]
+    return stored_format(
+        read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
+        ties_head=shape.tie_word_embeddings,
+    )  # fmt: skip
+
+
+def check_readable(folder: Path, quantization: str, *, num_ranks: int = 1) -> None:
+    """Check by config.json alone that runs read a checkpoint, with this quantization, and on so many ranks.
+
+    Raises what `read_config` does, CheckpointError for weights that cannot be read, and ConfigError for another
+    quantization than the stored one. A file without a family is left to the run.
+    """
+    require_folder(folder)
+    content = read_json(folder / CONFIG_FILE)
+    if isinstance(content.get("model_type"), str) and not read_head_config(content, folder / CONFIG_FILE):
+        shape, _ = read_config(folder, describes=False)
+        if shape.refusal:
+            raise ConfigError(shape.refusal)
+        check_ranks(shape.model_type, num_ranks)
+        if stored := read_stored_format(folder, shape):
+            stored.kept_format(quantization, where=folder)
+
+
+def _of_text(model_type: str, content: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of an unknown family's file that has the sizes; PlacementError if it is no decoder."""
+    text = content.get("text_config")
+    classes = whole.get("architectures") or []
+    if whole.get("is_encoder_decoder") or (classes and not any(name.endswith(_DECODERS) for name in classes)):
+        named = f" ({', '.join(classes)})" if classes else ""
+        raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
+    return {**content, **text} if isinstance(text, dict) else content
+
+
+def _incomplete(file: Path, missing: str) -> CheckpointError:
+    return CheckpointError(f"{file} lacks {missing}: a config.json as save_pretrained writes it is required")

@@ -1,0 +1,133 @@
+"""The modules of a model by transformers, on the meta device: what a plan counts of a family without a record."""
+
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.pytorch_utils import Conv1D
+
+from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.matrices import Inventory, Matrix
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.experts import experts_of
+from llama_ssp.models.huggingface.families import is_linear
+from llama_ssp.models.loading import build_empty
+from llama_ssp.models.tensor_parallel import cut_dim
+from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.weights.checkpoint import Checkpoint, inspect
+
+_LAYER = re.compile(r"\.\d+\.")
+_IN_LAYER = re.compile(r"\.\d+\.(?:\w+\.(?=.*\.))?")
+"""What precedes the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
+
+
+def describe(folder: Path) -> ModelShape:
+    """The sizes of a model with its modules, from its config.json alone; raises what a run on one rank would."""
+    return with_modules(inspect(folder, config_alone=True)).shape
+
+
+def with_modules(origin: Checkpoint) -> Checkpoint:
+    """A checkpoint whose shape has the modules of its model."""
+    return replace(origin, shape=replace(origin.shape, modules=modules_of(build_empty(origin), origin.shape)))
+
+
+def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
+    """List the parameters of a whole model without weights; layers that differ are counted in their mean.
+
+    The matrices of a layer are those of its linear layers and experts, and its vectors everything else.
+    """
+    head, num_layers = model.get_output_embeddings(), shape.num_hidden_layers
+    is_tied = bool(model.config.tie_word_embeddings)
+    layer, embeddings, vectors = Counter[Matrix](), list[Matrix](), Counter[bool]()
+    cuts = dict[str, int | None]()
+    output, experts = None, dict(experts_of(model))
+    for name, module in model.named_modules():
+        is_inner = _IN_LAYER.search(f"{name}.")
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if (kind := _LAYER.sub(".*.", f"{name}.", count=1)) not in cuts:
+                cuts[kind] = _cut_of(model, name, module)
+            cut = cuts[kind]
+            if is_inner and name in experts and parameter.dim() == 3:  # noqa: PLR2004 - experts, outputs, inputs
+                number, *sizes = parameter.shape
+                rows, columns = sizes[::-1] if getattr(module, "is_transposed", False) else sizes
+                cut = None if cut is None else int(leaf.startswith("down"))
+                layer[Matrix(module=f"experts.{leaf}", num_rows=rows, num_columns=columns, cut=cut, num_chosen=1)] += (
+                    number
+                )
+            elif leaf == "weight" and (is_linear(name, module) or isinstance(module, Conv1D | nn.Embedding)):
+                rows, columns = parameter.shape[::-1] if isinstance(module, Conv1D) else parameter.shape
+                short = _IN_LAYER.split(f"{name}.weight")[-1].removesuffix(".weight")
+                found = Matrix(
+                    module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut
+                )
+                if is_inner:
+                    layer[found] += 1
+                elif isinstance(module, nn.Embedding):
+                    embeddings.append(found)
+                elif module is head:
+                    output = None if is_tied else found
+                else:
+                    vectors[False] += parameter.numel()
+            else:
+                vectors[bool(is_inner)] += parameter.numel()
+    chosen = shape.num_experts_per_tok / max(shape.num_experts, 1)
+    each, rest = divmod(vectors[True], num_layers)
+    return Inventory(
+        layer=tuple(
+            replace(matrix, copies=count / num_layers, num_chosen=matrix.num_chosen * chosen * count / num_layers)
+            for matrix, count in layer.items()
+        ),
+        layer_vectors=each, embeddings=tuple(embeddings), head=output, final_vectors=vectors[False] + rest,
+        num_layers=num_layers, cached_values=_cached_values(model),
+    )  # fmt: skip
+
+
+def _cut_of(model: PreTrainedModel, name: str, module: nn.Module) -> int | None:
+    """The dimension that ranks share, as `tensor_parallel.shard` has it; None for a module that is whole."""
+    is_own = isinstance(module, nn.Embedding) and type(module) is not nn.Embedding
+    if is_own and not record_of(model.config.model_type).cuts_own_embedding:
+        return None
+    with suppress(PlacementError):
+        return cut_dim(model, name, whole=WholeParts.none)
+    return None
+
+
+class _Counting(Cache):
+    """A cache that keeps nothing but the number of values that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.num_values = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Count keys and values of one token."""
+        self.num_values += key_states.numel() + value_states.numel()
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
+        """The cache is empty."""
+        return 0
+
+
+def _cached_values(model: Any) -> int:  # noqa: ANN401 - any model of transformers
+    """The values of a token that all layers cache; 0 if a forward without weights does not tell."""
+    for _, experts in experts_of(model):
+        experts.forward = _first
+    cache, ids = _Counting(), torch.zeros(1, 1, dtype=torch.long, device="meta")
+    with suppress(Exception), torch.no_grad():  # of any family's code
+        model.to("meta")(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+        return cache.num_values
+    return 0
+
+
+def _first(x: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+    return x

@@ -1,0 +1,38 @@
+"""What transformers' configuration classes say of the kinds that llama_ssp/architectures/kinds.json lists.
+
+.venv/bin/python -m tests.helpers.library_kinds    writes that file
+"""
+
+import json
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llama_ssp.architectures import experts, gemma, reading
+
+FILE = Path(str(files("llama_ssp"))) / "architectures" / "kinds.json"
+NAMES = {*reading.FIELDS, *experts.FIELDS, *gemma.FIELDS}
+
+
+def library_kinds() -> dict[str, dict[str, Any]]:
+    """By kind: the fields with another name in its files, and what a file leaves out."""
+    found = {}
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        config = CONFIG_MAPPING[kind]
+        given = {each.name: each.default for each in fields(config)}
+        defaults = {name: value for name, value in given.items() if isinstance(value, int | str) and name in NAMES}
+        names = {name: other for name, other in config.attribute_map.items() if name in NAMES}
+        for name, other in names.items():
+            if isinstance(value := given.get(other), int | str):
+                defaults[name] = value
+        found[kind] = {key: value for key, value in (("names", names), ("defaults", defaults)) if value}
+    return found
+
+
+if __name__ == "__main__":
+    lines = [f" {json.dumps(kind)}: {json.dumps(facts)}" for kind, facts in library_kinds().items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,0 +1,93 @@
+"""Public checkpoints by their config.json: one verdict of plan and run, and the bytes of transformers' own modules."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import CONFIG_MAPPING
+
+from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.reading import check_readable, kinds, read_config
+from llama_ssp.errors import SspError
+from llama_ssp.models import loading
+from llama_ssp.models.tensor_parallel import shard
+from llama_ssp.planning.memory import model_bytes, rank_shares
+from llama_ssp.planning.spec import planned_model
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.schema import Dtype, ModelConfig, TargetKind, WholeParts
+from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
+from tests.helpers import library_kinds
+
+pytestmark = pytest.mark.seconds
+
+CONFIGS = yaml.safe_load(Path(__file__).with_name("configs.yaml").read_text())
+
+TENSOR = TargetKind.tensor
+
+
+def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
+    """Lists of equal values are written short: `32 x 3072`, and factors by their number."""
+    if isinstance(value, dict):
+        return {key: [1.0] * each if key in {"long_factor", "short_factor"} else whole(each)
+                for key, each in value.items()}  # fmt: skip
+    if isinstance(value, str) and " x " in value:
+        count, each = map(int, value.split(" x "))
+        return [each] * count
+    return value
+
+
+def refusal(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except SspError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("given", CONFIGS, ids=[each["name"].partition("/")[2] for each in CONFIGS])
+def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_sources", lambda *_: {})  # the files are not here
+    content = whole(given["config"])
+    content.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    for num_ranks in (1, 8):
+        said = refusal(partial(check_run, tmp_path, num_ranks))
+        assert refusal(partial(check_readable, tmp_path, "none", num_ranks=num_ranks)) == said
+        wanted = given.get("refused", {}).get(num_ranks, "")
+        assert wanted in said
+        assert bool(wanted) == bool(said), said
+        if not said:
+            model = planned_model(ModelConfig(name="mine", path=str(tmp_path), dtype=Dtype.bf16), device="cuda")
+            shares, origin = rank_shares(model, num_ranks=num_ranks, kind=TENSOR), inspect(tmp_path, config_alone=True)
+            for rank in {0, num_ranks - 1}:
+                planned = model_bytes(shares[rank], model, device="cuda").total_bytes
+                assert planned == pytest.approx(held_bytes(origin, rank, num_ranks), rel=0.01)
+
+
+def check_run(folder: Path, num_ranks: int) -> None:
+    loading.check_model(inspect(folder, config_alone=True), num_ranks=num_ranks)
+
+
+def held_bytes(origin: Checkpoint, rank: int, num_ranks: int) -> int:
+    """Bytes of a rank's parameters in bf16, by transformers' modules on the meta device."""
+    model = loading.build_empty(origin)
+    shard(model, origin.shape, Comm(rank=rank, size=num_ranks), whole=kept_whole(origin.shape, WholeParts.none))
+    found, tied = dict(model.named_parameters()), model.all_tied_weights_keys
+    own = [each for name, each in found.items() if name not in tied or each.shape != found[tied[name]].shape]
+    return sum(2 * each.numel() for each in own)
+
+
+def test_names_and_defaults_are_those_of_the_library() -> None:
+    assert json.loads(library_kinds.FILE.read_text()) == library_kinds.library_kinds()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds() if record_of(kind).is_written])
+def test_a_config_that_leaves_all_to_its_family_has_the_sizes_of_the_library(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert read_config(tmp_path)[0] == shape_of(CONFIG_MAPPING[kind]())
