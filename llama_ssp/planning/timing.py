@@ -43,6 +43,13 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
+from llama_ssp.architectures.engine import (
+    ENGINE_KERNELS,
+    OWN_SLOTS_PER_SLOT,
+    PREFILL_CHUNK,
+    WHOLE_LAYER_TOKENS,
+    Kernels,
+)
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.machines.hardware import HardwareConfig
@@ -60,13 +67,6 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
-from llama_ssp.settings.layout import (
-    ENGINE_KERNELS,
-    OWN_SLOTS_PER_SLOT,
-    PREFILL_CHUNK,
-    WHOLE_LAYER_TOKENS,
-    Kernels,
-)
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
 

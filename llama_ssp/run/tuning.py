@@ -11,13 +11,13 @@ from dataclasses import replace
 from statistics import linear_regression
 from typing import Any
 
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
-from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder

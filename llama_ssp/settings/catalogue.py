@@ -177,6 +177,8 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
+LOCAL = "local"
+"""The entry that stands for any folder, and the name of a model from one."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

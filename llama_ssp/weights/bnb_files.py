@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.settings.formats import NF4_GROUP as GROUP
-from llama_ssp.settings.stored import BNB_STATE
+from llama_ssp.settings.formats import PackedLayout
+from llama_ssp.settings.storage.nf4 import BNB_STATE
 from llama_ssp.weights import byte_rows
+from llama_ssp.weights.packed import Facts, PackedTensor
 from llama_ssp.weights.source import StoredTensor
 
 _SCALES, _NUMBERS, _OUTER = "weight.absmax", "weight.nested_quant_map", "weight.nested_absmax"
@@ -27,7 +29,19 @@ _NESTED = 256
 """Scales that share a scale."""
 
 
-def shape_of(parts: Mapping[str, StoredTensor], kind: str) -> tuple[int, int] | None:
+class BnbTensor(PackedTensor):
+    """A weight of two codes a byte."""
+
+    @staticmethod
+    def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
+        shape = _shape_of(parts, layout.storage) if {layout.weight, layout.scale} <= parts.keys() else None
+        return (torch.float32, shape) if shape else None
+
+    def _rows(self, outputs: range, inputs: range) -> Tensor:
+        return _rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
+
+
+def _shape_of(parts: Mapping[str, StoredTensor], kind: str) -> tuple[int, int] | None:
     """The shape of a weight, by the last parts of its tensors' names; None if they do not fit each other."""
     state = _state(parts)
     match state.get("shape"):
@@ -46,7 +60,7 @@ def shape_of(parts: Mapping[str, StoredTensor], kind: str) -> tuple[int, int] | 
     return (num_outputs, num_inputs) if fits else None
 
 
-def rows(parts: Mapping[str, StoredTensor], num_inputs: int, *, outputs: range, inputs: range) -> Tensor:
+def _rows(parts: Mapping[str, StoredTensor], num_inputs: int, *, outputs: range, inputs: range) -> Tensor:
     """Read the rows of some outputs, and of whole groups of the inputs, of a weight with `num_inputs`."""
     num_bytes, num_groups = num_inputs // 2, num_inputs // GROUP
     codes = parts["weight"].read(range(outputs.start * num_bytes, outputs.stop * num_bytes)).view(-1, num_bytes)

@@ -20,6 +20,7 @@ from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.architectures.family import text_part
 from llama_ssp.architectures.reading import shape_from
 from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.formats import PackedLayout
 from llama_ssp.settings.model_files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -33,7 +34,7 @@ from llama_ssp.settings.model_files import (
     shown,
 )
 from llama_ssp.settings.schema import ModelConfig, ModelShape
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
+from llama_ssp.settings.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header

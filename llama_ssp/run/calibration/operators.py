@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import Linear, make_linear, product_of
 from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -25,7 +25,7 @@ from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 
@@ -76,13 +76,16 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By storage format, if this CPU has our kernel, and by number format of unquantized weights.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel and weights can be
+    quantized to it.
     """
     speeds = dict[str, Speed]()
+    records = [each for each in formats().values() if each.compiled and not each.is_stored_alone]
+    compiled = [each.name for each in records if each.compiled and product_of(each.compiled)]
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
-    for name in ("fp32", "fp16", *(name for name, kind in COMPILED.items() if product_of(kind))):
-        quantization = name if name in COMPILED else NO_QUANTIZATION
+    for name in ("fp32", "fp16", *compiled):
+        quantization = name if name in compiled else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)

@@ -25,9 +25,9 @@ from llama_ssp.ranks.gpu import capture_stream
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
+from llama_ssp.run.tasks.records import CalibrateConfig
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, RunConfig
-from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
 
 _SUMS = "this machine"
