@@ -17,8 +17,6 @@ from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS, Block, Found, Pa
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",
 )  # fmt: skip
-METHODS = (COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT, "fp8", "fbgemm_fp8", "mxfp4")
-"""Values of `quant_method` that some format reads."""
 SCATTERED = (True, "group", "dynamic")
 """Values of actorder that scatter the groups."""
 OF_ACTIVATIONS = (
