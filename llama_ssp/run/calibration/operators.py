@@ -76,8 +76,8 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format to which nothing
-    is quantized has the speed of a measured one with as many bits.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
+    has the speed of a measured one with as many bits.
     """
     speeds = dict[str, Speed]()
     compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
@@ -93,10 +93,8 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
         speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
     for record in compiled if measured else ():
-        distance = {
-            name: abs((other.weight_bytes or 0) - (record.weight_bytes or 0)) for name, other in measured.items()
-        }
-        speeds.setdefault(record.name, speeds[min(distance, key=distance.__getitem__)])
+        bits = {name: abs((other.weight_bytes or 0) - (record.weight_bytes or 0)) for name, other in measured.items()}
+        speeds.setdefault(record.name, speeds[min(bits, key=bits.__getitem__)])
     return speeds
 
 
