@@ -55,21 +55,21 @@ def seconds_per_call(call: Call, *, budget_s: float = BUDGET_S) -> float:
     return undisturbed(times)
 
 
-def _settled(call: Call, device: torch.device) -> Call:
+def _waiting(call: Call, device: torch.device) -> Call:
     """Return a call that waits for the device."""
 
-    def settled() -> None:
+    def waiting() -> None:
         call()
         torch.cuda.synchronize(device)
 
-    return settled if device.type == "cuda" else call
+    return waiting if device.type == "cuda" else call
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
     """Bytes read and written per second by a copy too large for any cache."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_per_call(_settled(lambda: target.copy_(source), device))
+    return 2 * num_bytes / seconds_per_call(_waiting(lambda: target.copy_(source), device))
 
 
 @torch.inference_mode()
@@ -105,7 +105,7 @@ def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Rate of a square matrix product, in FLOP/s."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / seconds_per_call(_settled(lambda: left @ left, device))
+    return 2 * side**3 / seconds_per_call(_waiting(lambda: left @ left, device))
 
 
 def launch_s(device: torch.device) -> float:
@@ -133,7 +133,7 @@ def _layer_s(device: torch.device) -> float:
         runner.allocate(batch_size=1, capacity=128)
         ids_B1, positions_B1 = torch.zeros(2, 1, 1, dtype=torch.int64, device=device).unbind()
         forward = partial(runner.forward, ids_B1, positions_B1, bucket=128)
-        return seconds_per_call(_settled(forward, device)) / origin.shape.num_hidden_layers
+        return seconds_per_call(_waiting(forward, device)) / origin.shape.num_hidden_layers
 
 
 def kernel_s(device: torch.device) -> float:
@@ -155,7 +155,7 @@ def kernel_s(device: torch.device) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
             some()
-        return seconds_per_call(_settled(graph.replay, device)) / _NUM_OPERATORS
+        return seconds_per_call(_waiting(graph.replay, device)) / _NUM_OPERATORS
 
 
 def sums(comm: Comm, device: torch.device) -> list[MeasuredSum]:
