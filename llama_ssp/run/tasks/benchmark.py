@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.timing import timing
@@ -37,7 +38,6 @@ from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
 from llama_ssp.settings.drafters import NgramConfig, draft_name, has_own_tokenizer
 from llama_ssp.settings.formats import format_of
-from llama_ssp.settings.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
