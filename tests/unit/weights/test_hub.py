@@ -186,6 +186,7 @@ def test_a_folder_without_its_config_says_whether_the_hub_has_one(
         hub.find_config(ENTRY)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("has_config", [True, False])
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_a_hub_that_cannot_be_reached_is_asked_without_retries(command: str, has_config: bool, tmp_path: Path) -> None:
