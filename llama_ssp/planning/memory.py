@@ -649,12 +649,3 @@ def _most_that_fit(job_of: Callable[[int], PlanSpec], hardware: HardwareConfig, 
         found = free_bytes(middle)
         low, high, free, lacking = (middle, high, found, lacking) if found >= 0 else (low, middle, free, found)
     return low
-
-
-def largest(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` for which a monotone property holds, by bisection; 0 if none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low

@@ -148,8 +148,8 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
     """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
-    tight, ms = ", tight" if change.is_tight else "", change.ms_per_token
-    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {rounded(ms)} ms/token)"
+    tight, ms = ", tight" if change.fullest.is_tight else "", rounded(1e3 * change.timed.best_s)
+    return f"{settings} ({change.fullest.needed_bytes / GIB:.1f} GiB{tight}, {ms} ms/token)"
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
         "shortage": None if plan.fits else shortage(plan),
-        "changes": [asdict(change) for change in plan.changes],
+        "changes": [change.document() for change in plan.changes],
     }  # fmt: skip
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError, shown
 from llama_ssp.settings.formats import NO_QUANTIZATION, Found, PackedLayout, format_of, formats
-from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.patterns import Pattern
 from llama_ssp.settings.storage import tools
 from llama_ssp.words import said

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llama_ssp.errors import shown
 from llama_ssp.settings.formats import (
     FP4_GROUP,
     FP4_SCALED,
@@ -18,7 +19,6 @@ from llama_ssp.settings.formats import (
     StorageFormat,
     few_rows_bytes,
 )
-from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.storage import tools
 
 

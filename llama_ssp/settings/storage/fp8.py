@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from llama_ssp.errors import shown
 from llama_ssp.settings.formats import (
     FP8_GROUP,
     UNPACKED_WEIGHTS,
@@ -12,7 +13,6 @@ from llama_ssp.settings.formats import (
     StorageFormat,
     few_rows_bytes,
 )
-from llama_ssp.settings.model_files import shown
 from llama_ssp.settings.storage import tools
 
 _NAME = "fp8_weight_only"

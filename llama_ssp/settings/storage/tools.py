@@ -11,14 +11,12 @@ modelopt              FP8 with a scale per matrix; NVFP4, floats of 4 bits with 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llama_ssp.errors import shown
 from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS, Block, Found, PackedLayout
-from llama_ssp.settings.model_files import shown
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",
 )  # fmt: skip
-METHODS = (COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT, "fp8", "fbgemm_fp8", "mxfp4")
-"""Values of `quant_method` that some format reads."""
 SCATTERED = (True, "group", "dynamic")
 """Values of actorder that scatter the groups."""
 OF_ACTIVATIONS = (
