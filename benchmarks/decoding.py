@@ -14,6 +14,7 @@ from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.jobs import encode
 from llama_ssp.run.tasks.benchmark import Ours
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
@@ -31,7 +32,6 @@ from llama_ssp.settings.schema import (
     VerificationConfig,
     WeightsKind,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request

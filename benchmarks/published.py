@@ -17,6 +17,7 @@ from textwrap import fill
 
 from benchmarks.measured import markdown, page_of, show
 from benchmarks.published_rows import A100, ROWS, Measure, Row, Source
+from llama_ssp.architectures.engine import Kernels
 from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -25,7 +26,6 @@ from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
-from llama_ssp.settings.layout import Kernels
 from llama_ssp.settings.schema import DraftLayout, TargetKind
 
 COST_RATIOS = (

@@ -4,6 +4,7 @@
 """
 
 import errno
+import json
 import shlex
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -114,3 +115,12 @@ def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
     close = similar_name(given, names)
     hint = f"; did you mean {close}?" if close else ""
     return f"unknown {kind} {given!r}: there are {', '.join(names)}{hint}"
+
+
+_MOST_SHOWN = 60
+
+
+def shown(value: object) -> str:
+    """A value of a file for an error message: as ASCII JSON, shortened."""
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

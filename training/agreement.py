@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.decoding import run_config
 from llama_ssp import load
+from llama_ssp.architectures.model_files import AGREEMENT_FILE
 from llama_ssp.models.loading import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
@@ -29,7 +30,6 @@ from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.jobs import encode
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.model_files import AGREEMENT_FILE
 from llama_ssp.settings.schema import (
     DeviceKind,
     Dtype,

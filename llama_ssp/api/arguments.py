@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.catalogue import is_hub_id, read_path
+from llama_ssp.settings.catalogue import LOCAL, is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.formats import CACHES, FORMATS
@@ -23,8 +23,6 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
-LOCAL = "local"
-"""The entry of the catalogue that needs a folder, and the name of a model from a folder."""
 
 
 _Reader = Callable[[Any], object]

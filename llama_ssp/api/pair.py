@@ -38,6 +38,7 @@ from llama_ssp.run.decoders import Models, build_decoder, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
 from llama_ssp.run.jobs import encode_messages
 from llama_ssp.run.prompts import Prompt, read_messages
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
@@ -53,7 +54,6 @@ from llama_ssp.settings.schema import (
     SpeculationConfig,
     VerificationConfig,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder

@@ -67,7 +67,7 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
-FAMILIES: Registry[Family] = Registry(setting="model_type", package=architectures.__name__, kind=Family)
+FAMILIES: Registry[Family] = Registry(setting="model_type", modules=(architectures.__name__,), kind=Family)
 register, families = FAMILIES.register, FAMILIES.all
 
 

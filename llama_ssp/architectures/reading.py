@@ -15,17 +15,13 @@ from typing import Any
 from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.architectures.experts import expert_sizes, first_size
 from llama_ssp.architectures.family import check_ranks, check_servable, inventory, num_positions, record_of, text_part
+from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
-from llama_ssp.settings.model_files import (
-    CONFIG_FILE,
-    read_json,
-    read_model_config,
-    refuse_other_kinds,
-    require_folder,
-)
+from llama_ssp.settings.catalogue import CONFIG_FILE
+from llama_ssp.settings.formats import PackedLayout
 from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import Dtype, ModelShape
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, StoredFormat, layout_of, stored_format
+from llama_ssp.settings.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
 
 Field = Callable[[str], Any]
 """Gives a field of a config by name, None if there is none."""

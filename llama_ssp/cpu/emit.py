@@ -10,9 +10,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from llama_ssp.settings import layout
+from llama_ssp.architectures import engine
 
-LANES = layout.LANES
+LANES = engine.LANES
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
 POINTER = ir.PointerType()

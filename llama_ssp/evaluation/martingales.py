@@ -32,11 +32,11 @@ FAULTS = {
 """Faults, and the rules under which a node with one child can have them; the last three depend on other things."""
 RESIDUALS = (*FAULTS,)[:4]
 TEXT_SCORES = (
-    *(f"ratio to {fault}" for fault in FAULTS),
+    *FAULTS,
     "log target minus log draft", "log draft", "acceptance", "surprise", "repeated token", "place in the vocabulary",
     "drift of places", "place of the first token of a round",
 )  # fmt: skip
-SCORES = (*TEXT_SCORES, *(f"after a rejection, ratio to {fault}" for fault in RESIDUALS))
+SCORES = (*TEXT_SCORES, *(f"after a rejection, {fault}" for fault in RESIDUALS))
 _LEAST_VARIANCE = 1.0
 """Rounding may turn a few tokens, also where the target is certain of all of them."""
 _LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6

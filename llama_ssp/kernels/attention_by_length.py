@@ -10,7 +10,7 @@ On an H200 torch's took 68 us for 5 queries over 2048 slots of 32 heads of 128 d
 and 5. Keys and values that are kept in another format than queries are ours to read too; torch's kernel
 gets a copy of all slots in the queries' format (`unpacking`).
 
-It runs where `settings.layout.reads_by_length` says so, which plans ask too; elsewhere masks are used (see
+It runs where `architectures.engine.reads_by_length` says so, which plans ask too; elsewhere masks are used (see
 `models.llama.attention`). Before its first use each kernel is held to a masked attention on this very device, with the
 model's own heads.
 
@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import reads_by_length
 from llama_ssp.kernels.between import Heads
 from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.layout import reads_by_length
 
 _log = logging.getLogger(__name__)
 

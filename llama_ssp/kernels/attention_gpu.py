@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama_ssp.architectures.engine import PART_SLOTS, most_parts
 from llama_ssp.kernels.attention_by_length import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
-from llama_ssp.settings.layout import PART_SLOTS, most_parts
 
 SLOTS = PART_SLOTS
 """Of a step: what one instruction multiplies."""

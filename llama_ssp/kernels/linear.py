@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.cpu.kinds import BLOCK, DOTS, FP4, FP8, GROUPS, NEEDS, NIBBLES, SHRUNK
+from llama_ssp.cpu.kinds import BLOCK, DOTS, FP4, FP8, GROUPS, NEEDS, SHRUNK
 from llama_ssp.cpu.operators import Operator, find_operator
 from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
 from llama_ssp.weights import fp4_rows, int4_rows
@@ -30,10 +30,6 @@ from llama_ssp.weights import fp4_rows, int4_rows
 SIGN_BIT = 128
 FLOATS = {"singles": torch.float32, "halves": torch.float16}
 """The kinds with one scale, and the number formats of their weights."""
-
-COMPILED = {"int8_weight_only": "bytes", "int8": DOTS, "fp8_weight_only": FP8, "int4_weight_only": NIBBLES}
-COMPILED |= {kind: kind for kind in FP4}
-"""The kinds of the storage formats."""
 
 _FEW_ROWS = 5
 """For which oneDNN packs a weight."""

@@ -21,7 +21,7 @@ THIS_MACHINE = "this_machine"  # Name of the hardware file that `task=calibrate`
 _OTHER_BOARDS = {"PCIE", "NVL", "MIG", "TI", "SUPER", "D", "LAPTOP", "MAX"}
 """Variants of a GPU with another bandwidth or memory."""
 _LAPTOP_CORES = 8
-"""Of laptop_cpu, whose rate is by core that of others."""
+"""Cores of laptop_cpu, whose rate of a core is that of others."""
 
 
 def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:

@@ -37,7 +37,7 @@ from llama_ssp.architectures.family import check_ranks, check_servable, kept_who
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
 from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.kernels.linear import COMPILED, Kernel, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, product_of
 from llama_ssp.models.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
@@ -582,7 +582,7 @@ def _check_quantizable(
         return {layers[name].weight.shape[dim]}
 
     if (package := storage.package) and find_spec(package.name) is None:
-        has_product = compiles and quantization in COMPILED and product_of(COMPILED[quantization]) is not None
+        has_product = compiles and storage.compiled is not None and product_of(storage.compiled) is not None
         odd = [name for name in layers if any(size % BLOCK for size in sizes(name, 0) | sizes(name, 1))]
         if odd or not has_product:
             where = f" for {summary(odd)}, whose sizes are no multiples of {BLOCK}" if has_product else ""

@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Pieces, Runner
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.layout import PREFILL_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ import yaml
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.catalogue import LOCAL
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import LOCAL
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"

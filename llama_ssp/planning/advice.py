@@ -5,7 +5,6 @@ Changes are judged by what the user loses:
     nothing   the draft has another place, is another one, or none: the text has the same distribution
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
-    time      layers wait in the host's memory or on disk
     model     a smaller target, if nothing else fits
 
 At most three changes are named: those that lose least, of these those of the fewest settings, then the fastest, one of
@@ -15,6 +14,8 @@ each kind, none that its own plan warns against for more reasons than the plan t
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import PlacementError
@@ -210,33 +211,16 @@ class Loss(IntEnum):
     nothing = 0
     little = 1
     more = 2
-    time = 3
-    model = 4
+    model = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings to add to the command line, and what the plan then says.
+    """Settings to add to the command line, the job and the machine that they lead to, and what its plan says.
 
     Attributes:
-        loss: name of a `Loss`.
-        needed_bytes: of the fullest rank.
-        ms_per_token: of a completion in its faster mode, while decoding.
-        tokens_per_s: of all rows and replicas.
-        is_tight: less than 3 % of a rank's memory is left.
+        kind: of each kind one change is named.
     """
-
-    settings: tuple[str, ...]
-    loss: str
-    needed_bytes: int
-    ms_per_token: float
-    tokens_per_s: float
-    is_tight: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Way:
-    """A changed job, before it is known whether it fits; of each `kind` one is named."""
 
     kind: str
     loss: Loss
@@ -244,94 +228,98 @@ class _Way:
     job: PlanSpec
     hardware: HardwareConfig
 
-    def then(self, *settings: str, job: PlanSpec) -> "_Way":
-        """The way with further settings, which lead to `job`."""
+    def then(self, *settings: str, job: PlanSpec) -> "Change":
+        """The change with further settings, which lead to `job`."""
         return replace(self, settings=(*self.settings, *settings), job=job)
 
+    @cached_property
+    def fullest(self) -> RankMemoryPlan:
+        """The fullest rank."""
+        return fullest_rank(self.job, self.hardware)
 
-@dataclass(frozen=True, kw_only=True)
-class _Fitting:
-    way: _Way
-    fullest: RankMemoryPlan
-    timed: Timing
+    @cached_property
+    def timed(self) -> Timing:
+        """The times of a completion."""
+        return timing(self.job, self.hardware)
 
     @property
-    def row_s(self) -> float:
-        """Seconds per token over all rows and replicas."""
-        return self.timed.best_s / (self.way.job.batch_size * self.way.job.num_replicas)
+    def has_room(self) -> bool:
+        """Whether it fits, and with something left: what is bought should not be tight."""
+        return fits(self.job, self.hardware) and not self.fullest.is_tight
 
     @property
     def order(self) -> tuple[int, int, bool, float]:
-        return self.way.loss, len(self.way.settings), self.fullest.is_tight, self.row_s
+        """Sort key of changes, the best first."""
+        row_s = self.timed.best_s / (self.job.batch_size * self.job.num_replicas)
+        return self.loss, len(self.settings), self.fullest.is_tight, row_s
+
+    def document(self) -> dict[str, Any]:
+        """For JSON: the times are of a completion in its faster mode, tokens/s of all rows and replicas."""
+        return {
+            "settings": self.settings,
+            "loss": self.loss.name,
+            "needed_bytes": self.fullest.needed_bytes,
+            "ms_per_token": 1e3 * self.timed.best_s,
+            "tokens_per_s": 1 / self.order[-1],
+            "is_tight": self.fullest.is_tight,
+        }
 
 
 def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
-    candidates, known = _fitting(_ways(job, hardware)), _faults(job, hardware)
-    if not any(one.way.loss <= Loss.little for one in candidates):
+    candidates, known = _fitting(_ways(job, hardware)), _faults(job, hardware, timing(job, hardware))
+    if not any(one.loss <= Loss.little for one in candidates):
         candidates += _fitting(_two_at_once(job, hardware))
-    chosen = _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(job, hardware)), known)
-    return [
-        Change(
-            settings=one.way.settings, loss=one.way.loss.name, needed_bytes=one.fullest.needed_bytes,
-            ms_per_token=1e3 * one.timed.best_s, tokens_per_s=1 / one.row_s, is_tight=one.fullest.is_tight,
-        )
-        for one in chosen
-    ]  # fmt: skip
+    return _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(job, hardware)), known)
 
 
-def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing | None = None) -> set[str]:
+def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> set[str]:
     """What the plan of a job warns of, without figures; another K that gains more is no fault."""
-    found = warnings(job, hardware, timed or timing(job, hardware))
+    found = warnings(job, hardware, timed)
     return {said.partition(":")[0] for said in found if not said.startswith("K=")}
 
 
-def _chosen(candidates: list[_Fitting], known: set[str]) -> list[_Fitting]:
+def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
     """The best of each kind whose own plan warns of nothing but what is `known` of the plan that was asked for."""
-    chosen: dict[str, _Fitting] = {}
+    chosen: dict[str, Change] = {}
     for candidate in sorted(candidates, key=lambda one: one.order):
         if len(chosen) == MOST_CHANGES:
             break
-        if candidate.way.kind not in chosen and (accepted := _accepted(candidate, known)):
-            chosen[candidate.way.kind] = accepted
+        if candidate.kind not in chosen and (accepted := _accepted(candidate, known)):
+            chosen[candidate.kind] = accepted
     return sorted(chosen.values(), key=lambda one: one.order)
 
 
-def _fitting(ways: Iterable[_Way]) -> list[_Fitting]:
-    """The ways that fit, with what their plans say."""
-    return [
-        _Fitting(way=way, fullest=fullest_rank(way.job, way.hardware), timed=timing(way.job, way.hardware))
-        for way in ways
-        if fits(way.job, way.hardware)
-    ]
+def _fitting(ways: Iterable[Change]) -> list[Change]:
+    """The ways that fit."""
+    return [way for way in ways if fits(way.job, way.hardware)]
 
 
-def _accepted(candidate: _Fitting, known: set[str]) -> _Fitting | None:
-    """The candidate, or the same with the best K, if the plan of one warns of nothing else than what is known."""
-    way, timed = candidate.way, candidate.timed
-    if _faults(way.job, way.hardware, timed) <= known:
-        return candidate
-    if timed.best_num_draft_tokens is None or way.job.adapts:
+def _accepted(change: Change, known: set[str]) -> Change | None:
+    """The change, or the same with the best K, if the plan of one warns of nothing else than what is known."""
+    if _faults(change.job, change.hardware, change.timed) <= known:
+        return change
+    if change.timed.best_num_draft_tokens is None or change.job.adapts:
         return None
-    _, drafting = next(by_length(way.job, timed))
-    better = _fitting([way.then(length_setting(drafting), job=drafting)])
-    return next((one for one in better if _faults(one.way.job, one.way.hardware, one.timed) <= known), None)
+    _, drafting = next(by_length(change.job, change.timed))
+    better = _fitting([change.then(length_setting(drafting), job=drafting)])
+    return next((one for one in better if _faults(one.job, one.hardware, one.timed) <= known), None)
 
 
-def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _ways(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     yield from _drafts(job, hardware)
     yield from _sizes(job, hardware)
     for step in _formats(job, hardware):
         yield from _placed(step)
     if job.target.cache_dtype == OWN_DTYPE:
         narrow = replace(job, target=replace(job.target, cache_dtype="int8"))
-        start = _Way(kind="cache", loss=Loss.little, job=job, hardware=hardware)
+        start = Change(kind="cache", loss=Loss.little, job=job, hardware=hardware)
         yield start.then("model.cache_dtype=int8", job=narrow)
     yield from _first_with_room(_more_ranks(job, hardware))
     yield from _first_with_room(_other_machines(job, hardware))
 
 
-def _placed(step: _Way) -> Iterator[_Way]:
+def _placed(step: Change) -> Iterator[Change]:
     """The step alone, with the draft in every other place, and without a draft."""
     yield step
     job = step.job
@@ -344,11 +332,11 @@ def _placed(step: _Way) -> Iterator[_Way]:
     yield step.then("draft=none", job=without_draft(job))
 
 
-def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """The draft elsewhere, smaller drafts, and none: nothing is lost but time."""
     if job.draft is None:
         return
-    start = _Way(kind="draft", loss=Loss.nothing, job=job, hardware=hardware)
+    start = Change(kind="draft", loss=Loss.nothing, job=job, hardware=hardware)
     for way in _placed(start):
         if way.settings:
             yield replace(way, kind="placement") if way.job.draft else way
@@ -357,15 +345,15 @@ def _drafts(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
         yield from (way for way in _placed(start.then(f"draft={name}", job=other)) if way.job.draft)
 
 
-def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """Fewer rows, or a shorter prompt, with the draft in every place."""
-    for way in _placed(_Way(kind="batch", loss=Loss.little, job=job, hardware=hardware)):
-        if job.batch_size > 1 and _has_room(replace(way, job=replace(way.job, batch_size=1))):
+    for way in _placed(Change(kind="batch", loss=Loss.little, job=job, hardware=hardware)):
+        if job.batch_size > 1 and replace(way, job=replace(way.job, batch_size=1)).has_room:
             rows = largest_batch(way.job, hardware, limit=job.batch_size)
             fewer = replace(way.job, batch_size=rows)
             if rows < job.batch_size:
                 yield replace(way, settings=(f"batch_size={rows}", *way.settings), job=fewer)
-        if _has_room(replace(way, job=replace(way.job, prompt_tokens=1))):
+        if replace(way, job=replace(way.job, prompt_tokens=1)).has_room:
             prompt = largest_context(way.job, hardware) - job.max_new_tokens
             settings = (f"prompt_tokens={prompt}", *way.settings)
             shorter = replace(way.job, prompt_tokens=prompt)
@@ -373,10 +361,10 @@ def _sizes(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
                 yield replace(way, kind="context", loss=Loss.more, settings=settings, job=shorter)
 
 
-def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """The target in other number formats."""
     target, short = job.target, job.target.stored
-    start = _Way(kind="precision", loss=Loss.little, job=job, hardware=hardware)
+    start = Change(kind="precision", loss=Loss.little, job=job, hardware=hardware)
     if job.device == "cpu" and target.dtype is Dtype.fp32 and short in {Dtype.bf16, Dtype.fp16}:
         # Slower, but halves everything that a CPU keeps in fp32 for 16-bit files.
         yield start.then(f"model.dtype={short.name}", job=replace(job, target=replace(target, dtype=short)))
@@ -389,11 +377,11 @@ def _formats(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
             yield replace(start, loss=loss).then(f"model.quantization={storage.name}", job=other)
 
 
-def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """The job on more GPUs of its node, and on more nodes."""
     if job.target_kind is TargetKind.accelerate:  # one rank has the GPUs of one node already
         return
-    start = _Way(kind="ranks", loss=Loss.more, job=job, hardware=hardware)
+    start = Change(kind="ranks", loss=Loss.more, job=job, hardware=hardware)
     used, known = len(job.layout.ranks), hardware.num_gpus
     if hardware.name in machines.names() and hardware.device == "cuda":
         known = max(known, machines.load(hardware.name).num_gpus)
@@ -410,7 +398,7 @@ def _more_ranks(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
             yield replace(start, hardware=machine).then(f"hardware.num_nodes={num_nodes}", job=larger)
 
 
-def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
+def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """The job on each other machine of the catalogue; those with the least memory come first."""
     if hardware.device != "cuda" or job.target_kind is not TargetKind.tensor:
         return []
@@ -422,30 +410,25 @@ def _other_machines(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         settings = [f"hardware={machine.name}"]
         settings += [] if has_its_own_number(hardware) else [f"hardware.num_gpus={machine.num_gpus}"]
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
-        start = _Way(kind="machine", loss=Loss.more, job=job, hardware=machine)
+        start = Change(kind="machine", loss=Loss.more, job=job, hardware=machine)
         found.append(start.then(*settings, job=other))
     return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
 
 
-def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[_Way]:
+def _two_at_once(job: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
     """Fewer bits and more ranks together."""
     for step in _formats(job, hardware):
         both = (replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.job, hardware))
         yield from _first_with_room(both)
 
 
-def _first_with_room(steps: Iterable[_Way]) -> list[_Way]:
+def _first_with_room(steps: Iterable[Change]) -> list[Change]:
     """The first step that fits, with the draft in every place."""
     placed = ([*_placed(step)] for step in steps)
-    return next((ways for ways in placed if any(map(_has_room, ways))), [])
+    return next((ways for ways in placed if any(way.has_room for way in ways)), [])
 
 
-def _has_room(way: _Way) -> bool:
-    """Whether it fits, and with something left: what is bought should not be tight."""
-    return fits(way.job, way.hardware) and not fullest_rank(way.job, way.hardware).is_tight
-
-
-def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
+def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """The largest other target that fits, with a draft that is smaller still or none."""
     steps = []
     for name in reversed(_smaller(job.target.name)):
@@ -454,7 +437,7 @@ def _smaller_targets(job: PlanSpec, hardware: HardwareConfig) -> list[_Way]:
         if job.draft and job.draft.name not in _smaller(name):
             other = without_draft(other)
             settings.append("draft=none")
-        steps.append(_Way(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
+        steps.append(Change(kind="target", loss=Loss.model, settings=tuple(settings), job=other, hardware=hardware))
     return _first_with_room(steps)
 
 

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, cycle
 from typing import Any
 
+from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
     FUSED,
@@ -33,8 +34,7 @@ from llama_ssp.architectures.matrices import (
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat, format_of
-from llama_ssp.settings.layout import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
+from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import (
     ADAPTIVE_LENGTHS,
@@ -45,7 +45,6 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WholeParts,
 )
-from llama_ssp.settings.stored import PackedLayout
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16
@@ -649,13 +648,4 @@ def _most_that_fit(job_of: Callable[[int], PlanSpec], hardware: HardwareConfig, 
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         found = free_bytes(middle)
         low, high, free, lacking = (middle, high, found, lacking) if found >= 0 else (low, middle, free, found)
-    return low
-
-
-def largest(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` for which a monotone property holds, by bisection; 0 if none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low

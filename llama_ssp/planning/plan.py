@@ -3,7 +3,7 @@
 docs/reference/plan-document.md describes its fields; `plan_version` changes when a field is renamed or removed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from llama_ssp.planning.memory import (
     model_bytes,
 )
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, notes_on_contexts, notes_on_families, notes_on_storage
-from llama_ssp.planning.timing import Ends, ForwardTime, Timing, round_messages, timing, unmeasured
+from llama_ssp.planning.timing import ForwardTime, Timing, round_messages, timing, unmeasured
 from llama_ssp.words import rounded, said
 
 PLAN_VERSION = 5
@@ -148,8 +148,8 @@ def _told(change: Change, words: Mapping[str, str]) -> str:
     """The settings of a change, and what its plan says."""
     named = [setting.split("=", 1) for setting in change.settings]
     settings = " ".join((words[name].format(value) if name in words else said(name, value)) for name, value in named)
-    tight, ms = ", tight" if change.is_tight else "", change.ms_per_token
-    return f"{settings} ({change.needed_bytes / GIB:.1f} GiB{tight}, {rounded(ms)} ms/token)"
+    tight, ms = ", tight" if change.fullest.is_tight else "", rounded(1e3 * change.timed.best_s)
+    return f"{settings} ({change.fullest.needed_bytes / GIB:.1f} GiB{tight}, {ms} ms/token)"
 
 
 def document(plan: Plan) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "warnings": list(plan.warnings),
         "notes": list(plan.notes),
         "shortage": None if plan.fits else shortage(plan),
-        "changes": [asdict(change) for change in plan.changes],
+        "changes": [change.document() for change in plan.changes],
     }  # fmt: skip
 
 
@@ -232,59 +232,54 @@ def basis(hardware: HardwareConfig) -> str:
         return f"forecast by what task=calibrate measured on this {machine}"
     if any(_FINDINGS in source for source in hardware.sources.values()):
         return f"forecast by data sheet; this engine has run on one {machine} of this kind ({_FINDINGS})"
+    if hardware.products:
+        return "forecast by what the first run on this machine measured, and by a laptop's data sheet"
     return f"forecast by data sheet; this engine has not been measured on this {machine}"
+
+
+_TIMES_MS = {
+    "plain_ms_per_token": "plain_s", "speculative_ms_per_token": "speculative_s",
+    "plain_first_token_ms": "plain_prefill_s", "first_token_ms": "prefill_s", "prefill_ms": "prefill_s",
+    "plain_run_ms_per_token": "plain_run_s", "speculative_run_ms_per_token": "speculative_run_s",
+    "round_ms": "round_s", "draft_step_ms": "draft_forward_s", "verify_ms": "verify_s",
+}  # fmt: skip
+_RANGES_MS = {
+    "plain_ms_per_token_range": "plain_s_range", "speculative_ms_per_token_range": "speculative_s_range",
+    "first_token_ms_range": "prefill_s_range",
+}  # fmt: skip
+_RATES = {
+    "plain_tokens_per_s": "plain_s", "speculative_tokens_per_s": "speculative_s",
+    "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
+}  # fmt: skip
+_AS_THEY_ARE = (
+    "speedup", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range", "best_num_draft_tokens",
+    "best_num_draft_tokens_range", "overlap", "copy_share", "limit_share",
+)  # fmt: skip
+"""Figures of `Timing` by their names in the document."""
 
 
 def time_document(timed: Timing, *, num_rows: int) -> dict[str, Any]:
     """Times of a completion in milliseconds, tokens/s of all `num_rows` of all replicas, ratios, and assumptions."""
 
-    def ms(seconds: float | None) -> float | None:
-        return None if seconds is None else 1e3 * seconds
-
     def parts(forward: ForwardTime | None) -> dict[str, float] | None:
         seconds = asdict(forward) | {"total_s": forward.total_s} if forward else {}
         return {f"{name.removesuffix('_s')}_ms": 1e3 * value for name, value in seconds.items()} or None
 
-    def rate(seconds: float | None) -> float | None:
-        return None if seconds is None else num_rows / seconds
-
-    def ends(seconds: Ends | None) -> list[float] | None:
-        return seconds and [1e3 * end_s for end_s in seconds]
+    def figures(names: Mapping[str, str], shown: Callable[[Any], Any]) -> dict[str, Any]:
+        found = {name: getattr(timed, attribute) for name, attribute in names.items()}
+        return {name: None if value is None else shown(value) for name, value in found.items()}
 
     acceptance = timed.acceptance
     return {
-        "plain_ms_per_token": ms(timed.plain_s),
-        "speculative_ms_per_token": ms(timed.speculative_s),
-        "plain_ms_per_token_range": ends(timed.plain_s_range),
-        "speculative_ms_per_token_range": ends(timed.speculative_s_range),
-        "plain_tokens_per_s": rate(timed.plain_s),
-        "speculative_tokens_per_s": rate(timed.speculative_s),
-        "plain_first_token_ms": ms(timed.plain_prefill_s),
-        "first_token_ms": ms(timed.prefill_s),
-        "first_token_ms_range": ends(timed.prefill_s_range),
-        "speedup": timed.speedup,
-        "plain_run_ms_per_token": ms(timed.plain_run_s),
-        "speculative_run_ms_per_token": ms(timed.speculative_run_s),
-        "plain_run_tokens_per_s": rate(timed.plain_run_s),
-        "speculative_run_tokens_per_s": rate(timed.speculative_run_s),
-        "prefill_ms": ms(timed.prefill_s),
-        "round_ms": ms(timed.round_s),
-        "draft_step_ms": ms(timed.draft_forward_s),
-        "verify_ms": ms(timed.verify_s),
+        **figures(_TIMES_MS, lambda seconds: 1e3 * seconds),
+        **figures(_RANGES_MS, lambda ends: [1e3 * seconds for seconds in ends]),
+        **figures(_RATES, lambda seconds: num_rows / seconds),
+        **figures({name: name for name in _AS_THEY_ARE}, lambda value: [*value] if isinstance(value, tuple) else value),
         "target_forward": parts(timed.target_forward),
         "verify_forward": parts(timed.verify_forward),
-        "cost_ratio": timed.cost_ratio,
         "acceptance": acceptance and acceptance.probability,
-        "acceptance_range": list(acceptance.ends) if acceptance and acceptance.ends else None,
+        "acceptance_range": acceptance.ends and [*acceptance.ends] if acceptance else None,
         "acceptance_source": acceptance and acceptance.source,
-        "acceptance_is_forecast": acceptance.is_forecast if acceptance else None,
-        "num_draft_tokens": timed.num_draft_tokens,
-        "tokens_per_round": timed.tokens_per_round,
-        "tokens_per_round_range": list(timed.tokens_per_round_range or ()) or None,
-        "best_num_draft_tokens": timed.best_num_draft_tokens,
-        "best_num_draft_tokens_range": list(timed.best_num_draft_tokens_range or ()) or None,
+        "acceptance_is_forecast": acceptance and acceptance.is_forecast,
         "speculative_ms_per_token_by_k": [1e3 * seconds for seconds in timed.by_num_draft_tokens],
-        "overlap": timed.overlap,
-        "copy_share": timed.copy_share,
-        "limit_share": timed.limit_share,
     }

@@ -255,21 +255,15 @@ def _settings(job: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple
         settings.append(f"model.quantization={job.target.setting}")
     if job.draft and job.draft.setting != NO_QUANTIZATION:
         settings.append(f"draft.model.quantization={job.draft.setting}")
-    if not _gives_placement(words):
-        settings += placement_settings(job)
-    elif job.overlaps:
-        settings.append("speculation.overlap=true")
-    if job.drafts and "speculation.num_draft_tokens" not in words and "speculation.tree" not in words:
+    overlap = ["speculation.overlap=true"] if job.overlaps else []
+    settings += overlap if _has(words, "placement") else placement_settings(job)
+    if job.drafts and not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
         settings.append(length_setting(job))
     if not job.drafts:
         replaced.append("speculation")
     if job.device == "cuda" and not job.cuda_graphs and "cuda_graphs" not in words:
         settings.append("cuda_graphs=false")
-    kept = [
-        setting for key, setting in words.items()
-        if not any(key == other or key.startswith(f"{other}.") for other in replaced)
-    ]  # fmt: skip
-    return *kept, *settings
+    return *(setting for key, setting in words.items() if not _has({key: setting}, *replaced)), *settings
 
 
 def _candidates(job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
@@ -283,7 +277,8 @@ def _candidates(job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str
         drafted = [*_drafted(job, model, known, words, is_asked=is_asked)]
         for target in _targets(job, model, hardware, words, is_asked=is_asked):
             plain = without_draft(replace(job, target=target))
-            for base in _placed(plain, job, hardware, words):
+            placed = layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False)
+            for base in [plain] if _has(words, "placement") else placed:
                 yield base
                 for way in drafted if fits(base, hardware) else ():
                     yield from _with_draft(base, way, words)
@@ -306,83 +301,52 @@ def _drafted(
     job: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlanSpec]:
     """The job with each draft to try: the one that was given, or those that the catalogue has for a model."""
-    is_given = words.get("draft", "draft=default") != "draft=default"
+    is_given, own = words.get("draft", "draft=default") != "draft=default", job.draft
     if job.free_draft:
         yield job
-    others = [] if is_given else _drafts_of(model, known)
-    drafts = [planned_model(entry, device=job.device) for entry in others]
-    is_beyond = not {one.name for one in (job.target, job.draft) if one} <= set(catalogue.names("model"))
-    if job.draft and (is_given or (is_beyond and is_asked)) and job.draft.name not in {draft.name for draft in drafts}:
-        is_smaller = is_asked or (
-            model.shape is not None
-            and inventory(job.draft.shape).num_parameters < inventory(model.shape).num_parameters
-        )
-        drafts += [job.draft] if is_smaller else []
+    drafts = [] if is_given else [planned_model(entry, device=job.device) for entry in _drafts_of(model, known)]
+    if own and own.name not in {draft.name for draft in drafts}:
+        is_beyond = not {job.target.name, own.name} <= set(catalogue.names("model"))
+        is_smaller = model.shape and inventory(own.shape).num_parameters < inventory(model.shape).num_parameters
+        drafts += [own] if (is_asked and (is_given or is_beyond)) or (is_given and is_smaller) else []
     for draft in drafts:
-        is_own = job.draft is not None and draft.name == job.draft.name
+        is_own = own is not None and draft.name == own.name
         tried = [draft] if is_own and "draft.model.quantization" in words else _in_formats(draft, device=job.device)
         for one in tried:
             yield replace(job, draft=one, free_draft=None, own_tokenizer=job.own_tokenizer and is_own)
 
 
-def _placed(plain: PlanSpec, job: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """A job without its draft in all layouts, or in the one that was given."""
-    if _gives_placement(words):
-        yield replace(plain, draft_kind=job.draft_kind)
-    else:
-        yield from layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False)
-
-
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
     """A placed job with the draft of another one, in every place, with trees, and overlapped, where none is given."""
-    drafted = replace(
-        base,
-        draft=way.draft,
-        free_draft=way.free_draft,
-        own_tokenizer=way.own_tokenizer,
-        tree=way.tree,
-        overlap=way.overlap,
-    )
-    if _gives_placement(words):
-        placed = [replace(drafted, target_ranks=way.target_ranks, draft_ranks=way.draft_ranks)]
-        placed = placed if way.draft is None or way.draft_ranks else []
-    else:
+    drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
+    if not _has(words, "placement"):
         placed = [*on_block(drafted, len(base.target_ranks))]
-    kinds = (
-        {DraftLayout.own_gpu}
-        if way.overlap and way.draft
-        else {*DraftLayout} - ({DraftLayout.replicated} if way.tree else set())
-    )
+    else:
+        placed = [drafted] if way.draft is None or way.draft_ranks else []
     for one in placed:
-        if one.draft_kind not in kinds:
+        is_apart = one.draft_kind is DraftLayout.own_gpu
+        if one.draft and ((one.overlap and not is_apart) or (one.tree and one.draft_kind is DraftLayout.replicated)):
             continue
         yield one
-        if not {"speculation.tree", "speculation.num_draft_tokens"} & {*words}:
+        if not _has(words, "speculation.tree", "speculation.num_draft_tokens"):
             yield from _with_trees(one)
-        may_overlap = not (
-            one.has_head or one.tree or one.own_tokenizer or {"speculation.overlap", "draft.fallback"} & {*words}
-        )
-        if one.draft_kind is DraftLayout.own_gpu and may_overlap:
+        in_turns = one.has_head or one.tree or one.own_tokenizer or _has(words, "speculation.overlap", "draft.fallback")
+        if is_apart and not in_turns:
             yield replace(one, overlap=True)
 
 
-def _gives_placement(words: Mapping[str, str]) -> bool:
-    return any(key.partition(".")[0] == "placement" for key in words)
+def _has(words: Mapping[str, str], *names: str) -> bool:
+    """Whether a setting of one of these names, or below it, was given."""
+    return any(key == name or key.startswith(f"{name}.") for key in words for name in names)
 
 
 def without_draft(job: PlanSpec) -> PlanSpec:
     """The job without a draft, whose own ranks the target has then."""
     ranks = job.layout.ranks if job.target_kind is TargetKind.tensor else job.target_ranks
     return replace(
-        job,
-        draft=None,
-        free_draft=None,
-        own_tokenizer=False,
-        draft_ranks=(),
-        target_ranks=ranks,
-        tree=None,
+        job, draft=None, free_draft=None, own_tokenizer=False, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,
-    )
+    )  # fmt: skip
 
 
 def _in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
@@ -417,11 +381,13 @@ def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]
     """
     entry = next((each for each in known if each.name == target.name), None)
     if entry is None or entry.shape is None:
+        hub_id = target.name if catalogue.is_hub_id(target.name) else None
         return [
             ModelConfig(
-                name=target.name, shape=target.shape, stored_dtype=target.stored, stored_format=target.stored_format
+                name=target.name, hub_id=hub_id, shape=target.shape, stored_dtype=target.stored,
+                stored_format=target.stored_format,
             )
-        ]
+        ]  # fmt: skip
     series = {_unquantized(target.name), *catalogue.smaller_relatives(entry, known=known)}
     return [
         other for other in catalogue.relatives(entry, known=known)

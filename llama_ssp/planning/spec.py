@@ -9,26 +9,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
-from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.reading import read_config, read_stored_format
-from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
-from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of
-from llama_ssp.settings.layout import (
+from llama_ssp.architectures.engine import (
     ENGINE_KERNELS,
     LANES,
     MOST_PIECES,
     Kernels,
-    Layout,
-    lay_out_replica,
-    may_capture,
     own_slots,
     reads_by_length,
     whole_steps,
 )
-from llama_ssp.settings.model_files import CONFIG_FILE
+from llama_ssp.architectures.family import inventory, record_of
+from llama_ssp.architectures.reading import read_config, read_stored_format
+from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
+from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
+from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
+from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
     DraftLayout,
@@ -41,7 +38,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from llama_ssp.settings.stored import PackedLayout, StoredFormat
+from llama_ssp.settings.stored import StoredFormat
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.words import said

@@ -43,6 +43,13 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
+from llama_ssp.architectures.engine import (
+    ENGINE_KERNELS,
+    OWN_SLOTS_PER_SLOT,
+    PREFILL_CHUNK,
+    WHOLE_LAYER_TOKENS,
+    Kernels,
+)
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.machines.hardware import HardwareConfig
@@ -60,13 +67,6 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
-from llama_ssp.settings.layout import (
-    ENGINE_KERNELS,
-    OWN_SLOTS_PER_SLOT,
-    PREFILL_CHUNK,
-    WHOLE_LAYER_TOKENS,
-    Kernels,
-)
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
 
@@ -115,17 +115,12 @@ UNPACKING_S = 0.8e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise), by which forwards are priced once for all jobs of a search.
-
-    Each rank holds the parts `whole` whole. The target of the
-    job is on `target_ranks`.
-    """
+    """A model on its ranks (GPUs if layer-wise), each with the parts `whole` whole: forwards of it are priced once."""
 
     model: PlannedModel
     kind: TargetKind
     ranks: tuple[int, ...]
     cuda_graphs: bool
-    target_ranks: tuple[int, ...] = ()
     kernels: Kernels = ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
 
@@ -135,7 +130,7 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.kind, self.ranks, self.target_ranks, self.whole))
+        return hash((self.model, self.kind, self.ranks, self.whole))
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
@@ -451,10 +446,7 @@ class CostModel:
     def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
         self.job = job
         self.hardware = hardware
-        place = partial(
-            _placement, cuda_graphs=job.cuda_graphs, target_ranks=job.target_devices,
-            kernels=job.kernels,
-        )  # fmt: skip
+        place = partial(_placement, cuda_graphs=job.cuda_graphs, kernels=job.kernels)
         self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices)
         ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
@@ -532,9 +524,8 @@ class CostModel:
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
-        return self.agree_s(num_draft_tokens, "taps", "ids", "probabilities", "verdict") + self.rule_s(
-            num_draft_tokens + 1
-        )
+        messages_s = self.agree_s(num_draft_tokens, "taps", "ids", "probabilities", "verdict")
+        return messages_s + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round; the first finds the caches as the target has left them."""
@@ -591,7 +582,6 @@ class Timing:
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
         error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
             none.
-        num_tokens: new tokens of a completion.
         overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
@@ -604,7 +594,6 @@ class Timing:
     plain_prefill_s: float
     plain_s: float
     plain_run_s: float
-    num_tokens: int
     copy_share: float
     limit_share: float
     acceptance: Acceptance | None = None
@@ -635,21 +624,6 @@ class Timing:
         return self.error and times(self.prefill_s, FAR)
 
     @property
-    def run_s_range(self) -> Ends | None:
-        """The range of seconds per token of a completion, with the prompt, in the mode that is priced."""
-        token_s, run_s, token_range = self.plain_s, self.plain_run_s, self.plain_s_range
-        if self.speculative_s is not None and self.speculative_run_s is not None:
-            token_s, run_s, token_range = self.speculative_s, self.speculative_run_s, self.speculative_s_range
-        if not (token_range and self.prefill_s_range):
-            return None
-        prompt_share = min(self.prefill_s / self.num_tokens / run_s, 1.0)
-        low, high = (
-            prompt_share * prompt_s / self.prefill_s + (1 - prompt_share) * end_s / token_s
-            for prompt_s, end_s in zip(self.prefill_s_range, token_range, strict=True)
-        )
-        return times(run_s, (low, high))
-
-    @property
     def knows_best_k(self) -> bool:
         """Whether a plan may recommend `best_num_draft_tokens`."""
         return self.acceptance is not None and not self.acceptance.is_forecast
@@ -673,7 +647,6 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
         plain_prefill_s=prefill_s,
         plain_s=plain_s,
         plain_run_s=(prefill_s + (tokens - 1) * plain_s) / tokens,
-        num_tokens=tokens,
         error=error and (max(error[0], limit_share), error[1]),
         copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
         limit_share=limit_share,
@@ -740,11 +713,8 @@ def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> En
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return None
-    is_near = (
-        job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
-        and hardware.gpu.startswith(PUBLISHED_GPUS)
-    )  # fmt: skip
-    return NEAR if is_near else FAR
+    is_near = job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+    return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
 
 
 def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:

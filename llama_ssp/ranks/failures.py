@@ -11,7 +11,7 @@ that kill and stop ranks in every phase (tests/distributed/test_kill_matrix.py) 
                          the SIGTERM of one rank to all; ends ranks whose main thread waits for ever
     Heartbeat            notices a killed rank of another replica, with which this one shares no collective, and one
                          that a GPU waits for, on all nodes
-    guard                ends a rank whose main thread waits inside a library for a GPU that never finishes
+    guard                ends a rank whose main thread waits inside a library, such as for a GPU that never finishes
 
 The control channel goes through the rendezvous store. A thread on every rank waits for calls. It answers whatever the
 main thread is doing, until its rank leaves the run: a rank that does not answer was killed or stopped.
@@ -167,7 +167,6 @@ _PATIENCE = timedelta(days=20)  # in milliseconds it has to fit into 32 bits
 _LOOK_EVERY_S = 0.02
 ANSWER_S = 1.0
 """How long a rank has to answer a call."""
-_END_S = 10.0  # how long a rank may take to end after the run has failed
 _STOP, _ROLL, _END, _LEAVE = "stop", "roll", "end", "leave"
 _BUSY = "busy"
 _NUM_CALLS = 2  # a rank may be inside a library that does not let its other threads run
@@ -243,6 +242,11 @@ class ControlChannel:
     def has_failed(self) -> bool:
         """Whether this rank knows that the run has failed, by a verdict or a killed rank; does not use the store."""
         return self._is_alarmed or self._verdict is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether this rank knows that somebody has stopped the run; does not use the store."""
+        return self._verdict is not None and isinstance(_from_message(self._verdict), InterruptedRun)
 
     @property
     def is_orphan(self) -> bool:
@@ -353,8 +357,6 @@ class ControlChannel:
                 store.set(f"llama_ssp/answer/{self.rank}/{number}", _BUSY if self.is_busy() else "")
                 if kind in (_STOP, _END):
                     os.kill(os.getpid(), signal.SIGTERM)
-                if kind == _END:
-                    _insist(_from_message(words))
                 number += 1
         except DistError:  # the rank that held the store has ended; collectives raise an error of their own
             if self._agent and self._agent.holds_store:  # an agent was killed, perhaps on another node
@@ -372,13 +374,6 @@ def _connected(store: Store) -> Store:
     """Open another connection to a store, because calls on one connection block each other."""
     connection: Store = store.clone()  # type: ignore[attr-defined] # torch's types do not know it
     return connection
-
-
-def _insist(ending: SspError) -> None:
-    """End this process if it does not end by itself, because it may wait for ever."""
-    if not isinstance(ending, InterruptedRun):
-        time.sleep(_END_S)
-        os._exit(ending.exit_code)
 
 
 _E = TypeVar("_E", bound=BaseException)
@@ -458,6 +453,7 @@ def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: C
 
 _WATCH_EVERY_S = 0.25
 _NOTICE_S = 3.0  # more than the grace of a wait, and the calls of a main thread that has noticed
+_FINISH_S = 120.0  # for the report of an interrupted run, which rank 0 writes after the others have ended
 _NUM_UNANSWERED = 3  # see _NUM_CALLS
 
 
@@ -465,19 +461,20 @@ _NUM_UNANSWERED = 3  # see _NUM_CALLS
 def guard(
     watch: ControlChannel, waits: DeviceWait | None, phase: Phase, *, report: Callable[[SspError], None]
 ) -> Iterator[None]:
-    """End this process if the main thread does not come back from a wait within the block; without waits, do nothing.
+    """End this process if the main thread does not come back from a library within the block.
 
     Most waits for a device are in `gpu.DeviceWait`. Others are made by libraries and have no limit: a copy to the host,
     a launch into a full queue, a new communicator. Python is not asked meanwhile, so no signal and no error can end
     them. A thread calls `report`, and ends the process with the status that the main thread would have reported:
 
-        the run has failed, by the control channel      the main thread has a few seconds to end by itself
+        the run has failed, by the control channel      the main thread has a few seconds to end by itself, or
+                                                        minutes if the run is interrupted
         no wait has ended within the timeout            all ranks are called, and one leaves several calls unanswered:
-                                                        a rank that compiles for long does answer
+        (with `waits`)                                  a rank that compiles for long does answer
     """
     is_over = Event()
 
-    def look(waits: DeviceWait) -> None:
+    def look() -> None:
         if (error := _first_loss(watch, waits, is_over)) is None:
             return
         ending = _ending_of(error, watch, phase)
@@ -490,25 +487,25 @@ def guard(
         finally:
             os._exit(ending.exit_code)
 
-    if waits:
-        Thread(target=look, args=(waits,), daemon=True, name="watchdog").start()
+    if watch.size > 1:
+        Thread(target=look, daemon=True, name="watchdog").start()
     try:
         yield
     finally:
         is_over.set()
 
 
-def _first_loss(watch: ControlChannel, waits: DeviceWait, is_over: Event) -> dist.DistBackendError | None:
+def _first_loss(watch: ControlChannel, waits: DeviceWait | None, is_over: Event) -> dist.DistBackendError | None:
     """Wait until a rank is lost and the main thread has had time to notice; None if the block ends before."""
     failed_s: float | None = None
-    called_s, num_unanswered = waits.passed_s, 0
+    called_s, num_unanswered = 0.0, 0
     while not is_over.wait(_WATCH_EVERY_S):
         now = time.monotonic()
         if watch.has_failed:
             failed_s = failed_s or now
-            if now - failed_s >= _NOTICE_S:
+            if now - failed_s >= (_FINISH_S if watch.is_interrupted else _NOTICE_S):
                 return dist.DistBackendError("a rank has ended")
-        elif num_unanswered or now - max(called_s, waits.passed_s) >= waits.timeout_s:
+        elif waits and (num_unanswered or now - max(called_s, waits.passed_s) >= waits.timeout_s):
             num_unanswered = num_unanswered + 1 if watch.missing() else 0
             called_s = time.monotonic()
             if num_unanswered == _NUM_UNANSWERED:

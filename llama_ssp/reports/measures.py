@@ -77,7 +77,11 @@ def measure(lines: Sequence[CompletionLine]) -> RunMeasures:
     plain, fast = (dict(_times([pair[side] for pair in both])) for side in (0, 1))
     pairs = [(ms, fast[prompt]) for prompt, ms in plain.items() if fast.get(prompt)]
     rounds = [counted_rounds(of_prompt) for _, of_prompt in _by_prompt(by_mode[SPECULATIVE])]
-    counts = [(float(sum(kept for kept, _ in each)), float(sum(seen for _, seen in each))) for each in rounds if each]
+    counts = [
+        (float(sum(kept for kept, _ in counted)), float(sum(seen for _, seen in counted)))
+        for counted in rounds
+        if counted
+    ]
     return RunMeasures(
         modes={mode: found for mode, lines in by_mode.items() if (found := _of_mode(lines))}, pairs=pairs,
         speedup=median([plain_ms / fast_ms for plain_ms, fast_ms in pairs]) if pairs else None,

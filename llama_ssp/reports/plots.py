@@ -42,7 +42,7 @@ STYLE = {
 }  # fmt: skip
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 _WIDTH, _HEIGHT = 6.1, 3.5
-"""Of one panel in inches, without its legend."""
+"""Size of one panel in inches, without its legend."""
 _DPI = 150
 _LEGEND_INCHES = 0.5
 """From the axis down to its legend, past the numbers and the label."""
@@ -70,7 +70,7 @@ def panels(*titles: str) -> "tuple[Figure, list[Axes]]":
 
 
 def look(number: int) -> dict[str, Any]:
-    """Return the look of a line; neighbours differ in colour and shape, so that paper without colours tells them."""
+    """Return the look of a line; neighbours differ in colour and shape, for paper without colours."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": SHAPES[number % len(SHAPES)]}
 
 

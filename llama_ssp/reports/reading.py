@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
-from llama_ssp.settings.model_files import is_deep
+from llama_ssp.architectures.model_files import is_deep
 
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""

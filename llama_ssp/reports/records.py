@@ -90,7 +90,7 @@ class CompletionLine(_Line):
         if any(len(lengths) != read.num_rounds for lengths in by_round):
             raise ValueError("its rounds do not add up")
         rounds = zip(*by_round, strict=True)
-        if any(max(each) > MOST_DRAFTED or 0 < each[1] < each[0] for each in rounds):
+        if any(max(counts) > MOST_DRAFTED or 0 < counts[1] < counts[0] for counts in rounds):
             raise ValueError("it has an impossible round")
         return read
 

@@ -60,7 +60,7 @@ def varying_settings(runs: Sequence[Run]) -> list[Setting]:
 
 def labels(settings: Sequence[Setting]) -> list[str]:
     """Return a label for each run: its own values of the settings."""
-    named = [[f"{each.name}={text}" for text in each.texts] for each in settings]
+    named = [[f"{setting.name}={text}" for text in setting.texts] for setting in settings]
     return [", ".join(of_run) for of_run in zip(*named, strict=True)]
 
 

@@ -141,8 +141,8 @@ def _overlap(
     def idle_share(model: str) -> float | None:
         size = facts.world_size // facts.placement["num_replicas"]
         ranks = facts.placement[model]["ranks"]
-        of_model = [each for each in activities if each.rank % size in ranks and each.rounds_s]
-        return _ratio(sum(each.waited_s / each.rounds_s for each in of_model), len(of_model))
+        of_model = [rank for rank in activities if rank.rank % size in ranks and rank.rounds_s]
+        return _ratio(sum(rank.waited_s / rank.rounds_s for rank in of_model), len(of_model))
 
     return OverlapSummary(
         target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),

@@ -10,21 +10,16 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE, INNER_CONFIGS, TOKENIZER_FILES, read_json
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.spec import number_format
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.world import World
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.settings.catalogue import CONFIG_FILE
 from llama_ssp.settings.drafters import NO_MTP, has_own_tokenizer
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.model_files import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    INNER_CONFIGS,
-    TOKENIZER_FILES,
-    read_json,
-)
 from llama_ssp.settings.schema import (
     DRAFT_WHOLE,
     Dtype,

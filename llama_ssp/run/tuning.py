@@ -11,13 +11,13 @@ from dataclasses import replace
 from statistics import linear_regression
 from typing import Any
 
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import expected, pair_of_run
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
-from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, RunConfig, WeightsKind
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
@@ -76,7 +76,7 @@ def tune(decoder: Decoder, config: RunConfig, *, comm: Comm, num_slots: int, fol
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
-    """Of each drafter, before anything is drafted."""
+    """Return the acceptance of each drafter, before anything is drafted."""
     pair = pair_of_run(config)
     first = expected(pair).probability
     if config.weights is WeightsKind.synthetic:
@@ -115,7 +115,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
     for source in sources:
         own = {choice: fastest[choice] for choice in choices[1:] if choice.source == source}
         costs |= _on_a_line(own, fitted=[choice for choice in own if _may_gain(choice, fastest)])
-    rounds = [{"num_tokens": each.num_tokens, "source": each.source, "seconds": s} for each, s in costs.items()]
+    rounds = [{"num_tokens": k.num_tokens, "source": k.source, "seconds": s} for k, s in costs.items()]
     return {"rounds": rounds, "catch_up_seconds": catch_up}
 
 
@@ -129,7 +129,7 @@ def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) 
     """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a row of verification."""
     if len(fitted) < 2:  # noqa: PLR2004 - points of a line
         return seconds
-    slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[each] for each in fitted])
+    slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[choice] for choice in fitted])
     least = min(seconds.values()) / 2
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 

@@ -19,9 +19,12 @@ import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.settings.formats import CACHES, format_of, problem_of
-from llama_ssp.settings.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
 
+CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
+"""Files of the folder of a model, and of that of an adapter."""
+GGUF = ".gguf"
+GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 _given: list[Path] = []
 _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 
@@ -177,6 +180,8 @@ def read_path(text: str) -> Path:
 
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
+LOCAL = "local"
+"""The entry that stands for any folder, and the name of a model from one."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

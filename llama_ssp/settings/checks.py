@@ -18,10 +18,11 @@ from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of, is_hub_
 from llama_ssp.settings.formats import CACHES, FORMATS
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
-from llama_ssp.settings.tasks import MOST_PROMPTS, NoEffect, default_of, task_of
+from llama_ssp.settings.tasks import NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.words import key_of, said, value_of
 
+MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
 _NEVER_IGNORED = {"dry_run"}
 LEAST_AGREEMENT = 0.3  # Lowest `synthetic.agreement` accepted.
 

@@ -37,12 +37,11 @@ from omegaconf.errors import OmegaConfBaseException
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.machines import hardware
 from llama_ssp.settings import catalogue, schema
-from llama_ssp.settings.catalogue import GROUPS, is_folder, is_hub_id
+from llama_ssp.settings.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.model_files import GGUF, GGUF_ALONE
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig
-from llama_ssp.settings.tasks import LOCAL, task_of, task_specs
+from llama_ssp.settings.tasks import task_of, task_specs
 
 _STOPS = "stop_strings"
 _PATHS = {

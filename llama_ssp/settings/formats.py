@@ -1,10 +1,13 @@
-"""Storage formats of linear layers, and formats of the cache: their records, which planner, checks and runs read."""
+"""Storage formats of linear layers, and formats of the cache: what planner, checks and runs read in their records.
+
+The records of storage formats are in `settings.storage`, a module each.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.settings.registry import Registry, imported
 
@@ -18,6 +21,72 @@ class Package(NamedTuple):
     install: str
 
 
+Block: TypeAlias = tuple[int | None, int | None]
+"""The numbers of outputs and of inputs that share a scale; None for all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """How a checkpoint stores weights that runs keep as they are.
+
+    Attributes:
+        name: for tables.
+        storage: the storage format that they are read in.
+        block: numbers of outputs and of inputs that share a scale; None for all of them.
+        group: inputs that share a word in our format, the largest that the blocks consist of; 0 for all.
+        weight, scale, zero, order: last parts of the tensors' names; `order` is g_idx. Zero and order may be absent.
+        others: last parts of the names of tensors that are not needed.
+        has_inputs_first: matrices are stored transposed.
+        joins_outputs: a word has the codes of eight outputs, in AWQ's order, not of eight inputs.
+        least_zero: what a stored zero of 0 stands for.
+        is_scattered: any inputs may share a scale, as `order` says.
+        steps: that a stored scale is divided into.
+        factor: last part of the name of a scale of the matrix, which may be absent.
+        divides: by that scale.
+        joint: what precedes the last parts; none where a tensor has all experts.
+    """
+
+    name: str
+    storage: str
+    block: Block
+    group: int = 0
+    weight: str
+    scale: str
+    zero: str = ""
+    order: str = ""
+    others: tuple[str, ...] = ()
+    has_inputs_first: bool = False
+    joins_outputs: bool = False
+    least_zero: int = 0
+    is_scattered: bool = False
+    steps: int = 1
+    factor: str = ""
+    divides: bool = False
+    joint: str = "."
+
+    @property
+    def slice_group(self) -> int:
+        """Of which a slice of the inputs has a multiple; 0 for any slice. A word of a file has the codes of eight."""
+        return 8 if self.is_scattered else self.group
+
+    def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
+        """Inputs that are kept for a part of scattered inputs `of` all, which has a part of every group.
+
+        Those are groups of 32, as many as the part may need.
+        """
+        group = INT4_GROUPS[-1]
+        return group * (num_inputs // group + of // (self.block[1] or of))
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Last parts of the names of all tensors of a layer that are no ordinary parameters."""
+        return tuple(filter(None, (self.weight, self.scale, self.zero, self.order, self.factor, *self.others)))
+
+
+Found: TypeAlias = PackedLayout | list[str]
+"""A layout, or clauses that say why there is none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat:
     """One way to store linear layers."""
@@ -28,6 +97,11 @@ class StorageFormat:
     # `module:name` of a `kernels.linear.Kernel`, which makes a layer of a weight and a bias; None for unquantized
     # weights.
     kernel: str | None = None
+    # the layout in files of what a `quantization_config` describes; None of what it leaves to other formats.
+    layout: Callable[[Mapping[str, Any]], Found | None] | None = None
+    reader: str | None = None  # `module:name` of a `weights.packed.PackedTensor`.
+    stored_kind: str = ""  # files' word for the dtype of its weights, or of the scales of floats of 4 bits.
+    compiled: str | None = None  # kind of the compiled product that a CPU may have.
     weight_bytes: float | None = None  # of a weight; None for those of the model's number format.
     row_bytes: int = 0  # per output.
     word_bytes: int = 4  # of what a group of inputs shares: by default a scale in fp32.
@@ -87,12 +161,19 @@ class StorageFormat:
         group = group or max(self.groups, default=0)
         return math.ceil(num_weights * self.weight_bytes) + (self.word_bytes * -(-num_weights // group) if group else 0)
 
+    def load_reader(self) -> Any:  # noqa: ANN401 - of a module that imports torch
+        """Import the reader of files."""
+        assert self.reader, f"{self.name} is in no files"
+        return imported(self.reader, setting=f"model.quantization={self.name}")
+
     def load_kernel(self) -> Any:  # noqa: ANN401 - of a module that may import torch
         """Import the kernel, if there is one."""
         return None if self.kernel is None else imported(self.kernel, setting=f"model.quantization={self.name}")
 
 
-FORMATS: Registry[StorageFormat] = Registry(setting="model.quantization")
+FORMATS: Registry[StorageFormat] = Registry(
+    setting="model.quantization", modules=("llama_ssp.settings.storage",), kind=StorageFormat
+)
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
@@ -114,8 +195,6 @@ INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
 FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Of the codes of floats of 4 bits, E2M1."""
 FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
-_INT8_SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
-_KERNELS = "llama_ssp.models.quantization.weight_only"
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 
 
@@ -123,94 +202,13 @@ READ_SLOWDOWN = {8: 1.2, 4: 1.6}
 """Time to read packed weights, by their bits, relative to a copy of as many bytes: fitted to published rows."""
 
 
-def _few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
+def few_rows_bytes(rows: int, packed: int, unquantized: int) -> float:
     """Our kernel reads the weights in every pass; beyond its rows the matrix is unpacked, written and read again.
 
     Those of less than a third of the unquantized bytes have 4 bits.
     """
     slowdown = READ_SLOWDOWN[4 if 3 * packed < unquantized else 8]
     return slowdown * packed * -(-rows // ROWS_OF_A_PASS) if rows <= FEW_ROWS else packed + 2 * unquantized
-
-
-def _nf4_read_bytes(rows: int, packed: int, unquantized: int) -> float:
-    """The kernel for one row is no faster than fp16; for more rows the matrix is unpacked, written and read again."""
-    return unquantized if rows == 1 else packed + 2 * unquantized
-
-
-register(StorageFormat(name=NO_QUANTIZATION, order=0))
-register(  # LLM.int8(): a scale per output; inputs are quantized too. Source: Dettmers et al. 2022, arXiv:2208.07339
-    StorageFormat(
-        name="int8",
-        order=1,
-        kernel="llama_ssp.models.quantization.precision:int8_linear",
-        weight_bytes=1,
-        row_bytes=WORD_BYTES,
-        fp32_on_cpus=True,
-        gpu_read_bytes=lambda rows, packed, unquantized: _INT8_SLOWDOWN * unquantized,  # noqa: ARG005
-        rounds_inputs=True,
-        package=BITSANDBYTES,
-        change_weight=3,
-        draft_advice=(
-            "an int8 draft through bitsandbytes cannot gain: it decodes 3-5x slower than {dtype} "
-            "(published); use draft.model.quantization=none or int8_weight_only"
-        ),
-        target_advice=(
-            "an int8 target through bitsandbytes saves memory, not time: it decodes 3-5x slower than {dtype} "
-            "(published)"
-        ),
-    )
-)
-_NF4 = StorageFormat(  # NormalFloat: an fp32 scale per 64 weights. Source: Dettmers et al. 2023, arXiv:2305.14314
-    name="nf4",
-    order=2,
-    kernel="llama_ssp.models.quantization.precision:Nf4Linear",
-    weight_bytes=0.5,
-    unpacks_matrix=True,
-    gpu_read_bytes=_nf4_read_bytes,
-    groups=(NF4_GROUP,),
-    package=BITSANDBYTES,
-    package_bytes=90_000_000,  # measured on a Xeon with bitsandbytes 0.50.2: 87 to 96 MB
-    change_weight=5,
-)
-register(_NF4)
-register(  # a float of 4 bits in place of it: for checkpoints that are stored so
-    replace(_NF4, name="fp4", order=6, kernel="llama_ssp.models.quantization.precision:Fp4Linear", change_weight=None)
-)
-_WEIGHT_ONLY = StorageFormat(  # our own: one byte per weight, and an fp32 scale per output
-    name="int8_weight_only",
-    order=3,
-    short_name="int8wo",
-    kernel=f"{_KERNELS}:int8_weight_only_linear",
-    weight_bytes=1,
-    row_bytes=WORD_BYTES,
-    fp32_on_cpus=True,
-    gpu_read_bytes=_few_rows_bytes,
-    gpu_unpacks=UNPACKED_WEIGHTS,
-    one_gpu_per_rank=True,
-    change_weight=3,
-)
-_INT4 = replace(  # half a byte per weight, and a word of 4 bytes per group
-    _WEIGHT_ONLY, name="int4_weight_only", order=4, short_name="int4wo", kernel=f"{_KERNELS}:int4_weight_only_linear",
-    weight_bytes=0.5, row_bytes=0, groups=INT4_GROUPS, change_weight=5, loading_copies=4,  # codes are bytes on the way
-)  # fmt: skip
-_INT8_GROUPS = replace(  # the same per group: for checkpoints that are stored so; every product unpacks it
-    _INT4, name="int8_groups", order=9, short_name=None, kernel=f"{_KERNELS}:int8_groups_linear", weight_bytes=1,
-    change_weight=None, is_stored_alone=True, gpu_read_bytes=lambda rows, packed, unquantized: packed + 2 * unquantized,  # noqa: ARG005
-    fp32_on_cpus=False, loading_copies=2,
-)  # fmt: skip
-_FP8 = replace(  # E4M3, a float of 8 bits, and an fp32 scale per 128 weights: for checkpoints that are stored so
-    _WEIGHT_ONLY, name="fp8_weight_only", order=5, short_name="fp8wo", kernel=f"{_KERNELS}:fp8_weight_only_linear",
-    row_bytes=0, groups=(FP8_GROUP,), change_weight=None,
-)  # fmt: skip
-_MXFP4 = replace(  # E2M1, a float of 4 bits, a power of two per 32 weights in a byte, and a scale per output
-    _FP8, name="mxfp4", order=7, short_name=None, kernel=f"{_KERNELS}:mxfp4_linear", weight_bytes=0.5,
-    row_bytes=WORD_BYTES, word_bytes=1, groups=(FP4_GROUP,), is_stored_alone=True,
-)  # fmt: skip
-_NVFP4 = replace(  # E4M3 per 16 weights in its place
-    _MXFP4, name="nvfp4", order=8, kernel=f"{_KERNELS}:nvfp4_linear", word_bytes=2,
-)  # fmt: skip
-for _each in (_WEIGHT_ONLY, _INT4, _INT8_GROUPS, _FP8, _MXFP4, _NVFP4):
-    register(_each)
 
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.

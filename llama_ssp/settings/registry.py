@@ -25,12 +25,12 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    With a `package`, they are the values of a `kind` in its modules, read when they are first asked for; those that
-    plugins have registered take their place.
+    With `modules`, they are also the values of a `kind` in these modules and in those of these packages, which are read
+    when a record is first asked for; those that plugins have registered take their place.
     """
 
-    def __init__(self, *, setting: str, package: str | None = None, kind: type[Record] | None = None) -> None:
-        self._setting, self._unread, self._kind = setting, package, kind
+    def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:
+        self._setting, self._unread, self._kind = setting, modules, kind
         self.records: dict[str, Record] = {}
 
     def register(self, record: Record) -> None:
@@ -60,11 +60,13 @@ class Registry(Generic[Record]):
         return None if self.find(name) else unknown_name(words.key_of(key or self._setting), name, self.all())
 
     def _read(self) -> None:
-        if self._unread and self._kind:
-            package, self._unread = self._unread, None
-            for each in pkgutil.iter_modules(importlib.import_module(package).__path__):
-                for record in vars(importlib.import_module(f"{package}.{each.name}")).values():
-                    if isinstance(record, self._kind):
+        unread, self._unread = self._unread, ()
+        for name in unread:
+            module = importlib.import_module(name)
+            inner = [f"{name}.{one.name}" for one in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+            for found in [module, *map(importlib.import_module, inner)]:
+                for record in vars(found).values():
+                    if self._kind and isinstance(record, self._kind):
                         self.records.setdefault(record.name, record)
 
 

@@ -1,15 +1,12 @@
-"""Tasks: their records, settings and checks, and the records of the suites of `task=evaluate`."""
+"""What a task and a suite of `task=evaluate` is: the kinds of their records, which stand with their code."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
-from llama_ssp.settings.drafters import drafts
-from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.registry import Registry
-from llama_ssp.settings.schema import RunConfig, TaskConfig, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TaskConfig
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -69,7 +66,9 @@ class TaskSpec:
         return name
 
 
-TASKS: Registry[TaskSpec] = Registry(setting="task")
+TASKS: Registry[TaskSpec] = Registry(
+    setting="task", modules=("llama_ssp.evaluation.task", "llama_ssp.run.tasks.records"), kind=TaskSpec
+)
 register, task_specs = TASKS.register, TASKS.all
 
 
@@ -99,7 +98,7 @@ class Suite:
     problems: Callable[[RunConfig], Iterable[str]] = lambda config: ()  # noqa: ARG005
 
 
-SUITES: Registry[Suite] = Registry(setting="suite", package="llama_ssp.evaluation", kind=Suite)
+SUITES: Registry[Suite] = Registry(setting="suite", modules=("llama_ssp.evaluation",), kind=Suite)
 register_suite, suites = SUITES.register, SUITES.all
 
 
@@ -116,249 +115,3 @@ def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass 
     """The default of a field."""
     entry = next(each for each in fields(part) if each.name == name)
     return entry.default if entry.default_factory is MISSING else entry.default_factory()
-
-
-@dataclass(kw_only=True)
-class CompareConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, side by side."""
-
-    name: str = "compare"
-    default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
-    picture: str | None = setting(None, "an .svg file that shows what the terminal showed.")
-
-
-register(
-    TaskSpec(
-        config=CompareConfig,
-        run="llama_ssp.run.tasks.compare:compare",
-        needs_draft=True,
-        has_both_modes=True,
-        paths=("picture",),
-        finalize="llama_ssp.run.tasks.compare:draw",
-    )
-)
-
-
-class OutputFormat(Enum):
-    """Output format of `task=generate` on standard output."""
-
-    text = "text"
-    jsonl = "jsonl"
-
-
-@dataclass(kw_only=True)
-class GenerateConfig(TaskConfig):
-    """Completions only."""
-
-    name: str = "generate"
-    format: OutputFormat = setting(
-        OutputFormat.text, "jsonl writes a line per completion, with the other fields of its prompt."
-    )
-    in_order: bool = setting(
-        False, "true prints completions in the order of the prompts, not in that in which they end."
-    )
-
-
-register(TaskSpec(config=GenerateConfig, run="llama_ssp.run.tasks.generate:generate", shows_table=False))
-
-
-LOCAL = "local"  # The entry of the catalogue that stands for any folder.
-
-
-@dataclass(kw_only=True)
-class LatencyConfig(TaskConfig):
-    """Milliseconds per token over a fixed list of one-sentence prompts."""
-
-    name: str = "latency"
-    default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
-    num_warmup: int = setting(1, "other prompts, decoded before the clock starts.")
-    store: bool = setting(
-        False,
-        "true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.",
-    )
-
-
-def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    models = {"model": config.model, "draft": config.draft.model}
-    nameless = [f"{key}={LOCAL}" for key, model in models.items() if model and model.name == LOCAL]
-    if not cast("LatencyConfig", config.task).store:
-        return
-    if not drafts(config.draft):
-        yield NoEffect("task.store", "without a draft: give one with draft=NAME")
-    elif config.weights is WeightsKind.synthetic:
-        yield NoEffect("task.store", "with weights=synthetic, whose acceptance synthetic.agreement sets")
-    elif nameless:
-        yield (
-            f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "
-            "write an entry of your own, model/NAME.yaml (docs/guides/models.md), or leave task.store out"
-        )
-
-
-register(
-    TaskSpec(
-        config=LatencyConfig,
-        run="llama_ssp.run.tasks.latency:latency",
-        problems=_problems_of_latency,
-        finalize="llama_ssp.run.tasks.latency:store_pair",
-    )
-)
-
-
-@dataclass(kw_only=True)
-class BenchmarkConfig(TaskConfig):
-    """One table over all combinations of the three lists, measured alternately with transformers' own generation."""
-
-    name: str = "benchmark"
-    num_draft_tokens: list[int] = made(list, "values of K.")
-    prompt_tokens: list[int] = made(list, "lengths of the prompt.")
-    batch_sizes: list[int] = made(list, "sequences decoded together.")
-    repetitions: int = setting(
-        3, "measured repetitions of each cell, after one that is not counted; the table has medians."
-    )
-    peers: bool = setting(
-        True,
-        "false leaves out transformers, which needs one rank, files without an adapter, and weights not quantized by "
-        "llama-ssp.",
-    )
-    default_prompts: list[str] = made(
-        list, "text that prompts of each length are cut from, without prompt= or prompts=."
-    )
-
-
-def _problems_of_benchmark(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    task = cast("BenchmarkConfig", config.task)
-    for name in ("num_draft_tokens", "prompt_tokens", "batch_sizes"):
-        values = getattr(task, name)
-        if not values or min(values) < 1:
-            yield f"task.{name}={values} must be a list of numbers of at least 1, for example [1,4]"
-    if config.prompts == "-":
-        yield "prompts=- has no effect on task=benchmark, whose prompts are cut from a text: give prompts=FILE"
-    if config.placement.num_replicas > 1:
-        yield "task=benchmark measures one replica of the models: leave placement.num_replicas out"
-    limiting = (config.model, config.draft.model if config.speculation.overlap else None)
-    contexts = [model.shape.max_position_embeddings for model in limiting if model and model.shape]
-    if contexts and task.prompt_tokens and max(task.prompt_tokens) + config.max_new_tokens > min(contexts):
-        yield (
-            f"task.prompt_tokens={task.prompt_tokens} with max_new_tokens={config.max_new_tokens} is more than the "
-            f"context of {min(contexts)} tokens: {min(contexts) - config.max_new_tokens} at most would fit"
-        )
-    unread = dict.fromkeys(("num_samples", "ignore_eos", "stop_strings", "chat"), "on task=benchmark")
-    unread["batch_size"] = "on task=benchmark: give task.batch_sizes=[...]"
-    unread["speculation.num_draft_tokens"] = "on task=benchmark: give task.num_draft_tokens=[...]"
-    if not drafts(config.draft):
-        unread["task.num_draft_tokens"] = "without a draft: give one with draft=NAME"
-    yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
-
-
-def _largest_cell_of_benchmark(config: RunConfig) -> tuple[RunConfig, int]:
-    task = cast("BenchmarkConfig", config.task)
-    speculation = replace(config.speculation, num_draft_tokens=max(task.num_draft_tokens))
-    return replace(config, batch_size=max(task.batch_sizes), speculation=speculation), max(task.prompt_tokens)
-
-
-register(
-    TaskSpec(
-        config=BenchmarkConfig,
-        run="llama_ssp.run.tasks.benchmark:benchmark",
-        takes_turns=False,
-        check_files="llama_ssp.run.tasks.benchmark:check_peers",
-        problems=_problems_of_benchmark,
-        largest_cell=_largest_cell_of_benchmark,
-        batch_size_setting="task.batch_sizes=[{}]",
-    )
-)
-
-
-MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
-
-
-@dataclass(kw_only=True)
-class EvaluateConfig(TaskConfig):
-    """Plain and speculative decoding of the same prompts, compared by a suite that ends with a verdict."""
-
-    name: str = "evaluate"
-    suite: str = setting(
-        "distribution",
-        "distribution (do samples have one distribution; num_samples=500 of each prompt), agreement (is greedy text "
-        "equal, up to near ties), or arithmetic (are products right equally often).",
-    )
-    gate: bool = setting(False, "true ends with exit code 1 if the suite fails, for CI.")
-    num_prompts: int = setting(1000, "of suite=arithmetic, the products to compute.")
-    margin: float = setting(0.1, "of suite=arithmetic; rates that differ by less count as equivalent.")
-    near_tie: float | None = setting(
-        None,
-        "of suite=agreement; log-probabilities, in nats, that differ by no more may change their order. null takes "
-        "0.001 in fp32, 0.1 in fp16 and 0.5 in bf16.",
-    )
-    default_prompts: list[str] = made(
-        list, "prompts of suite=distribution and suite=agreement without prompt= or prompts=."
-    )
-
-
-def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
-    """The task's settings and the record of its suite; an unknown one raises ConfigError."""
-    task = cast("EvaluateConfig", config.task)
-    return task, SUITES.of(task.suite)
-
-
-def _fill_in_for_evaluate(config: RunConfig, explicit: frozenset[str]) -> None:
-    if suite := SUITES.find(cast("EvaluateConfig", config.task).suite):
-        fill_in(config, suite.defaults, explicit)
-
-
-def _prompts_of_evaluate(config: RunConfig) -> Sequence[str]:
-    _, suite = task_and_suite(config)
-    return suite.prompts(config) if suite.prompts else default_prompts(config)
-
-
-def _problems_of_evaluate(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    task = cast("EvaluateConfig", config.task)
-    if config.prompts == "-":
-        yield "prompts=- has no effect on task=evaluate, which finds its prompts again when resumed: give prompts=FILE"
-    suite = SUITES.find(task.suite)
-    if suite is None:
-        yield SUITES.problem_of(task.suite) or ""
-        return
-    yield from suite.problems(config)
-    read = {"name", "suite", "gate", *suite.settings}
-    for name in [each.name for each in fields(task) if each.name not in read and f"task.{each.name}" in explicit]:
-        yield NoEffect(f"task.{name}", f"on suite={suite.name}")
-    if suite.prompts:
-        for name in [name for name in ("prompt", "prompts") if getattr(config, name) not in {None, "-"}]:
-            yield NoEffect(name, f"on suite={suite.name}, which makes its own prompts")
-    if suite.why_one_sample and config.num_samples > 1:
-        yield NoEffect("num_samples", f"on suite={suite.name}, {suite.why_one_sample}")
-
-
-register(
-    TaskSpec(
-        config=EvaluateConfig,
-        run="llama_ssp.run.tasks.evaluate:evaluate",
-        needs_draft=True,
-        has_both_modes=True,
-        fill_in=_fill_in_for_evaluate,
-        prompts=_prompts_of_evaluate,
-        problems=_problems_of_evaluate,
-    )
-)
-
-
-@dataclass(kw_only=True)
-class CalibrateConfig(TaskConfig):
-    """Measure this machine without a checkpoint, and write a file of `conf/hardware`."""
-
-    name: str = "calibrate"
-    output: str | None = setting(
-        None, "file to write; null writes hardware/this_machine.yaml, in conf of a checkout, else in your own folder."
-    )
-
-
-register(
-    TaskSpec(
-        config=CalibrateConfig,
-        run="llama_ssp.run.tasks.calibrate:run",
-        needs_models=False,
-        why_no_plan="which reads no model and measures what plans are based on",
-        paths=("output",),
-    )
-)

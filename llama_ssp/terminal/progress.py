@@ -136,8 +136,8 @@ class RunProgress:
         pace.num_ended_tokens += num_tokens
         pace.ended_ms += ms
         if self.bars:
-            self.bars.update(self.unit, sum(each.num_done for each in paces), sum(each.num_total for each in paces))
-        if not self._has_reported and all(each.num_ended or each.num_done == each.num_total for each in paces):
+            self.bars.update(self.unit, sum(pace.num_done for pace in paces), sum(pace.num_total for pace in paces))
+        if not self._has_reported and all(pace.num_ended or pace.num_done == pace.num_total for pace in paces):
             self._report()
 
     def _report(self) -> None:

@@ -129,7 +129,7 @@ def _title(summary: Summary) -> Text:
     if summary.weights != "checkpoint":
         models += f", {summary.weights} weights"
     counts = ((summary.num_prompts, "prompt"), (summary.num_new_tokens, "token"), (summary.world_size, "rank"))
-    return Text(f"{visible(models)}: {', '.join(count(*each) for each in counts)}", style="bold")
+    return Text(f"{visible(models)}: {', '.join(count(*counted) for counted in counts)}", style="bold")
 
 
 def _round_line(fast: SpeculativeSummary) -> Text:

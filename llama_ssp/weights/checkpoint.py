@@ -18,22 +18,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llama_ssp.architectures.eagle3 import HeadConfig, read_head_config
 from llama_ssp.architectures.family import text_part
-from llama_ssp.architectures.reading import shape_from
-from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.model_files import (
-    ADAPTER_CONFIG_FILE,
-    CONFIG_FILE,
-    GGUF,
-    GGUF_ALONE,
+from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     adapter_alone,
     read_json,
     read_model_config,
     require_folder,
-    shown,
 )
+from llama_ssp.architectures.reading import shape_from
+from llama_ssp.errors import CheckpointError, shown
+from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
+from llama_ssp.settings.formats import PackedLayout
 from llama_ssp.settings.schema import ModelConfig, ModelShape
-from llama_ssp.settings.stored import QUANTIZATION, PackedLayout, layout_of, unreadable
+from llama_ssp.settings.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.weights.experts import JoinedTensor, join_experts
 from llama_ssp.weights.packed import PackedTensor, combine
 from llama_ssp.weights.source import StoredTensor, Wanted, read_header

@@ -10,16 +10,15 @@ import json
 import os
 from pathlib import Path
 
-from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.model_files import (
-    ADAPTER_CONFIG_FILE,
+from llama_ssp.architectures.model_files import (
     ADAPTER_FILE,
     AGREEMENT_FILE,
-    CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     TOKENIZER_FILES,
     read_json,
 )
+from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 
 _SMALL_FILES = (

@@ -13,20 +13,16 @@ from huggingface_hub import constants, errors, get_token, model_info, snapshot_d
 
 from llama_ssp import words
 from llama_ssp.architectures.eagle3 import read_head_config
-from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.catalogue import is_hub_id, read_path
-from llama_ssp.settings.model_files import (
-    ADAPTER_CONFIG_FILE,
+from llama_ssp.architectures.model_files import (
     ADAPTER_FILE,
-    CONFIG_FILE,
-    GGUF,
-    GGUF_ALONE,
     MISTRAL_ALONE,
     MISTRAL_FILE,
     MODELOPT_FILE,
     adapter_alone,
     read_json,
 )
+from llama_ssp.errors import CheckpointError
+from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, is_hub_id, read_path
 from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"

@@ -67,3 +67,9 @@ def scales_of(words: Tensor) -> Tensor:
 def zeros_of(words: Tensor) -> Tensor:
     """The zeros (int32) of words."""
     return words & INT4_ZERO_BITS
+
+
+def codes_of_words(words: Tensor) -> Tensor:
+    """The codes of int32 words (N, M), shape (N, 8 M)."""
+    pairs = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from llama_ssp.architectures.engine import OWN_SLOTS_PER_SLOT
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import OWN_SLOTS_PER_SLOT
 from llama_ssp.speculate.drafters.intersection import IntersectionDrafter, VocabularyMap
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.rules import Rule

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.kernels.between import Heads, OwnKernels, RmsNorm, gated
 from llama_ssp.kernels.layer import WholeLayer, whole_layer
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
@@ -24,7 +25,6 @@ from llama_ssp.kernels.rows import KeptRows
 from llama_ssp.models.llama.attention import CompiledAttention, LayerAttention
 from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
 
 Stream = tuple[Tensor, Tensor | None]
 """The residual stream (M, E), and what nobody has added to it yet."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.kernels.linear import COMPILED, Linear, make_linear, product_of
+from llama_ssp.kernels.linear import Linear, make_linear, product_of
 from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -25,7 +25,7 @@ from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
+from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 
@@ -55,34 +55,37 @@ def seconds_per_call(call: Call, *, budget_s: float = BUDGET_S) -> float:
     return undisturbed(times)
 
 
-def _settled(call: Call, device: torch.device) -> Call:
+def _waiting(call: Call, device: torch.device) -> Call:
     """Return a call that waits for the device."""
 
-    def settled() -> None:
+    def waiting() -> None:
         call()
         torch.cuda.synchronize(device)
 
-    return settled if device.type == "cuda" else call
+    return waiting if device.type == "cuda" else call
 
 
 def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
     """Bytes read and written per second by a copy too large for any cache."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / seconds_per_call(_settled(lambda: target.copy_(source), device))
+    return 2 * num_bytes / seconds_per_call(_waiting(lambda: target.copy_(source), device))
 
 
 @torch.inference_mode()
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By storage format, if this CPU has our kernel, and by number format of unquantized weights.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel and weights can be
+    quantized to it.
     """
     speeds = dict[str, Speed]()
+    records = [each for each in formats().values() if each.compiled and not each.is_stored_alone]
+    compiled = [each.name for each in records if each.compiled and product_of(each.compiled)]
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
-    for name in ("fp32", "fp16", *(name for name, kind in COMPILED.items() if product_of(kind))):
-        quantization = name if name in COMPILED else NO_QUANTIZATION
+    for name in ("fp32", "fp16", *compiled):
+        quantization = name if name in compiled else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
@@ -102,7 +105,7 @@ def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Rate of a square matrix product, in FLOP/s."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / seconds_per_call(_settled(lambda: left @ left, device))
+    return 2 * side**3 / seconds_per_call(_waiting(lambda: left @ left, device))
 
 
 def launch_s(device: torch.device) -> float:
@@ -130,7 +133,7 @@ def _layer_s(device: torch.device) -> float:
         runner.allocate(batch_size=1, capacity=128)
         ids_B1, positions_B1 = torch.zeros(2, 1, 1, dtype=torch.int64, device=device).unbind()
         forward = partial(runner.forward, ids_B1, positions_B1, bucket=128)
-        return seconds_per_call(_settled(forward, device)) / origin.shape.num_hidden_layers
+        return seconds_per_call(_waiting(forward, device)) / origin.shape.num_hidden_layers
 
 
 def kernel_s(device: torch.device) -> float:
@@ -152,7 +155,7 @@ def kernel_s(device: torch.device) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
             some()
-        return seconds_per_call(_settled(graph.replay, device)) / _NUM_OPERATORS
+        return seconds_per_call(_waiting(graph.replay, device)) / _NUM_OPERATORS
 
 
 def sums(comm: Comm, device: torch.device) -> list[MeasuredSum]:

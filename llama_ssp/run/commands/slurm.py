@@ -30,9 +30,8 @@ from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
 from llama_ssp.settings import catalogue, checks
-from llama_ssp.settings.catalogue import read_path
+from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
 from llama_ssp.settings.checks import is_synthetic
-from llama_ssp.settings.model_files import CONFIG_FILE
 from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanFormat, RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible

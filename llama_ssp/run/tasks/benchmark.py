@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.errors import CheckpointError, ConfigError, InterruptedRun
 from llama_ssp.planning.memory import rank_shares, step_bytes
 from llama_ssp.planning.timing import timing
@@ -34,11 +35,10 @@ from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
+from llama_ssp.run.tasks.records import BenchmarkConfig
 from llama_ssp.settings.drafters import NgramConfig, draft_name, has_own_tokenizer
 from llama_ssp.settings.formats import format_of
-from llama_ssp.settings.model_files import GENERATION_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
-from llama_ssp.settings.tasks import BenchmarkConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
@@ -78,18 +78,18 @@ class Ours:
         seconds = time.perf_counter() - started
         if self.decoder.stopped:
             raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
-        completions = [*{each.request.index: each for each in last}.values()]
+        completions = [*{found.request.index: found for found in last}.values()]
         if repetition >= 0:
             self.done.append(completions)
-        return 1e3 * seconds / sum(len(each.token_ids) for each in completions)
+        return 1e3 * seconds / sum(len(completion.token_ids) for completion in completions)
 
     @property
     def tokens_per_round(self) -> float | None:
         """Mean over all speculative rounds that the length limit did not shorten; None without any."""
         counted = [
             length + 1
-            for each in chain(*self.done)
-            for length, examined in zip(each.accepted_lengths, each.examined_lengths, strict=True)
+            for row in chain(*self.done)
+            for length, examined in zip(row.accepted_lengths, row.examined_lengths, strict=True)
             if examined
         ]
         return statistics.mean(counted) if counted else None
@@ -98,17 +98,17 @@ class Ours:
     def rounds_ms(self) -> list[float]:
         """Mean time of a round or of a plain step in each repetition, in a batch of one."""
         return [
-            1e3 * _rounds_s(done) / sum(len(each.accepted_lengths) or len(each.token_ids) - 1 for each in done)
+            1e3 * _rounds_s(done) / sum(len(row.accepted_lengths) or len(row.token_ids) - 1 for row in done)
             for done in self.done
         ]
 
     def shares(self, part: str) -> list[float]:
         """Share of the rounds' time that a part took, in each repetition."""
-        return [sum(each.part_s[part] for each in done) / _rounds_s(done) for done in self.done]
+        return [sum(row.part_s[part] for row in done) / _rounds_s(done) for done in self.done]
 
 
 def _rounds_s(done: Sequence[RowCompletion]) -> float:
-    return sum(sum(each.part_s.values()) for each in done)
+    return sum(sum(row.part_s.values()) for row in done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ def _measure(
         for mode in (PLAIN, SPECULATIVE)
         if mode in names
     }
-    candidates: dict[str, Callable[[int], float]] = {mode: each.ms_per_token for mode, each in ours.items()}
+    candidates: dict[str, Callable[[int], float]] = {mode: run.ms_per_token for mode, run in ours.items()}
     if peers:
         run = partial(peers.ms_per_token, prompts, num_new_tokens=num_new_tokens, sampling=config.sampling)
         candidates[GENERATE] = lambda _repetition: run(num_draft_tokens=None)
@@ -287,7 +287,7 @@ def _measure(
     timed[_PASS] = lambda _repetition: 1e3 * _pass_s(session)
     ms = interleave(timed, num_repetitions=task.repetitions)
     pass_ms, has_steps = ms.pop(_PASS), num_new_tokens > 1
-    steps_ms = [each * batch_size for each in ours[PLAIN].rounds_ms] if has_steps else []
+    steps_ms = [ms_of_one * batch_size for ms_of_one in ours[PLAIN].rounds_ms] if has_steps else []
     fast = ours.get(SPECULATIVE) if has_steps else None
     expected = Forecast()
     if session.plan:

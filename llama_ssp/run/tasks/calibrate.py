@@ -25,9 +25,9 @@ from llama_ssp.ranks.gpu import capture_stream
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.ranks.world import World
 from llama_ssp.run.calibration import operators
+from llama_ssp.run.tasks.records import CalibrateConfig
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import Dtype, RunConfig
-from llama_ssp.settings.tasks import CalibrateConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
 
 _SUMS = "this machine"
@@ -75,7 +75,7 @@ def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
     dtypes = (Dtype.fp32, Dtype.bf16, Dtype.fp16) if is_gpu else (Dtype.fp32, Dtype.bf16)
     latency_s, bandwidth = 1e-4, 1e9
     if sums:
-        smallest, *_, largest = (each for each in sums if each.num_ranks == world.comm.size)
+        smallest, *_, largest = (found for found in sums if found.num_ranks == world.comm.size)
         latency_s, bandwidth = smallest.s, largest.num_bytes / max(largest.s - smallest.s, 1e-9)
     return {
         "name": THIS_MACHINE,
@@ -87,13 +87,13 @@ def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
         "system_bytes": 0 if is_gpu else system_bytes(host_memory_bytes()),
         "bandwidth_bytes_per_s": copy_bytes_per_s,
         "copy_bytes_per_s": copy_bytes_per_s,
-        "flops_per_s": {each.name: operators.flops_per_s(getattr(torch, each.value), device) for each in dtypes},
+        "flops_per_s": {dtype.name: operators.flops_per_s(getattr(torch, dtype.value), device) for dtype in dtypes},
         "flops_share": PROMPT_SHARE,
         "products": {} if is_gpu else {name: asdict(speed) for name, speed in operators.cpu_speeds().items()},
         "kernel_s": operators.kernel_s(device),
         "launch_s": operators.launch_s(device),
         "link": {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency_s},
-        "sums": [asdict(each) for each in sums],
+        "sums": [asdict(found) for found in sums],
         "sources": {
             "all": f"measured by task=calibrate on {platform.node()}, {date.today()}, torch {torch.__version__}",
             "link": "measured" if sums else "assumed: one rank measures no links, start task=calibrate with several",
@@ -102,7 +102,7 @@ def _figures(world: World, sums: list[MeasuredSum]) -> dict[str, Any]:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What a process has before its first model; on a GPU with the workspaces of products."""
+    """Memory of a process before its first model; on a GPU with the workspaces of products."""
     if device.type == "cpu":
         return anonymous_bytes() or 0
     x = torch.zeros(64, 64, dtype=torch.float16, device=device)

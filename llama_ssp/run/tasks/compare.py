@@ -7,7 +7,7 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.generate import Texts
-from llama_ssp.settings.tasks import CompareConfig
+from llama_ssp.run.tasks.records import CompareConfig
 
 
 def compare(session: Session, jobs: list[PromptTask]) -> None:

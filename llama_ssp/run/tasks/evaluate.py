@@ -2,6 +2,7 @@
 
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
+from llama_ssp.evaluation.task import task_and_suite
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation
 from llama_ssp.reports.summary import pairs_of
@@ -12,7 +13,6 @@ from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tok
 from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
-from llama_ssp.settings.tasks import task_and_suite
 
 
 def evaluate(session: Session, jobs: list[PromptTask]) -> None:

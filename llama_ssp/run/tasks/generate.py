@@ -10,7 +10,7 @@ from dataclasses import asdict
 from llama_ssp.reports.records import CompletionLine, LineKey
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.settings.tasks import GenerateConfig, OutputFormat
+from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.speculate.engine.text import Piece
 
 

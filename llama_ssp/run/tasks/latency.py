@@ -9,8 +9,8 @@ from llama_ssp.reports.records import SPECULATIVE
 from llama_ssp.reports.summary import counted_rounds
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
+from llama_ssp.run.tasks.records import LatencyConfig
 from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.tasks import LatencyConfig
 
 
 def latency(session: Session, jobs: list[PromptTask]) -> None:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.engine import BUCKET_STEP, whole_steps
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.evaluation.martingales import ANY_ROUNDS, Role, Rounds, TextSums
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.run.session import Session
-from llama_ssp.settings.layout import BUCKET_STEP, whole_steps
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import CATCH_UP_CHUNK
 from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.tokenizers import TokenizerPair
 from llama_ssp.speculate.sampling.context import Rows

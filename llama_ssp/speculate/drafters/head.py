@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Head
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.layout import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Rule

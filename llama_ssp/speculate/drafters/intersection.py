@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from llama_ssp.architectures.engine import OWN_SLOTS_PER_SLOT, own_slots
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import OWN_SLOTS_PER_SLOT, own_slots
 from llama_ssp.speculate.drafters.drafter import StepwiseDrafter, catch_up
 from llama_ssp.speculate.drafters.tokenizers import Alignment
 from llama_ssp.speculate.sampling.context import Rows

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import PREFILL_CHUNK
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.rules import Draft

@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.continuation import TextAfter
-from llama_ssp.settings.layout import MOST_PIECES
 
 Meaning = bytes | str
 """The bytes that a token adds to a text; for a special token, which adds nothing, its name."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llama_ssp.settings.layout import CATCH_UP_CHUNK
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.speculate.engine.round import DraftChoice
 
 PROBE_SHARE = 0.015

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from llama_ssp.architectures.engine import BUCKET_STEP, PREFILL_CHUNK, whole_steps
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import BUCKET_STEP, PREFILL_CHUNK, whole_steps
 
 _MOST_LOGITS = 2**26
 """Logits of a chunk, 256 MiB in fp32; a large vocabulary shortens the chunks."""

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
 from llama_ssp.cpu.threads import ThreadChoice
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError
 from llama_ssp.models.prefill import Buckets, Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
-from llama_ssp.settings.layout import BUCKET_STEP, CATCH_UP_CHUNK, PREFILL_CHUNK, whole_steps
 from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest

@@ -48,7 +48,10 @@ def refusal(check: Callable[[], object]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("given", CONFIGS, ids=[each["name"].partition("/")[2] for each in CONFIGS])
+@pytest.mark.parametrize("given", [
+    pytest.param(each, id=each["name"].partition("/")[2], marks=() if each.get("light") else pytest.mark.heavy)
+    for each in CONFIGS
+])  # fmt: skip
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

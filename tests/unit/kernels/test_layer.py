@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import WHOLE_LAYER_TOKENS
 from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention import NEEDS
 from llama_ssp.kernels.layer import WholeLayer
 from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.layout import WHOLE_LAYER_TOKENS
+from llama_ssp.settings.formats import formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import tiny_model
 from tests.unit.kernels.test_attention import Case, case
 from tests.unit.kernels.test_linear import COMPILED, native, numbers
 
-FORMS = ("none", "fp32", *linear.COMPILED)
+FORMS = ("none", "fp32", *(form.name for form in formats().values() if form.compiled and not form.is_stored_alone))
 VOCABULARY = 208
 BEHIND = 140
 

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from llama_ssp.cpu import kinds
 from llama_ssp.cpu.compiled import has_features
-from llama_ssp.kernels import linear
 from llama_ssp.kernels.between import RmsNorm
 from llama_ssp.kernels.linear import (
     HalfLinear,
@@ -29,13 +28,13 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.models.quantization.precision import Precision, int8_linear
 from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
-from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS
+from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS, formats
 from llama_ssp.weights import int4_rows
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
-QUANTIZED = {kind: form for form, kind in linear.COMPILED.items()}
+QUANTIZED = {form.compiled: form.name for form in formats().values() if form.compiled}
 COMPILED = ("singles", "halves", *QUANTIZED)
 # Of the result's size: two orders of one sum, and `dots` may round a number halfway between two steps to either.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

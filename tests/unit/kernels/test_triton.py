@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.architectures.engine import most_parts
 from llama_ssp.kernels.rows import rows_of
 from llama_ssp.settings.formats import CACHES
-from llama_ssp.settings.layout import most_parts
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid, heavy

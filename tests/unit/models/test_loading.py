@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.loading import check_model, load_modules
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings import catalogue
+from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
+from llama_ssp.weights.head import of_target
+from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 from tests.unit.models.conftest import Saved
 
@@ -119,6 +123,18 @@ def test_tensors_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.L
     check_model(inspect(tmp_path), num_ranks=2)
     named = "model.layers.1.self_attn.o_proj.bias, model.layers.1.self_attn.q_proj.bias"
     assert caplog.messages == [f"{tmp_path} holds tensors that no module takes, which are not read: {named}"]
+
+
+def test_tensors_of_a_head_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Biases, norms that its config does not ask for, and the hidden state of masked tokens of P-EAGLE."""
+    tensors, target = make_tensors(), inspect(hub.resolve(catalogue.load("tiny")))
+    strays = {"mask_hidden": torch.ones(1, 4), "midlayer.self_attn.q_proj.bias": torch.ones(4)}
+    for name, stored in (("head", tensors), ("odd", tensors | strays | {"fc_norm.0.weight": torch.ones(4)})):
+        files = inspect(save_original(tmp_path / name, stored))
+        assert files.head
+        check_model(of_target(files, files.head, target), num_ranks=1)
+    named = "mask_hidden, model.fc_norm.0.weight, model.layers.0.self_attn.q_proj.bias"
+    assert caplog.messages == [f"{tmp_path / 'odd'} holds tensors that no module takes, which are not read: {named}"]
 
 
 def test_parameters_are_cast_to_the_wanted_format_and_rotary_frequencies_stay_fp32(

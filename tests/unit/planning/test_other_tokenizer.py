@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.machines import hardware
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import CostModel
-from llama_ssp.settings.layout import MOST_PIECES
 from tests.helpers.own_vocabulary import intersection_drafter
 from tests.helpers.planning import make_job, times_of
 from tests.helpers.prefix_runner import PrefixRunner

@@ -87,14 +87,6 @@ def test_the_range_of_a_speculative_time_has_that_of_an_unknown_pair() -> None:
     assert max(slower, NEAR[1]) < high < slower * NEAR[1]
 
 
-def test_a_completion_has_the_ranges_of_its_prompt_and_of_its_tokens() -> None:
-    for job in make_job("7B", prompt_tokens=2000), make_job("7B", "tinyllama_1B", prompt_tokens=2000):
-        timed = times_of(job, A100)
-        run_s = timed.plain_run_s if timed.speculative_run_s is None else timed.speculative_run_s
-        low, high = (end / run_s for end in timed.run_s_range)
-        assert FAR[0] < low < NEAR[0] < NEAR[1] < high < FAR[1]
-
-
 def test_calibrated_machines_and_cpus_have_no_ranges() -> None:
     laptop = hardware.load("laptop_cpu")
     job = make_job("smollm2_135M", device="cpu")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from llama_ssp.architectures.engine import ENGINE_KERNELS
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
 from llama_ssp.planning.spec import PlannedModel
@@ -21,7 +22,6 @@ from llama_ssp.planning.timing import (
     message_s,
 )
 from llama_ssp.settings.formats import format_of
-from llama_ssp.settings.layout import ENGINE_KERNELS
 from llama_ssp.settings.schema import Dtype, TargetKind
 from tests.helpers.planning import small_model
 

@@ -81,6 +81,9 @@ def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide()
 def test_a_head_of_the_instruct_model_is_not_offered_to_the_base(name: str) -> None:
     assert heads_of(catalogue.load(name)) == set()
     assert heads_of(replace(catalogue.load(name), name=str(catalogue.load(name).hub_id))) == set()
+    of_hub = replace(make_job(name).target, name=str(catalogue.load(name).hub_id))
+    found = search(make_job(of_hub, num_ranks=8), hardware.load("8xh200"))
+    assert {row["draft"] for row in found if row["tree"]} == set()
 
 
 def test_the_asked_model_comes_first_then_the_fastest_and_what_does_not_fit_comes_last_with_the_reason() -> None:

@@ -116,7 +116,7 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
     model = planned(tmp_path, LLAMA_8B, W8A8)
 
     def matrices_s(of: PlannedModel, rows: int) -> float:
-        placement = ModelPlacement(model=of, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=True, target_ranks=(0,))
+        placement = ModelPlacement(model=of, kind=TargetKind.tensor, ranks=(0,), cuda_graphs=True)
         forward = forward_time(placement, H100, batch_size=rows, num_positions=1, num_scored=1, bucket=128)
         return forward.matrices_s
 

@@ -153,6 +153,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
         size=4,
         verdict=None,
         has_failed=False,
+        is_interrupted=False,
         is_orphan=False,
         missing=lambda: (2,),
         agree_on=lambda words, **_: words,

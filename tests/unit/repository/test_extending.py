@@ -140,15 +140,15 @@ class HalvesLinear(Linear):
         """See `Linear`."""
         return self(x_MI) + residual_MO
 ''',
-        "llama_ssp/settings/formats.py": """
-register(
-    StorageFormat(
-        name="halves",
-        kernel="llama_ssp.models.quantization.halves:HalvesLinear",
-        weight_bytes=2,
-    )
+        "llama_ssp/settings/storage/halves.py": '''
+"""Weights in bf16."""
+
+from llama_ssp.settings.formats import StorageFormat
+
+HALVES = StorageFormat(
+    name="halves", kernel="llama_ssp.models.quantization.halves:HalvesLinear", weight_bytes=2
 )
-""",
+''',
     },
     words="task=generate prompt=x max_new_tokens=4 model.quantization=halves draft.model.quantization=halves",
     found=r"\w",

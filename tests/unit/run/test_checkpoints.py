@@ -21,9 +21,9 @@ from llama_ssp.reports.plan_tables import headline
 from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_formats
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, Dtype, ModelConfig, RunConfig
-from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

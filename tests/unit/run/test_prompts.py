@@ -20,8 +20,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.run.jobs import JobMaker, PromptTask, check_vocabulary, encode, ids_of, in_turns
 from llama_ssp.run.lengths import problem_of_length
 from llama_ssp.run.prompts import Prompt, read_prompts
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
-from llama_ssp.settings.tasks import GenerateConfig
 from tests.helpers.tokenizers import byte_level
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]

@@ -10,6 +10,7 @@ from llama_ssp.models.loading import check_model
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     NO_DRAFT,
@@ -19,7 +20,6 @@ from llama_ssp.settings.schema import (
     SamplingConfig,
     WeightsKind,
 )
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.speculate.engine.state import Request
 
 pytestmark = pytest.mark.seconds

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from llama_ssp.architectures.model_files import ADAPTER_FILE
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.model_files import ADAPTER_FILE
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.adapters import LAYERS, RANK, round_weights, save_adapter, save_merged

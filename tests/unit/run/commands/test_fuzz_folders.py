@@ -26,8 +26,8 @@ from llama_ssp.reports.summary import summarise
 from llama_ssp.run.commands import report
 from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.resuming import check_lines
+from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.drafters import NgramConfig
-from llama_ssp.settings.tasks import CompareConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from tests.helpers.in_process import call
 from tests.helpers.runs import CELL, FAST, PLAIN, summary, write_run

@@ -19,12 +19,12 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from llama_ssp.architectures.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.run import pipeline as task
 from llama_ssp.run.commands import plan, run
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks.dry_run import dry_run
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.model_files import TOKENIZER_CONFIG_FILE
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import INDEX_FILE
@@ -268,7 +268,7 @@ def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path
     [
         ("model=local model.path=", {"model_type": "qwen3_next"}, "this qwen3_next model has layers of kind linear_"),
         ("draft=local draft.model.path=", {"model_type": "mimo", "auto_map": {"AutoConfig": "a.b"}},
-         "config.json asks for Python code from its folder"),
+         ", and asks for Python code from its folder"),
         ("draft=local draft.model.path=", {"speculators_model_type": "mtp"},
          "describes a speculator of type mtp: of those, eagle3 is read"),
     ],

@@ -11,9 +11,9 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import require_room
 from llama_ssp.planning.spec import make_job
 from llama_ssp.run.tasks import dry_run as task
+from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, RunConfig, WeightsKind
-from llama_ssp.settings.tasks import CompareConfig
 
 
 def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:

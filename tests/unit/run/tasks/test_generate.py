@@ -21,8 +21,8 @@ from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.generate import generate
+from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.tasks import GenerateConfig
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch

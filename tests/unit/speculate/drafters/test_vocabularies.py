@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llama_ssp.settings.layout import MOST_PIECES
+from llama_ssp.architectures.engine import MOST_PIECES
 from llama_ssp.speculate.drafters.tokenizers import Alignment, align, meanings_of, neutral_id
 from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_ssp.errors import CheckpointError
+from llama_ssp.errors import CheckpointError, shown
+from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE
 
-CONFIG_FILE = "config.json"
-ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 AGREEMENT_FILE = "agreement.json"  # Of the shipped pair: which noise gives which agreement of synthetic weights.
@@ -29,13 +29,11 @@ _MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have 
 _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Where transformers searches for settings that a model config itself lacks."""
-_SHOWN = 60
-GGUF, MISTRAL_FILE = ".gguf", "params.json"
+MISTRAL_FILE = "params.json"
 MISTRAL_ALONE = (
     "holds Mistral's own layout (params.json, consolidated.safetensors), which is not read: use a repository with "
     "config.json and model.safetensors"
 )
-GGUF_ALONE = "holds GGUF weights, which are not read: use the repository of this model with safetensors weights"
 
 
 _FLOATS = [{"__float__": name} for name in ("Infinity", "-Infinity", "NaN")]
@@ -239,12 +237,6 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def _decoded(content: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
     """The number that transformers writes as an object, because JSON has none for it; else the object."""
     return float(content["__float__"]) if content in _FLOATS else content
-
-
-def shown(value: object) -> str:
-    """A value of a file for an error message: as ASCII JSON, shortened."""
-    text = json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _read_bytes(file: Path) -> bytes:

@@ -1,0 +1,66 @@
+"""The engine as planner and engine know it alike: sizes of caches and chunks, and numbers of kernels."""
+
+import math
+from dataclasses import dataclass
+
+PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
+SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
+BUCKET_STEP = {"cuda": 256, "cpu": 64}
+"""By device: the widths at which a cache is read are multiples of it. Wider on GPUs, where each width is a graph."""
+LANES = 16
+"""Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
+WHOLE_LAYER_TOKENS = 16
+"""The most tokens of a forward on a CPU whose layers are one operator each; more take one for each product."""
+LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
+"""The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
+PART_SLOTS, ROW_PROGRAMS = 16, 256
+"""The least slots of a part of a row, of which each has its own program on a GPU, and about the most programs of a row.
+
+On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
+of 1000 slots and 8 key-value heads took 48, 52 and 74.
+"""
+MOST_PIECES = 4  # The most tokens of a draft with its own tokenizer that spell one token of the target.
+OWN_SLOTS_PER_SLOT = 2
+"""Cache slots of such a draft per slot of the target; its text has at most so many tokens per token of the target."""
+
+CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The number of kernels of an engine without collectives; each takes `HardwareConfig.kernel_s` in a CUDA graph."""
+
+    layer: int  # at few rows, products and attention included
+    frame: int  # a forward without its layers: embedding, rotary angles, last norm, head and its conversion to fp32
+    draw: int  # a sampled draw
+    verify: int  # a verification with commit
+
+
+ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
+"""Of this engine: those of a layer and of a draw as a stub device counted them, the others from torch's dispatcher."""
+
+
+def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:
+    """Whether the lean decoder's attention reads rows by their lengths; elsewhere it needs masks.
+
+    `capability` is the compute capability of an NVIDIA GPU, 0 for AMD GPUs and CPUs.
+    """
+    is_narrow = value_bytes == 2  # noqa: PLR2004 - bytes
+    has_head = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD_BY_LENGTH
+    return capability >= FIRST_CAPABILITY_BY_LENGTH and is_narrow and has_head and not rounds_inputs
+
+
+def most_parts(num_kv_heads: int) -> int:
+    """The most parts of a row whose slots the lean decoder's attention splits over programs, a power of 2."""
+    return 1 << math.ceil(math.log2(max(ROW_PROGRAMS / num_kv_heads, 1)))
+
+
+def whole_steps(num_slots: int) -> int:
+    """Round a number of slots up to `SLOT_STEP`."""
+    return -(-num_slots // SLOT_STEP) * SLOT_STEP
+
+
+def own_slots(num_slots: int, *, max_position_embeddings: int) -> int:
+    """Slots of a draft with its own tokenizer whose target has `num_slots`, as far as the draft's positions go."""
+    positions = max_position_embeddings // SLOT_STEP * SLOT_STEP
+    return max(min(num_slots * OWN_SLOTS_PER_SLOT, positions), num_slots)
