@@ -34,40 +34,31 @@ class BnbTensor(PackedTensor):
 
     @staticmethod
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
-        shape = _shape_of(parts, layout.storage) if {layout.weight, layout.scale} <= parts.keys() else None
-        return (torch.float32, shape) if shape else None
+        state = _state(parts)
+        match state.get("shape"):
+            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs > 0 and num_inputs % GROUP == 0:
+                num_scales = num_outputs * num_inputs // GROUP
+            case _:
+                return None
+        if not {layout.weight, layout.scale} <= parts.keys():
+            return None
+        weight, scales = parts[layout.weight], parts[layout.scale]
+        fits = (state.get("quant_type"), state.get("blocksize")) == (layout.storage, GROUP)
+        fits &= (weight.kind, weight.shape) == ("U8", (num_scales * GROUP // 2, 1)) and scales.shape == (num_scales,)
+        if scales.kind == "U8":
+            shapes = [parts[name].shape for name in (_NUMBERS, _OUTER) if name in parts]
+            fits &= shapes == [(_NESTED,), (-(-num_scales // _NESTED),)] and state.get("nested_blocksize") == _NESTED
+        else:
+            fits &= scales.kind == "F32"
+        return (torch.float32, (num_outputs, num_inputs)) if fits else None
 
     def _rows(self, outputs: range, inputs: range) -> Tensor:
-        return _rows(self.parts, self.shape[1], outputs=outputs, inputs=inputs)
-
-
-def _shape_of(parts: Mapping[str, StoredTensor], kind: str) -> tuple[int, int] | None:
-    """The shape of a weight, by the last parts of its tensors' names; None if they do not fit each other."""
-    state = _state(parts)
-    match state.get("shape"):
-        case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs > 0 and num_inputs % GROUP == 0:
-            num_scales = num_outputs * num_inputs // GROUP
-        case _:
-            return None
-    weight, scales = parts["weight"], parts[_SCALES]
-    fits = (state.get("quant_type"), state.get("blocksize")) == (kind, GROUP)
-    fits &= (weight.kind, weight.shape) == ("U8", (num_scales * GROUP // 2, 1)) and scales.shape == (num_scales,)
-    if scales.kind == "U8":
-        shapes = [parts[name].shape for name in (_NUMBERS, _OUTER) if name in parts]
-        fits &= shapes == [(_NESTED,), (-(-num_scales // _NESTED),)] and state.get("nested_blocksize") == _NESTED
-    else:
-        fits &= scales.kind == "F32"
-    return (num_outputs, num_inputs) if fits else None
-
-
-def _rows(parts: Mapping[str, StoredTensor], num_inputs: int, *, outputs: range, inputs: range) -> Tensor:
-    """Read the rows of some outputs, and of whole groups of the inputs, of a weight with `num_inputs`."""
-    num_bytes, num_groups = num_inputs // 2, num_inputs // GROUP
-    codes = parts["weight"].read(range(outputs.start * num_bytes, outputs.stop * num_bytes)).view(-1, num_bytes)
-    scales = _scales(parts, range(outputs.start * num_groups, outputs.stop * num_groups)).view(-1, num_groups)
-    bytes_OI = codes[:, inputs.start // 2 : inputs.stop // 2]
-    scales_OG = scales[:, inputs.start // GROUP : inputs.stop // GROUP]
-    return byte_rows.join(bytes_OI.unflatten(1, (-1, GROUP // 2)), scales_OG)
+        num_bytes, num_groups = self.shape[1] // 2, self.shape[1] // GROUP
+        codes = self.parts[self.layout.weight].read(range(outputs.start * num_bytes, outputs.stop * num_bytes))
+        scales = _scales(self.parts, range(outputs.start * num_groups, outputs.stop * num_groups)).view(-1, num_groups)
+        bytes_OI = codes.view(-1, num_bytes)[:, inputs.start // 2 : inputs.stop // 2]
+        scales_OG = scales[:, inputs.start // GROUP : inputs.stop // GROUP]
+        return byte_rows.join(bytes_OI.unflatten(1, (-1, GROUP // 2)), scales_OG)
 
 
 def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
