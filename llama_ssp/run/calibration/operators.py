@@ -76,22 +76,25 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
-    By number format of unquantized weights, and by storage format, if this CPU has our kernel and weights can be
-    quantized to it.
+    By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
+    has the speed of a measured one with as many bits.
     """
     speeds = dict[str, Speed]()
-    records = [each for each in formats().values() if each.compiled and not each.is_stored_alone]
-    compiled = [each.name for each in records if each.compiled and product_of(each.compiled)]
+    compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
+    measured = {record.name: record for record in compiled if not record.is_stored_alone}
     side, few = _SPEED_SIDE, _FEW_ROWS
     num_weights = 2 * side**2
-    for name in ("fp32", "fp16", *compiled):
-        quantization = name if name in compiled else NO_QUANTIZATION
+    for name in ("fp32", "fp16", *measured):
+        quantization = name if name in measured else NO_QUANTIZATION
         weight = torch.full((2 * side, side), 1 + 2**-20 if name == "fp32" else 1.0)  # fp16 does not hold the former
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).matrix_bytes(num_weights, 4 if name == "fp32" else 2)
         layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
         one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
         speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
+    for record in compiled if measured else ():
+        bits = {name: abs((other.weight_bytes or 0) - (record.weight_bytes or 0)) for name, other in measured.items()}
+        speeds.setdefault(record.name, speeds[min(bits, key=bits.__getitem__)])
     return speeds
 
 

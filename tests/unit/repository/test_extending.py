@@ -92,17 +92,17 @@ def count(session, jobs):
     """Print their number."""
     session.terminal.line(f"{len(jobs)} jobs")
 ''',
-        "llama_ssp/settings/tasks.py": """
+        "llama_ssp/run/tasks/records.py": """
 
 @dataclass(kw_only=True)
 class CountConfig(TaskConfig):
     \"\"\"Count jobs.\"\"\"
 
     name: str = "count"
-    default_prompts: list[str] = field(default_factory=list)
+    default_prompts: list[str] = made(list, "prompts of a run without others.")
 
 
-register(TaskSpec(config=CountConfig, run="llama_ssp.run.tasks.count:count"))
+COUNT = TaskSpec(config=CountConfig, run="llama_ssp.run.tasks.count:count")
 """,
         "conf/task/count.yaml": """
 defaults:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.kernels.linear import product_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration import operators
+from llama_ssp.settings.formats import formats
 
 pytestmark = pytest.mark.seconds
 
@@ -18,6 +20,16 @@ def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: 
     assert operators.copy_bytes_per_s(device, num_bytes=4096) == 2 * 4096 / 0.5, "read once and written once"
     assert operators.flops_per_s(torch.float32, device) == 2 * 1024**3 / 0.5, "a product and a sum"
     assert operators.launch_s(device) == operators.kernel_s(device) == 0.5 / 200
+
+
+def test_every_format_that_has_a_kernel_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the floats of 4 bits too, to which no weight is quantized."""
+    monkeypatch.setattr(operators, "BUDGET_S", 0.0)
+    monkeypatch.setattr(operators, "_SPEED_SIDE", 128)
+    found = operators.cpu_speeds(num_bytes=2**16)
+    compiled = [record for record in formats().values() if record.compiled and product_of(record.compiled)]
+    assert found.keys() == {"fp32", "fp16", *(record.name for record in compiled)}
+    assert found.get("mxfp4") == found.get("int4_weight_only")
 
 
 def test_a_message_that_a_neighbour_delays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
