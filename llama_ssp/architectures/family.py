@@ -4,9 +4,11 @@ Which models run, and on how many ranks, follows from config.json alone: a plan 
 start. The tables hold what transformers 5.23 has; a test compares them with it.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
 from typing import Any, cast
 
 from llama_ssp import architectures
@@ -14,6 +16,16 @@ from llama_ssp.architectures.matrices import Inventory, decoder
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.settings.registry import Registry
 from llama_ssp.settings.schema import ModelShape, WholeParts
+
+
+@cache
+def kinds() -> Mapping[str, Mapping[str, Any]]:
+    """By kind: `names` of fields that are others in its files, `defaults` of absent ones, whether it is `without_plan`.
+
+    The latter says that neither the library nor a record of ours has a tensor-parallel plan.
+    """
+    found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
+    return found
 
 
 def windows_of_layers(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
@@ -155,16 +167,6 @@ _FAILURES = {
     "bloom": "ValueError: too many values to unpack",
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
 }
-WITHOUT_PLAN = {
-    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet", "blenderbot",
-    "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "dbrx", "diffllama",
-    "electra", "ernie", "falcon", "fuyu", "git", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "gptj",
-    "jetmoe", "marian", "mbart", "megatron-bert", "mllama", "modernbert-decoder", "moshi", "mpt", "mvp", "openai-gpt",
-    "opt", "pegasus", "persimmon", "plbart", "prophetnet", "reformer", "rembert", "roberta", "roberta-prelayernorm",
-    "roc_bert", "roformer", "rwkv", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet",
-    "xlstm", "xmod",
-}  # fmt: skip
-"""Families that neither the library nor a record of ours has a tensor-parallel plan for."""
 OTHER = "one of the families of docs/guides/models.md is required"
 
 
@@ -207,7 +209,7 @@ def check_servable(field: Callable[[str], Any]) -> None:
 
 def check_ranks(model_type: str, num_ranks: int) -> None:
     """Raise PlacementError for a family that runs on fewer ranks: no tensor-parallel plan can be followed."""
-    if num_ranks > 1 and model_type in WITHOUT_PLAN:
+    if num_ranks > 1 and kinds().get(model_type, {}).get("without_plan"):
         raise PlacementError(no_plan(model_type, num_ranks))
 
 

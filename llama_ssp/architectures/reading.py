@@ -4,17 +4,22 @@
 configuration classes. `weights.checkpoint` reads the library's own configurations with the same functions.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from llama_ssp.architectures.eagle3 import read_head_config
 from llama_ssp.architectures.experts import expert_sizes, first_size
-from llama_ssp.architectures.family import check_ranks, check_servable, inventory, num_positions, record_of, text_part
+from llama_ssp.architectures.family import (
+    check_ranks,
+    check_servable,
+    inventory,
+    kinds,
+    num_positions,
+    record_of,
+    text_part,
+)
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.settings.catalogue import CONFIG_FILE
@@ -41,13 +46,6 @@ FIELDS = (
 """Fields that are read of any family."""
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
-
-
-@cache
-def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """The `names` of fields that are others in the files of a kind, and the `defaults` of absent ones, by kind."""
-    found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
-    return found
 
 
 def fields_of(content: Mapping[str, Any]) -> Field:

@@ -177,13 +177,13 @@ def _part(kind: type[Any], figures: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(figures, Mapping):
         problems.append(f"{path} must be a mapping of figures, not {figures!r}")
         return None
-    known, values = {each.name: each for each in fields(kind)}, {}
+    known, values = {figure.name: figure for figure in fields(kind)}, {}
     unknown = figures.keys() - known.keys()
     problems += (unknown_name(f"figure of {path}", str(key), known) for key in unknown)
-    for key, each in known.items():
+    for key, figure in known.items():
         if figures.get(key) is not None:
-            values[key] = _value(each.type, figures[key], f"{path}.{key}", problems)
-        elif each.default is MISSING and each.default_factory is MISSING:
+            values[key] = _value(figure.type, figures[key], f"{path}.{key}", problems)
+        elif figure.default is MISSING and figure.default_factory is MISSING:
             problems.append(f"{path}.{key} is missing")
     return None if problems else kind(**values)
 

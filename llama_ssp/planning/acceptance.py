@@ -102,7 +102,7 @@ def expected(pair: DraftedPair) -> Acceptance:
 
 
 def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
-    """What a plan notes of an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
+    """Notes of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
     if best_ks and best_ks[0] < best_ks[1]:
@@ -160,12 +160,12 @@ def store(entry: Mapping[str, Any]) -> Path:
     Raises SspError if it cannot be written, ConfigError if the file is there and has another form.
     """
 
-    def key(each: Mapping[str, Any]) -> tuple[object, ...]:
-        return each["target"], each["draft"], each.get("temperature")
+    def key(pair: Mapping[str, Any]) -> tuple[object, ...]:
+        return pair["target"], pair["draft"], pair.get("temperature")
 
     file = catalogue.user_dir() / MEASURED
     old = _read(file).get("pairs", []) if file.is_file() else []
-    kept = [each for each in old if key(each) != key(entry)]
+    kept = [pair for pair in old if key(pair) != key(entry)]
     text = yaml.safe_dump({"pairs": [*kept, dict(entry)]}, sort_keys=False, allow_unicode=True, width=160)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,7 @@ def _problem(name: str, entry: object) -> str | None:
     """The first fault of an entry."""
     found = [entry[key] for key in ("low", "acceptance", "high") if key in entry] if isinstance(entry, dict) else []
     if not (isinstance(entry, dict) and "acceptance" in entry) or not all(
-        isinstance(each, int | float) and 0 <= each <= 1 for each in found
+        isinstance(figure, int | float) and 0 <= figure <= 1 for figure in found
     ):
         return "needs an acceptance between 0 and 1, such as acceptance: 0.8"
     if found != sorted(found):
@@ -237,7 +237,7 @@ def overlapped_tokens(acceptance: float, num_draft_tokens: int) -> float:
 
 
 def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
-    """Of `overlapped_tokens`, how many follow a rejection: the rejections per round."""
+    """Rejections per round, each of which one of the `overlapped_tokens` follows."""
     whole = acceptance**num_draft_tokens
     return (1 - whole) / (1 + acceptance - whole)
 

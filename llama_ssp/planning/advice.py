@@ -206,7 +206,7 @@ EIGHT_BITS = 3
 
 
 class Loss(IntEnum):
-    """What a user loses by a change, the least first."""
+    """Losses by a change, the least first."""
 
     nothing = 0
     little = 1
@@ -274,7 +274,7 @@ def changes_that_fit(job: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _faults(job: PlanSpec, hardware: HardwareConfig, timed: Timing) -> set[str]:
-    """What the plan of a job warns of, without figures; another K that gains more is no fault."""
+    """The warnings of a plan, without figures; another K that gains more is no fault."""
     found = warnings(job, hardware, timed)
     return {said.partition(":")[0] for said in found if not said.startswith("K=")}
 

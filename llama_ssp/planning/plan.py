@@ -226,7 +226,7 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
 
 
 def basis(hardware: HardwareConfig) -> str:
-    """What the times rest on."""
+    """Say where the times are from."""
     machine = "GPU" if hardware.device == "cuda" else "machine"
     if hardware.is_measured:
         return f"forecast by what task=calibrate measured on this {machine}"

@@ -379,7 +379,7 @@ def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]
 
     A model that the catalogue lacks, of the hub or from a folder, is alone.
     """
-    entry = next((each for each in known if each.name == target.name), None)
+    entry = next((model for model in known if model.name == target.name), None)
     if entry is None or entry.shape is None:
         hub_id = target.name if catalogue.is_hub_id(target.name) else None
         return [
@@ -420,7 +420,7 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
 def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
     """Names of the heads that were trained for a model, or for one of its sizes where it is a folder."""
-    entries = {each.name: each for each in known}
+    entries = {entry.name: entry for entry in known}
     for other in known:
         if not (model.shape and other.shape and other.shape.is_head) or model.shape.is_head:
             continue

@@ -81,7 +81,7 @@ NEAR_ROWS, NEAR_STEP_S = 16, 0.005
 PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 MOST_PUBLISHED_ROWS = 1280
-"""Of unquantized weights; quantized ones were measured with one row."""
+"""Rows with unquantized weights; quantized ones were measured with one row."""
 _X = itemgetter(0)
 
 
@@ -197,15 +197,15 @@ def _matrices_s(
         price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
     layer += sum(
-        used * _roofline_s({each: 1}, model, storage, hardware, rows=each_rows)
-        for each, used, each_rows in _experts_of(held, rows)
+        used * _roofline_s({size: 1}, model, storage, hardware, rows=own_rows)
+        for size, used, own_rows in _experts_of(held, rows)
     )
     head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
 def _experts_of(held: Inventory, rows: int) -> Iterator[tuple[int, float, int]]:
-    """Of each matrix of experts: its elements, how many of its copies are read, and the rows that each multiplies."""
+    """Elements of the matrices of experts, how many copies of them are read, and the rows that a copy multiplies."""
     for matrix in held.experts:
         used = matrix.num_used(rows)
         yield matrix.num_rows * matrix.num_columns, used, max(round(rows * matrix.num_chosen / used), 1)
@@ -484,7 +484,7 @@ class CostModel:
                 num_scored=1, bucket=bucket_of(stop, self.job.num_slots, self.hardware),
             )  # fmt: skip
             if self.job.device == "cuda":
-                work, launches = (of(replace(placement, cuda_graphs=each)) for each in (True, False))
+                work, launches = (of(replace(placement, cuda_graphs=graphs)) for graphs in (True, False))
                 seconds += max(work.total_s, launches.operators_s)
             else:
                 seconds += of(placement).total_s
@@ -510,7 +510,7 @@ class CostModel:
         """Messages of these kinds between the ranks of a replica, one after the other."""
         found = round_messages(self.job, num_draft_tokens)
         sent = [found[kind] for kind in kinds if kind in found]
-        return sum(message_s(self.hardware, each.ranks, each.payload_bytes * each.num_senders) for each in sent)
+        return sum(message_s(self.hardware, one.ranks, one.payload_bytes * one.num_senders) for one in sent)
 
     def plain_s(self) -> float:
         """One plain token."""
@@ -698,7 +698,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     if acceptance.ends is None:
         return timed
     low, high = acceptance.ends
-    slow, fast = (token_times(rounds_s, each, gain) for each in (low, high))
+    slow, fast = (token_times(rounds_s, end, gain) for end in (low, high))
     most_s = plain.plain_s if job.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(

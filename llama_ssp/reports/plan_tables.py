@@ -90,8 +90,8 @@ def print_document(
 def _print_plan(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"\n[bold]{_literal(verdict(plan))}[/bold]")
     console.print(_literal(headline(plan)))
-    for each in (*_memory_table(plan), _room(plan), *_time_table(plan)):
-        console.print(each)
+    for part in (*_memory_table(plan), _room(plan), *_time_table(plan)):
+        console.print(part)
     for line in (*_times_of_parts(plan), *_basis(plan)):
         console.print(_literal(line))
     for warning in plan["warnings"]:
@@ -224,7 +224,7 @@ def _time_table(plan: Mapping[str, Any]) -> tuple[str, Table]:
 
 
 def _times_of_parts(plan: Mapping[str, Any]) -> list[str]:
-    """What a plain step and a round are made of; lines, since a terminal of 80 columns has no room beside the table."""
+    """Parts of a plain step and of a round, in lines: a terminal of 80 columns has no room next to the table."""
     time, tree = plan["time"], plan["job"]["tree"]
     forward = time["target_forward"]
     names = ("matrices", "attention", "operators", "collectives")

@@ -29,7 +29,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
-from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.weights.head import HeadSource
@@ -195,11 +194,11 @@ def build_decoder(
         if models.draft_context and not config.speculation.overlap:
             depth = tree.depth if tree else None
             drafters[0] = LimitedDrafter(drafters[0], models.draft_context, depth=depth, device=device)
-    verifier = Verifier(rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split)
+    verifier = Verifier(
+        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split, tree=tree
+    )
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier)
-    elif tree:
-        round_ = TreeRound(models.target, *drafters, verifier=verifier, tree=tree, taps=taps)
     else:
         round_ = Round(models.target, *drafters, verifier=verifier, taps=taps)
     captures = config.cuda_graphs and may_capture(config.placement.target)

@@ -19,7 +19,6 @@ from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, Traced
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
-from llama_ssp.speculate.engine.trees import TreeRound
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.trees import Tree
@@ -61,11 +60,8 @@ def make_decoder(  # noqa: PLR0913
         drafters += [BroadcastDrafter(inner, comm=comm, src=0, num_draft_tokens=num_draft_tokens, device=device)]
     if ngram:
         drafters += [NgramDrafter(num_draft_tokens=num_draft_tokens, longest=3, shortest=1, device=device, tree=tree)]
-    verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
-    if tree:
-        round_: Round = TreeRound(target, *drafters, verifier=verifier, tree=tree, taps=taps)
-    else:
-        round_ = Round(target, *drafters, verifier=verifier, taps=taps)
+    verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device, tree=tree)
+    round_ = Round(target, *drafters, verifier=verifier, taps=taps)
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

@@ -13,13 +13,15 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures import experts, gemma, reading
+from llama_ssp.architectures.family import check_servable, record_of
+from llama_ssp.errors import ConfigError
 
 FILE = Path(str(files("llama_ssp"))) / "architectures" / "kinds.json"
 NAMES = {*reading.FIELDS, *experts.FIELDS, *gemma.FIELDS}
 
 
 def library_kinds() -> dict[str, dict[str, Any]]:
-    """By kind: the fields with another name in its files, and what a file leaves out."""
+    """See `family.kinds`."""
     found = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         config = CONFIG_MAPPING[kind]
@@ -29,8 +31,22 @@ def library_kinds() -> dict[str, dict[str, Any]]:
         for name, other in names.items():
             if isinstance(value := given.get(other), int | str):
                 defaults[name] = value
-        found[kind] = {key: value for key, value in (("names", names), ("defaults", defaults)) if value}
+        plan = {**(config.base_model_tp_plan or {}), **record_of(kind).tp_plan}
+        without = not any(".*." in name for name in plan) and _may_run(kind)
+        facts = {"names": names, "defaults": defaults, "without_plan": without}
+        found[kind] = {key: value for key, value in facts.items() if value}
     return found
+
+
+def _may_run(kind: str) -> bool:
+    """Whether a kind is a text model of layers that a run has a cache for."""
+    if {"text_config", "decoder"} & CONFIG_MAPPING[kind].sub_configs.keys():
+        return False
+    try:
+        check_servable({"model_type": kind}.get)
+    except ConfigError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -16,14 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.speculate.sampling.rules import Draft
-from llama_ssp.speculate.sampling.trees import Tree, TreeVerdict, draw_children, verify_tree
+from llama_ssp.speculate.sampling.rules import Draft, Verdict
+from llama_ssp.speculate.sampling.trees import Tree, draw_children, verify_tree
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.exact_law import LARGEST_UNIFORM, choice_law, codes_of
 from tests.helpers.table_models import TableModel
 
 Process = Callable[[Tensor], Tensor]
-VerifyTree = Callable[..., TreeVerdict]
+
+
+def path_of(verdict: Verdict) -> Tensor:
+    """The nodes of a verdict over trees."""
+    assert verdict.path_BD is not None
+    return verdict.path_BD
+
+
+VerifyTree = Callable[..., Verdict]
 DrawChildren = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -77,7 +85,7 @@ class _Round:
         trees_X, weights_X = torch.cat(trees), torch.cat(weights)
         accept_XN = torch.cat(accepts).clamp_max_(LARGEST_UNIFORM)
         verdict = self._decide(trees_X, accept_XN)
-        node_X1 = pad(verdict.path_BD, (1, 0)).gather(1, verdict.num_accepted_B1)
+        node_X1 = pad(path_of(verdict), (1, 0)).gather(1, verdict.num_accepted_B1)
         stops, stop_X = (trees_X * (self._tree.num_drafted + 1) + node_X1[:, 0]).unique(return_inverse=True)
         reach_S = weights_X.new_zeros(stops.shape[0]).index_add_(0, stop_X, weights_X)
         some_S = torch.zeros_like(stops).scatter_(0, stop_X, torch.arange(stop_X.shape[0]))
@@ -89,7 +97,7 @@ class _Round:
         next_law_SV = choice_law(
             choose, num_rows=stops.shape[0], num_coordinates=PER_DRAW, num_answers=self._vocab_size
         )
-        path_ids_SD = self._ids_CN[trees_S].gather(1, verdict.path_BD[some_S] - 1)
+        path_ids_SD = self._ids_CN[trees_S].gather(1, path_of(verdict)[some_S] - 1)
         return [
             self._text_law(path_ids_SD[is_here_S, :num], (reach_S[:, None] * next_law_SV)[is_here_S])
             for num in range(self._tree.depth + 1)
@@ -120,7 +128,7 @@ class _Round:
             [probs[int(self._tree.topology.depths_BT[0][node])][self._codes(node)] for node in range(num_nodes)], dim=1
         )
 
-    def _decide(self, trees_B: Tensor, accept_BN: Tensor, residual_BP: Tensor | None = None) -> TreeVerdict:
+    def _decide(self, trees_B: Tensor, accept_BN: Tensor, residual_BP: Tensor | None = None) -> Verdict:
         unused_BP = accept_BN.new_full((accept_BN.shape[0], PER_DRAW), 0.5)
         draws = Draws(
             unused_BP[:, None].expand(-1, accept_BN.shape[1], -1), accept_BN,
@@ -140,7 +148,7 @@ class _Round:
         def is_accepted(at_X: Tensor) -> Tensor:
             verdict = self._decide(trees_X, accept_XN.scatter(1, node_X[:, None] - 1, at_X[:, None]))
             is_deep_X1 = verdict.num_accepted_B1 > level_X1
-            return (is_deep_X1 & (verdict.path_BD.gather(1, level_X1) == node_X[:, None]))[:, 0]
+            return (is_deep_X1 & (path_of(verdict).gather(1, level_X1) == node_X[:, None]))[:, 0]
 
         low_X = torch.zeros(trees_X.shape[0], dtype=torch.float64)
         high_X = torch.full_like(low_X, LARGEST_UNIFORM)

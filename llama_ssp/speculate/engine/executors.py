@@ -14,8 +14,9 @@ round reads must stay in place. When a tensor is allocated again, all graphs are
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -46,20 +47,42 @@ class TracedExecutor(Executor):
     def __init__(self, round_: Round) -> None:
         self._round = round_
         self.traced: dict[str, Traced[Any]] = {}
+        self._forms: dict[Hashable, Any] = {}
 
-    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """See `Executor`."""
         if not stage.repeats:
-            return stage.function(state, *tensors)
+            return stage.function(state, *values)
         if stage.name not in self.traced:
             self.traced[stage.name] = Traced(self._call, reads=stage.reads)
-        self._stage = stage
         drafted = stage.choice if stage.name == "draft" else stage.choice.num_tokens
+        tensors = tensors_of(values)
         key, version = (state.lengths_B.shape, drafted, len(tensors)), self._round.num_allocations
-        return self.traced[stage.name](key, *state, *tensors, bucket=stage.bucket, version=version)
+        self._stage, self._values, self._place = stage, values, (stage.name, key)
+        found = self.traced[stage.name](key, *state, *tensors, bucket=stage.bucket, version=version)
+        return found if isinstance(found, Tensor) else filled(self._forms[stage.name, key], iter(found))
 
-    def _call(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
-        return self._stage.function(BatchState(*tensors[:_STATE]), *tensors[_STATE:])
+    def _call(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - tensors, whose place in the result `_forms` keeps
+        found = self._stage.function(BatchState(*tensors[:_STATE]), *filled(self._values, iter(tensors[_STATE:])))
+        if isinstance(found, Tensor):
+            return found
+        self._forms[self._place] = filled(found, repeat(...))
+        return tensors_of(found)
+
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
+    """The tensors of a value of a stage, in order."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return () if value is None else tuple([tensor for part in value for tensor in tensors_of(part)])
+
+
+def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Stage`
+    """A value like `form`, with others in place of its tensors."""
+    if not isinstance(form, tuple):
+        return None if form is None else next(tensors)
+    parts = [filled(part, tensors) for part in form]
+    return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 
 class Recorder(Protocol):
@@ -120,9 +143,9 @@ class GraphExecutor(Executor):
         self._allocations: tuple[int, ...] = ()
         self._forget()
 
-    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
-        key, function = (stage.name, stage.choice, stage.bucket), partial(stage.function, state, *tensors)
+        key, function = (stage.name, stage.choice, stage.bucket), partial(stage.function, state, *values)
         allocations = self._round.num_allocations
         if state is not self._state or allocations != self._allocations:
             self._forget()

@@ -388,7 +388,7 @@ class Decoder:
                     for unread in self._unread:
                         unread.pop(row, None)
                     self._state.vacate(row)
-                    if self.reuses and self.round.reads_alike and self.round.target.is_invariant:
+                    if self.reuses and not self.round.tree and self.round.target.is_invariant:
                         self._held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
                 updates.append(Update(owner, new_ids, num_drafted))
         self.length.observe(pending.choice, observed)

@@ -27,7 +27,7 @@ Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,11 +37,11 @@ from torch import Tensor
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
-from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage, given
+from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.rules import Draft, verify_ahead
 
 
 class OverlappedRound(Round):
@@ -83,70 +83,66 @@ class OverlappedRound(Round):
         if self._drafter.drafts_here:
             clock.draft_cpu_s += time.thread_time() - ran_s
         scoring = Stage(
-            "score", partial(self._score, choice, bucket), choice, bucket,
-            reads=(self.target, self.verifier, self.last_and_drafted_W), repeats=self.target.repeats_operators,
+            "score", partial(self._score, choice, bucket), choice, bucket, reads=self._read_by_target(),
+            repeats=self.target.repeats_operators,
         )  # fmt: skip
         target_BKV = executor.run(scoring, state)
         clock.add("verify")
-        uniforms_BN, ids_BK, *following = executor.run(stage("exchange", self._exchange), state, *drafted)
+        uniforms_BN, following = executor.run(stage("exchange", self._exchange), state, *drafted)
         clock.add("draft", waits=True)
-        # Before the first round nothing is in flight in any row, so that the values of `before` do not count.
-        before = self._before(executor, in_flight_BTV, following) or following
-        verifying = stage("verify", partial(self._verify_ahead, keeps), repeats=True)
-        result = executor.run(verifying, state, target_BKV, uniforms_BN, ids_BK, *following, *before)
+        before_BTV = self._before(executor, in_flight_BTV, following)
+        verifying = stage("verify", partial(self._verify_ahead, keeps=keeps), repeats=True)
+        result = executor.run(verifying, state, target_BKV, uniforms_BN, following, before_BTV)
         clock.add("verify", waits=self._drafter.drafts_here)
-        return result, next(iter(before if keeps else following), None)
+        return result, before_BTV if keeps else following.probs_BTV
 
-    def _before(
-        self, executor: Executor, in_flight_BTV: Tensor | None, drafted: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """The probabilities of what is in flight, if any; at first a place for them, for an executor that needs one."""
-        if in_flight_BTV is not None:
-            return (in_flight_BTV,)
-        if not executor.keeps_state or not drafted:
-            return ()
-        batch_size, _, vocab_size = drafted[0].shape
+    def _before(self, executor: Executor, in_flight_BTV: Tensor | None, following: Draft) -> Tensor | None:
+        """The probabilities of what is in flight, if any; at first a place for them, for an executor that needs one.
+
+        Before the first round nothing is in flight in any row, so that their values do not count.
+        """
+        probs_BTV = following.probs_BTV
+        if in_flight_BTV is not None or not executor.keeps_state or probs_BTV is None:
+            return probs_BTV if in_flight_BTV is None else in_flight_BTV
+        batch_size, _, vocab_size = probs_BTV.shape
         shape = batch_size, self.num_ahead + 2, vocab_size
         if self._kept_BTV is None or self._kept_BTV.shape != shape:
-            self._kept_BTV = drafted[0].new_zeros(shape)
-        return (self._kept_BTV,)
+            self._kept_BTV = probs_BTV.new_zeros(shape)
+        return self._kept_BTV
 
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
         uniforms_BN = state.uniforms()
-        draft = self._drafter.propose(
+        return uniforms_BN, self._drafter.propose(
             _behind_flight(state), num_tokens=choice.num_tokens,
             uniforms_BKP=self.uniforms.split(uniforms_BN).draft_BKP, bucket=bucket,
         )  # fmt: skip
-        return uniforms_BN, *given(draft)
 
     def _score(self, choice: DraftChoice, bucket: int, state: BatchState) -> Tensor:
         return self.verifier.process(*self.score(state, num_drafted=choice.num_tokens - 1, bucket=bucket))
 
-    def _exchange(self, state: BatchState, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor) -> tuple[Tensor, ...]:
-        draft = self._drafter.exchange(Draft(ids_BK, next(iter(probs), None)), _behind_flight(state))
-        return uniforms_BN, *given(draft)
+    def _exchange(self, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
+        return uniforms_BN, self._drafter.exchange(draft, _behind_flight(state))
 
     def _verify_ahead(
-        self, keeps: bool, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, ids_BK: Tensor, *probs: Tensor
-    ) -> Tensor:
-        """Verify, commit, and say which rows keep the following block.
+        self, state: BatchState, target_BKV: Tensor, uniforms_BN: Tensor, following: Draft, before_BTV: Tensor | None,
+        *,
+        keeps: bool,
+    ) -> Tensor:  # fmt: skip
+        """Verify, commit, and say which rows keep the following block; `before_BTV` is of the one in flight, if any.
 
-        `probs` are those of the following block and of the one in flight, if drafts have any. Returns the result
-        (B, K + 2): the tokens in flight, then the decision.
+        Returns the result (B, K + 2): the tokens in flight, then the decision.
         """
-        following_BTV, before_BTV = probs or (None, None)
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
-        decision = self.verifier.verify_ahead(
-            Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:]),
-            Draft(ids_BK, following_BTV),
-            target_BKV,
-            ahead_B=state.ahead_B,
-            draws=self.uniforms.split(uniforms_BN),
+        in_flight = Draft(flying_BA, None if before_BTV is None else before_BTV[:, 1:])
+        draws, ahead_B = self.uniforms.split(uniforms_BN), state.ahead_B
+        decision = self.verifier.decide(
+            lambda: verify_ahead(self.verifier.rule, in_flight, following, target_BKV, ahead_B=ahead_B, draws=draws),
+            batch_size=flying_BA.shape[0],
         )
         result = state.commit(decision, drafted_ids_BK=flying_BA)
         state.ahead_B.copy_((decision.flags_B1[:, 0] >= GOES_ON) * self.num_ahead)
-        if keeps and before_BTV is not None and following_BTV is not None:
-            before_BTV.copy_(following_BTV)
+        if keeps and before_BTV is not None and following.probs_BTV is not None:
+            before_BTV.copy_(following.probs_BTV)
         return result
 
 

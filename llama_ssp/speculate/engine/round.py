@@ -1,7 +1,7 @@
 """One round of decoding: draft -> score -> verify -> commit, as a fixed sequence of tensor operations.
 
 No stage reads a value from the device, so a round costs little more than its forwards. The host chooses only shapes:
-which rows, and which bucket of the cache.
+which rows, and which bucket of the cache. Every draft is a tree; a chain has one child each.
 
     speculative round, K = 3                L-2   L-1    L    L+1   L+2   L+3
       the draft's first step reads           t     t
@@ -9,12 +9,20 @@ which rows, and which bucket of the cache.
       the target reads                             t     d1    d2    d3
       two accepted: the text gains                       d1    d2    x           x: chosen by the target
 
+    a tree, slot                                  L-1    L    L+1   L+2   L+3        the target reads the root and all
+      nodes   | 1 3                                t     1     2     3     4         nodes, each of which sees the text
+              ` 2 4                                                                  and its ancestors;
+      the path 2, 4 is accepted                    t     2     4                     it moves to the slots behind
+
+Node j stands j slots behind the newest token, at the position of its depth. An accepted path moves in the cache of the
+target, and in the taps of a head; the draft reads it again.
+
 A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage: from
 Python, as a trace or as a CUDA graph (`executors`). A round without a drafter is plain decoding: `verify` then draws
 one token.
 
-Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1, V vocabulary, N uniforms of a round;
-L is a row's length.
+Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1 (nodes with the root, of trees), D
+depth, V vocabulary, N uniforms of a round; L is a row's length.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,7 +36,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
-from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.drafter import Drafter, TreeTables
 from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
@@ -36,6 +44,7 @@ from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.rules import Draft
+from llama_ssp.speculate.sampling.trees import Topology
 from llama_ssp.speculate.sampling.uniforms import UniformTable
 
 
@@ -55,8 +64,9 @@ class Stage(NamedTuple):
 
     Attributes:
         name: in a round, each stage has its own.
-        function: maps the batch and further tensors to one or more tensors; it may write to the batch.
-        choice: how the round drafts; with the shapes of the tensors it decides which operators the function calls.
+        function: maps the batch and further values to values: tensors, and tuples of values, in which None may stand.
+            It may write to the batch.
+        choice: how the round drafts; with the shapes of the values it decides which operators the function calls.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
     """
@@ -78,9 +88,9 @@ class Executor:
 
     keeps_state = False
 
-    def run(self, stage: Stage, state: BatchState, *tensors: Tensor) -> Any:  # noqa: ANN401 - what the stage returns
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
         """Call the function of a stage, or do what it does; returns what it returns."""
-        return stage.function(state, *tensors)
+        return stage.function(state, *values)
 
 
 class Round:
@@ -90,20 +100,23 @@ class Round:
         taps: what a draft head reads of the target; None without one.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
-        reads_alike: it reads a token of its text as a prompt's token is read, not in a tree.
+        tree: of the drafts; None for chains. It reads a token of its text in a tree, and not as a prompt's is read.
     """
 
-    has_bonus = reads_alike = True
+    has_bonus = True
     num_ahead = 0
 
     def __init__(self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None) -> None:
-        self.target, self.taps = target, taps
+        self.target, self.taps, self.tree = target, taps, verifier.tree
         self.drafters = drafters
         self.verifier = verifier
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
+        if self.tree:
+            self._nodes = TreeTables(num_draft_tokens, target.device)
+            self._steps_D = torch.arange(self.tree.depth, device=target.device)
 
     @property
     def num_allocations(self) -> tuple[int, ...]:
@@ -174,7 +187,7 @@ class Round:
         drafted tokens that the next round verifies, if any.
         """
         clock.start()
-        drafted: tuple[Tensor, ...] = ()
+        drafted = ()
         if choice.num_tokens:
             drafted = executor.run(self.draft_stage(choice, bucket=bucket), state)
             clock.add("draft")
@@ -183,7 +196,7 @@ class Round:
         return result, None
 
     def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
-        """Extend every row by `choice.num_tokens` drafted tokens; returns uniforms, ids, and probabilities if any."""
+        """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         drafter = self.drafters[choice.source]
         return Stage(
             "draft", partial(self._draft, choice, bucket), choice, bucket,
@@ -193,43 +206,48 @@ class Round:
     def verify_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
         return Stage(
-            "verify", partial(self._verify, choice, bucket), choice, bucket,
-            reads=(self.target, self.verifier, self.last_and_drafted_W, self.taps),
+            "verify", partial(self._verify, choice, bucket), choice, bucket, reads=self._read_by_target(),
             repeats=self.target.repeats_operators,
         )  # fmt: skip
+
+    def _read_by_target(self) -> Sequence[object]:
+        of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
+        return (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all."""
         drafter = self.drafters[choice.source] if choice.num_tokens else None
         return drafter.longest(choice.num_tokens) if isinstance(drafter, LimitedDrafter) else None
 
-    def _is_plain(self, choice: DraftChoice, state: BatchState) -> Tensor | None:
-        longest = self.longest(choice)
-        return None if longest is None else state.lengths_B[:, None] > longest
-
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, ...]:
+    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
         uniforms_BN = state.uniforms()
-        draft = self.drafters[choice.source].propose(
+        return uniforms_BN, self.drafters[choice.source].propose(
             state.rows,
             num_tokens=choice.num_tokens,
             uniforms_BKP=self.uniforms.split(uniforms_BN, choice.num_tokens).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,
         )
-        return uniforms_BN, *given(draft)
 
-    def _verify(self, choice: DraftChoice, bucket: int, state: BatchState, *drafted: Tensor) -> Tensor:
-        scores = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
-        if not drafted:
-            logits_BWV, context = scores
+    def _verify(
+        self, choice: DraftChoice, bucket: int, state: BatchState, uniforms_BN: Tensor | None = None,
+        draft: Draft | None = None,
+    ) -> Tensor:  # fmt: skip
+        if draft is None or uniforms_BN is None:
+            logits_BWV, context = self.score(state, num_drafted=0, bucket=bucket)
             plain_BP = self.uniforms.split(state.uniforms()).plain_BP
             return state.commit(self.verifier.draw(logits_BWV[:, 0], plain_BP, context))
-        uniforms_BN, ids_BK, *probs = drafted
+        shape, longest = self.tree.topology_of(draft) if self.tree else None, self.longest(choice)
+        if shape:
+            logits_BWV, context = self._score_nodes(state, draft, shape, bucket=bucket), None
+        else:
+            logits_BWV, context = self.score(state, num_drafted=choice.num_tokens, bucket=bucket)
         draws = self.uniforms.split(uniforms_BN, choice.num_tokens)
-        draft = Draft(ids_BK, probs[0] if probs else None)
         decision = self.verifier.verify(
-            draft, self.verifier.process(*scores), draws=draws, is_plain_B1=self._is_plain(choice, state)
-        )
+            draft, self.verifier.process(logits_BWV, context), draws=draws, shape=shape,
+            is_plain_B1=None if longest is None else state.lengths_B[:, None] > longest,
+        )  # fmt: skip
+        ids_BK = draft.ids_BK if decision.path_BD is None else self._follow(state, draft, decision.path_BD)
         return state.commit(decision, drafted_ids_BK=ids_BK)
 
     def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
@@ -239,7 +257,20 @@ class Round:
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps)
         return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
 
+    def _score_nodes(self, state: BatchState, draft: Draft, shape: Topology, *, bucket: int) -> Tensor:
+        """The target's logits after the last token and each node of a tree."""
+        root_B1 = state.lengths_B[:, None] - 1
+        positions_BW, places = self._nodes.places(root_B1, 0, shape.depths_BT, shape.ancestors_BTT, bucket=bucket)
+        ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), draft.ids_BK], dim=1)
+        return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
 
-def given(draft: Draft) -> tuple[Tensor, ...]:
-    """The tensors of a draft: ids, and probabilities or parents if it has any."""
-    return tuple(each for each in draft if each is not None)
+    def _follow(self, state: BatchState, draft: Draft, path_BD: Tensor) -> Tensor:
+        """Move what is kept of a path's nodes behind the text; returns their tokens (B, D)."""
+        lengths_B1 = state.lengths_B[:, None]
+        from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
+        self.target.move(from_BD, to_BD)
+        if self.taps:
+            self.taps.move(from_BD, to_BD)
+        path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
+        state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
+        return path_ids_BD

@@ -139,7 +139,7 @@ class BatchState(NamedTuple):
         lengths_B1.add_(decision.num_accepted_B1)
         self.tokens_BS.scatter_(1, lengths_B1, decision.next_ids_B1)
         self.lengths_B.add_(1).clamp_max_(self.limits_B)
-        return torch.cat([*decision] if drafted_ids_BK is None else [drafted_ids_BK, *decision], dim=1)
+        return torch.cat([*([] if drafted_ids_BK is None else [drafted_ids_BK]), *decision[:3]], dim=1)
 
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
         """Reset rows in place to those of an empty batch: later rounds may read fewer slots than they have filled.

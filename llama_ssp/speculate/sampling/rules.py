@@ -47,12 +47,25 @@ class Draft(NamedTuple):
 class Verdict(NamedTuple):
     """How many drafted tokens are accepted, 0..K, and the token that follows them: resampled or bonus.
 
-    `weights_B1` is the weight of the next token: NaN if the logits after the accepted tokens contain NaN.
+    Attributes:
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN.
+        path_BD: in a tree the nodes that are accepted, a row of `trees.Topology.paths_BTD`; None for 1, 2, ... K.
+        goes_on_B1: 1 where the next token is drafted too, so that the block behind it stays in flight; None if no block
+            is.
     """
 
     num_accepted_B1: Tensor
     next_ids_B1: Tensor
     weights_B1: Tensor
+    path_BD: Tensor | None = None
+    goes_on_B1: Tensor | None = None
+
+    def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
+        """Take another verdict in some rows."""
+        num_accepted_B1, next_ids_B1, weights_B1 = (
+            torch.where(is_other_B1, *each) for each in zip(other[:3], self[:3], strict=True)
+        )
+        return Verdict(num_accepted_B1, next_ids_B1, weights_B1, self.path_BD, self.goes_on_B1)
 
 
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
@@ -215,7 +228,7 @@ def make_rule(sampling: SamplingConfig, verification: VerificationConfig, *, bre
 
 def verify_ahead(
     rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
-) -> tuple[Verdict, Tensor]:
+) -> Verdict:
     """Examine the tokens in flight and the first of the block that follows.
 
     The rule, whose `process` has made `target_BKV`, decides as in any other round, once for K tokens and once for one.
@@ -223,8 +236,7 @@ def verify_ahead(
     K - 1 rows count. K tokens follow.
 
     Returns:
-        A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted; and
-        (B, 1) 1 where the next token is the drafted one, so that the block behind it stays in flight, else 0.
+        A verdict whose next token follows `num_accepted_B1` others, also where all examined tokens were accepted.
     """
     first_B1, first_probs_BTV = following.ids_BK[:, :1], None
     if following.probs_BTV is not None:
@@ -242,9 +254,8 @@ def verify_ahead(
             probs_BTV = torch.cat([in_flight.probs_BTV[:, :num_ahead], first_probs_BTV], dim=1)
         target_BTV = torch.cat([target_BKV, target_BKV[:, -1:]], dim=1)
         whole = rule.verify(Draft(ids_BK, probs_BTV), target_BTV, draws=draws)
-        is_ahead_B1 = ahead_B[:, None] > 0
-        verdict = Verdict(*(torch.where(is_ahead_B1, *each) for each in zip(whole, verdict, strict=True)))
+        verdict = verdict.where(ahead_B[:, None] > 0, whole)
     is_drafted_B1 = verdict.num_accepted_B1 > ahead_B[:, None]
     next_ids_B1 = torch.where(is_drafted_B1, first_B1, verdict.next_ids_B1)
     goes_on_B1 = is_drafted_B1.long()
-    return Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1), goes_on_B1
+    return Verdict(verdict.num_accepted_B1 - goes_on_B1, next_ids_B1, verdict.weights_B1, goes_on_B1=goes_on_B1)

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.speculate.sampling.processors import draw, rows_at
-from llama_ssp.speculate.sampling.rules import Draft, draw_next
+from llama_ssp.speculate.sampling.rules import Draft, Rule, Verdict, draw_next
 from llama_ssp.speculate.sampling.uniforms import Draws
 
 _LEAST_MASS = 2.0**-100
@@ -210,18 +210,6 @@ class Tree:
         return Draft(ids_BC.gather(1, chosen_BN), None, parents_BN)
 
 
-class TreeVerdict(NamedTuple):
-    """How many drafted tokens are accepted, 0..D, which ones, and the token that follows them: resampled or bonus.
-
-    `path_BD` is the last accepted node's row of `Topology.paths_BTD`. For `weights_B1` see `Verdict`.
-    """
-
-    num_accepted_B1: Tensor
-    path_BD: Tensor
-    next_ids_B1: Tensor
-    weights_B1: Tensor
-
-
 def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     """Draw the children of each node of a level by the uniforms of these children.
 
@@ -255,7 +243,17 @@ def best_children(scores_BMV: Tensor, *, width: int) -> Tensor:
     return scores_BMV.topk(width).indices.flatten(1)
 
 
-def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+def verify_path(
+    rule: Rule, tree: Tree, shape: Topology, draft: Draft, target_BTV: Tensor, *, draws: Draws
+) -> Verdict:  # fmt: skip
+    """Verify a tree of the topology `shape` against the output of the rule's `process`, as `Rule.verify` a chain."""
+    if draft.probs_BTV is not None:
+        return verify_tree(tree, draft, target_BTV, draws=draws)
+    chosen = best_choices(target_BTV) if rule.takes_best else drawn_choices(target_BTV, draws)
+    return verify_certain(shape, draft, *chosen)
+
+
+def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Accept a path of the tree that keeps the target's distribution: recursive rejection.
 
     At a node with the target's probabilities p and the draft's q its children are examined in order. A child c is
@@ -301,11 +299,11 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
         target_BV, draft_BV = _rejected(target_BV, draft_BV, ids_B1)
         draft_BV = draft_BV * is_there_BW[:, rejected + 1 : rejected + 2]
     rest_BV = (target_BV - draft_BV).clamp_min_(0)
-    _, next_ids_B1, weights_B1 = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
-    return _verdict(shape, node_B1, next_ids_B1, weights_B1)
+    chosen = draw_next(node_B1, rest_BV, target_row_BV, draws.residual_BP)
+    return _verdict(shape, node_B1, chosen.next_ids_B1, chosen.weights_B1)
 
 
-def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> TreeVerdict:
+def verify_certain(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
     """Accept the path of the tokens that the target chooses, as far as they were drafted.
 
     The children of each node are certain, so which ones there are says nothing about the target's choices: the text has
@@ -342,11 +340,11 @@ def drawn_choices(target_probs_BTV: Tensor, draws: Draws) -> tuple[Tensor, Tenso
     return drawn_BT, target_probs_BTV.gather(-1, drawn_BT[..., None])[..., 0]
 
 
-def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> TreeVerdict:
+def _verdict(shape: Topology, node_B1: Tensor, next_ids_B1: Tensor, weights_B1: Tensor) -> Verdict:
     """The verdict that accepts the path to a node."""
     depth = shape.paths_BTD.shape[2]
     path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, depth))[:, 0]
-    return TreeVerdict(shape.depths_BT.gather(1, node_B1), path_BD, next_ids_B1, weights_B1)
+    return Verdict(shape.depths_BT.gather(1, node_B1), next_ids_B1, weights_B1, path_BD)
 
 
 def _rows_of(node_B1: Tensor, target_probs_BTV: Tensor, draft_probs_BTV: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """Families whose layers see windows, or that need something put in their place: texts, number formats, refusals."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.families import MORE
-from llama_ssp.architectures.family import WITHOUT_PLAN, check_servable, inventory, record_of
+from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.models import prefill
@@ -164,21 +160,6 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kin
     planned = refusal(lambda: rank_shares(model, num_ranks=num_ranks, kind=TargetKind.tensor))
     assert found in {planned, *(note.removeprefix("runs refuse mine: ") for note in noted)}
     assert bool(found) == (kind in REFUSED or (num_ranks == 2 and kind in ON_ONE))
-
-
-@pytest.mark.skipif(
-    not transformers.__version__.startswith("5.23."), reason="the tables are those of transformers 5.23"
-)
-def test_tables_have_the_families_of_transformers() -> None:
-    """Those whose layers have other kinds by default, and those without a tensor-parallel plan."""
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        kind: Any = CONFIG_MAPPING[name]
-        if {"text_config", "decoder"} & kind.sub_configs.keys():
-            continue
-        plan = {**(kind.base_model_tp_plan or {}), **record_of(name).tp_plan}
-        with suppress(ConfigError):
-            check_servable({"model_type": name}.get)
-            assert (not any(".*." in key for key in plan)) == (name in WITHOUT_PLAN), name
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ SAMPLINGS = {
     "min-p": SamplingConfig(temperature=1.3, min_p=0.25),
     "greedy": SamplingConfig(temperature=0.0),
 }
-Decide = Callable[..., tuple[Verdict, Tensor]]
+Decide = Callable[..., Verdict]
 Path = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -97,15 +97,20 @@ def decided(rule: Rule, target: TableModel, draft: TableModel, rounds: Rounds, d
     def choose(rows_B: Tensor, uniforms_BC: Tensor) -> Tensor:
         accept_BK, residual_BP = uniforms_BC.split([num_drafted, PER_DRAW], dim=1)
         unused_BP = torch.full_like(residual_BP, 0.5)
-        verdict, goes_on_B1 = decide(
+        verdict = decide(
             rule, some(in_flight, rows_B), some(following, rows_B), target_BKV[rows_B], ahead_B=ahead_B[rows_B],
             draws=Draws(unused_BP[:, None].expand(-1, num_drafted, -1), accept_BK, residual_BP, unused_BP),
         )  # fmt: skip
-        return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_B1)[:, 0]
+        return ((verdict.num_accepted_B1 * vocab_size + verdict.next_ids_B1) * 2 + goes_on_of(verdict))[:, 0]
 
     return choice_law(
         choose, num_rows=len(ids), num_coordinates=num_drafted + PER_DRAW, num_answers=2 * num_drafted * vocab_size
     )
+
+
+def goes_on_of(verdict: Verdict) -> Tensor:
+    assert verdict.goes_on_B1 is not None
+    return verdict.goes_on_B1
 
 
 def some(draft: Draft, rows_B: Tensor) -> Draft:
@@ -166,20 +171,18 @@ def test_overlapped_rounds_keep_the_targets_law(rule_name: str, name: str, size:
 def test_a_bonus_token_before_a_block_in_flight_is_found() -> None:
     """A block that was drafted behind one token, kept behind another."""
 
-    def faulty(
-        rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, **others: Tensor
-    ) -> tuple[Verdict, Tensor]:
-        verdict, goes_on_B1 = verify_ahead(rule, in_flight, following, target_BKV, **others)  # type: ignore[arg-type]
+    def faulty(rule: Rule, in_flight: Draft, following: Draft, target_BKV: Tensor, **others: Tensor) -> Verdict:
+        verdict = verify_ahead(rule, in_flight, following, target_BKV, **others)  # type: ignore[arg-type]
         best_B1 = target_BKV[:, -1].argmax(-1, keepdim=True)
-        next_ids_B1 = torch.where(goes_on_B1 > 0, best_B1, verdict.next_ids_B1)
-        return verdict._replace(next_ids_B1=next_ids_B1), goes_on_B1
+        next_ids_B1 = torch.where(goes_on_of(verdict) > 0, best_B1, verdict.next_ids_B1)
+        return verdict._replace(next_ids_B1=next_ids_B1)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3
 
 
 def test_a_block_that_stays_in_flight_behind_a_rejection_is_found() -> None:
-    def faulty(*arguments: object, **others: object) -> tuple[Verdict, Tensor]:
-        verdict, goes_on_B1 = verify_ahead(*arguments, **others)  # type: ignore[arg-type]
-        return verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0), goes_on_B1
+    def faulty(*arguments: object, **others: object) -> Verdict:
+        verdict = verify_ahead(*arguments, **others)  # type: ignore[arg-type]
+        return verdict._replace(num_accepted_B1=verdict.num_accepted_B1 * 0)
 
     assert error("speculative", "temperature", num_drafted=2, wanted=3, decide=faulty) > 1e-3

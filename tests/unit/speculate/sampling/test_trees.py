@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from llama_ssp.cpu.tracing import Traced
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.trees import tree_shape
+from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
 from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Draft, Verdict, draw_next, verify_greedy, verify_speculative
@@ -19,7 +20,6 @@ from llama_ssp.speculate.sampling.trees import (
     Level,
     Topology,
     Tree,
-    TreeVerdict,
     best_children,
     best_choices,
     draw_children,
@@ -32,7 +32,7 @@ from tests.helpers.draws import draws_of
 from tests.helpers.exact_law import codes_of
 from tests.helpers.lanes import heavy
 from tests.helpers.table_models import joint_law, random_table
-from tests.helpers.tree_law import DrawChildren, VerifyTree, tree_law
+from tests.helpers.tree_law import DrawChildren, VerifyTree, path_of, tree_law
 
 CPU = torch.device("cpu")
 Rows = tuple[Tensor, Tensor]
@@ -44,7 +44,7 @@ SAMPLINGS = {
 }
 
 
-def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> TreeVerdict:
+def verify_tree_greedy(tree: Tree, draft: Draft, target_logits_BTV: Tensor) -> Verdict:
     """At temperature 0 the target chooses its best tokens."""
     return verify_certain(tree.topology_of(draft), draft, *best_choices(target_logits_BTV))
 
@@ -88,7 +88,7 @@ CERTAIN = ("1", "2", "3", "2x1", "1x2", "2x2", "1x1x1", "2x1x1", "dynamic-3x2x2"
 
 def certain_law_error(
     text: str, *, vocab_size: int = 3, ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
-    verify: Callable[..., TreeVerdict] = verify_certain,
+    verify: Callable[..., Verdict] = verify_certain,
 ) -> float:  # fmt: skip
     """The largest difference between the law of D + 1 tokens and the target's, over all choices at all nodes.
 
@@ -130,7 +130,7 @@ def certain_law_error(
     num_cases = law_C.shape[0]
     wide = Topology(*(each.expand(num_cases, *each.shape[1:]) for each in shape))
     verdict = verify(wide, Draft(drafted.ids_BK.expand(num_cases, -1), None), chosen_CT, chosen_CT.double())
-    path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (verdict.path_BD - 1).clamp_max(tree.num_drafted - 1))
+    path_ids_CD = drafted.ids_BK.expand(num_cases, -1).gather(1, (path_of(verdict) - 1).clamp_max(tree.num_drafted - 1))
     law = torch.zeros(1, dtype=torch.float64)
     for length in range(tree.depth + 1):
         is_here_C = verdict.num_accepted_B1[:, 0] == length
@@ -157,14 +157,14 @@ def test_the_harness_catches_a_rule_that_prefers_the_child_whose_path_goes_on() 
     assert certain_law_error("2x1", ids=torch.zeros_like, verify=deepest_child) > 1e-3
 
 
-def deepest_child(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> TreeVerdict:
+def deepest_child(shape: Topology, draft: Draft, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
     """The accepted node is the last one whose path was chosen."""
     differs_BN = chosen_BT.gather(1, shape.parents_BN) != draft.ids_BK
     is_off_BT = (pad(differs_BN, (1, 0))[:, None] & shape.ancestors_BTT).any(-1)
     node_B1 = (~is_off_BT * torch.arange(is_off_BT.shape[1])).amax(1, keepdim=True)
     path_BD = shape.paths_BTD.gather(1, node_B1[..., None].expand(-1, -1, shape.paths_BTD.shape[2]))[:, 0]
-    return TreeVerdict(
-        shape.depths_BT.gather(1, node_B1), path_BD, chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1)
+    return Verdict(
+        shape.depths_BT.gather(1, node_B1), chosen_BT.gather(1, node_B1), weights_BT.gather(1, node_B1), path_BD
     )
 
 
@@ -215,13 +215,13 @@ def without_any_residual(
     return DRAW_NEXT(num_accepted_B1, target_row_BV.clone(), target_row_BV, uniforms_BP)
 
 
-def a_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+def a_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Off by one: the second child reads the first one's number."""
     accept_BK = torch.cat([draws.accept_BK[:, :1], draws.accept_BK[:, :-1]], dim=1)
     return verify_tree(tree, draft, target_BTV, draws=draws._replace(accept_BK=accept_BK))
 
 
-def the_last_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> TreeVerdict:
+def the_last_childs_number_again(tree: Tree, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
     """Off by one: the next token reads the last child's number."""
     residual_BP = torch.cat([draws.accept_BK[:, -1:], draws.residual_BP[:, 1:]], dim=1)
     return verify_tree(tree, draft, target_BTV, draws=draws._replace(residual_BP=residual_BP))
@@ -279,7 +279,7 @@ def test_a_later_child_is_accepted_by_the_ratio_of_what_the_rejected_one_leaves(
         draws = numbers(2, accept=[[first, second]])
         verdict = verify_tree(Tree.of("2", CPU), draft, target_probs, draws=draws)
         assert verdict.num_accepted_B1.item() == (wanted is not None)
-        assert verdict.path_BD.tolist() == [[wanted[0]]] if wanted else [[1]]
+        assert path_of(verdict).tolist() == [[wanted[0]]] if wanted else [[1]]
         # (0, 0, 0, 1) is left after both.
         assert wanted or verdict.next_ids_B1.item() == 3
 
@@ -319,13 +319,13 @@ def test_a_chain_is_drawn_and_verified_as_without_a_tree_to_the_bit(depth: int) 
     chain = verify_speculative(draft, target_BTV, draws=draws)
     verdict = verify_tree(tree, draft, target_BTV, draws=draws)
     assert chain.num_accepted_B1.unique().numel() == depth + 1
-    for own, wanted in zip((verdict.num_accepted_B1, *verdict[2:]), chain, strict=True):
+    for own, wanted in zip(verdict[:3], chain[:3], strict=True):
         assert torch.equal(own, wanted)
-    assert torch.equal(verdict.path_BD, torch.arange(1, depth + 1).expand(500, -1))
+    assert torch.equal(path_of(verdict), torch.arange(1, depth + 1).expand(500, -1))
 
     chain = verify_greedy(Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
     verdict = verify_tree_greedy(tree, Draft(target_BTV.argmax(-1)[:, :-1] + draft.ids_BK % 2, None), target_BTV)
-    for own, wanted in zip((verdict.num_accepted_B1, *verdict[2:]), chain, strict=True):
+    for own, wanted in zip(verdict[:3], chain[:3], strict=True):
         assert torch.equal(own, wanted)
 
 
@@ -335,12 +335,12 @@ def test_a_row_has_the_same_verdict_alone_and_in_a_batch(shape: str) -> None:
     assert draft.probs_BTV is not None
     joint = verify_tree(tree, draft, target_BTV, draws=draws)
     assert joint.num_accepted_B1.unique().numel() == tree.depth + 1
-    assert joint.path_BD[:, 0].unique().numel() == tree.shape.widths[0]
+    assert path_of(joint)[:, 0].unique().numel() == tree.shape.widths[0]
     for row in range(64):
         one = slice(row, row + 1)
         own = Draft(draft.ids_BK[one], draft.probs_BTV[one])
         alone = verify_tree(tree, own, target_BTV[one], draws=Draws(*(each[one] for each in draws)))
-        assert all(map(torch.equal, alone, (each[one] for each in joint)))
+        assert all(map(torch.equal, tensors_of(alone), (each[one] for each in tensors_of(joint))))
 
 
 def test_a_trace_gives_the_same_verdicts() -> None:
@@ -350,7 +350,7 @@ def test_a_trace_gives_the_same_verdicts() -> None:
     def decide(target_BTV: Tensor, ids_BK: Tensor, probs_BTV: Tensor, *draws: Tensor) -> tuple[Tensor, ...]:
         sampled = verify_tree(tree, Draft(ids_BK, probs_BTV), target_BTV, draws=Draws(*draws))
         greedy = verify_tree_greedy(tree, Draft(ids_BK, None), target_BTV)
-        return *sampled, *greedy, draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
+        return *tensors_of(sampled), *tensors_of(greedy), draw_children(probs_BTV[:, 1:4], draws[0][:, 3:9])
 
     traced = Traced(decide, reads=(tree,))
     drafted_before = draft.ids_BK, draft.probs_BTV, *draws
@@ -366,7 +366,8 @@ def test_no_value_is_read_between_the_draw_and_the_verdict() -> None:
     tree, draft, target_BTV, draws = drafted("3x2x1", device=device)
     sampled = verify_tree(tree, draft, target_BTV, draws=draws)
     greedy = verify_tree_greedy(tree, draft, target_BTV)
-    assert [each.shape for each in sampled] == [each.shape for each in greedy] == [(64, n) for n in (1, 3, 1, 1)]
+    for verdict in (sampled, greedy):
+        assert [each.shape for each in tensors_of(verdict)] == [(64, n) for n in (1, 1, 1, 3)]
 
 
 def test_children_differ_until_no_possible_token_is_left() -> None:
@@ -388,7 +389,7 @@ def test_a_child_that_cannot_be_is_never_accepted() -> None:
     target_1TV = torch.tensor([[[0.0, 0.0, 1.0]] * 4])
     draft = Draft(torch.tensor([[1, 2, 2]]), probs_12V)
     verdict = verify_tree(Tree.of("3", CPU), draft, target_1TV, draws=numbers(3, accept=[[0.0, 0.0, 0.0]]))
-    assert (verdict.num_accepted_B1.item(), verdict.path_BD.item(), verdict.next_ids_B1.item()) == (0, 1, 2)
+    assert (verdict.num_accepted_B1.item(), path_of(verdict).item(), verdict.next_ids_B1.item()) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("shape", ["3x2x1", "2", "1x3"])
@@ -407,9 +408,9 @@ def test_nan_after_the_accepted_tokens_is_in_the_weight_and_nan_elsewhere_is_not
         assert torch.equal(greedy.weights_B1.isnan()[:, 0], node_of(greedy) == node)
 
 
-def node_of(verdict: TreeVerdict) -> Tensor:
+def node_of(verdict: Verdict) -> Tensor:
     """The last accepted node (B,)."""
-    return pad(verdict.path_BD, (1, 0)).gather(1, verdict.num_accepted_B1)[:, 0]
+    return pad(path_of(verdict), (1, 0)).gather(1, verdict.num_accepted_B1)[:, 0]
 
 
 @pytest.mark.parametrize("shape", ["4x2x2", "1x3x1", "2x2"])
@@ -433,7 +434,7 @@ def test_greedy_accepts_the_path_of_the_targets_best_tokens(shape: str) -> None:
             node = found[-1]
             path.append(ids[node - 1])
         num = int(verdict.num_accepted_B1[row])
-        assert [ids[c - 1] for c in verdict.path_BD[row, :num].tolist()] == path
+        assert [ids[c - 1] for c in path_of(verdict)[row, :num].tolist()] == path
         assert int(verdict.next_ids_B1[row]) == best[node_of(verdict)[row]]
     assert verdict.num_accepted_B1.unique().numel() == tree.depth + 1
 
