@@ -23,7 +23,8 @@ import llvmlite
 import torch
 from llvmlite import binding, ir
 
-from llama_ssp.settings import formats, layout
+from llama_ssp.architectures import engine
+from llama_ssp.settings import formats
 from llama_ssp.settings.catalogue import cache_dir
 
 _HASH_BYTES = hashlib.sha256().digest_size
@@ -66,7 +67,7 @@ def has_features(names: tuple[str, ...]) -> bool:
 def _decides_code() -> str:
     """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    sources += [inspect.getsource(module) for module in (formats, layout)]
+    sources += [inspect.getsource(module) for module in (formats, engine)]
     features = binding.get_host_cpu_features().flatten()
     return "\n".join([llvmlite.__version__, machine().triple, binding.get_host_cpu_name(), features, *sources])
 

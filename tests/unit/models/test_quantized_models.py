@@ -162,7 +162,7 @@ def tensors_of(holder: object, seen: dict[int, object]) -> Iterator[Tensor]:
         yield from tensors_of(vars(holder), seen)
 
 
-@pairs(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=list(formats()), dtype=[Dtype.fp32, Dtype.bf16])
+@pairs(num_ranks=[1, 2], implemented=IMPLEMENTATIONS, form=["none", *FORMS], dtype=[Dtype.fp32, Dtype.bf16])
 def test_the_planned_bytes_are_those_of_the_tensors(
     saved: Saved, implemented: tuple[str, str], *, num_ranks: int, form: str, dtype: Dtype
 ) -> None:
