@@ -81,10 +81,13 @@ class Models:
         return JobMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
 
 
-def context_of(sources: Sequence[Source | None], config: RunConfig) -> int:
-    """The tokens that a row can have: a draft with a shorter context limits only rounds that overlap."""
-    contexts = [source.origin.context for source in sources if source]
-    return min(contexts) if config.speculation.overlap else contexts[0]
+def context_of(sources: Sequence[Source | None], config: RunConfig) -> tuple[int, str]:
+    """The tokens that a row can have, and a clause if a draft sets them: one whose context is shorter, in overlap."""
+    shortest = min(filter(None, sources), key=lambda source: source.origin.context)
+    if config.speculation.overlap and shortest is not sources[0]:
+        return shortest.origin.context, f" of draft={shortest.entry.name}, which limits rounds that overlap"
+    assert sources[0]
+    return sources[0].origin.context, ""
 
 
 def load_models(
@@ -151,7 +154,7 @@ def load_models(
     return Models(
         target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh,
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context_of(sources, config),
+        context=context_of(sources, config)[0],
         sources=tuple(source for source in sources if source),
         tokenizers=TokenizerPair(target_source.tokenizer, draft_source.tokenizer)
         if draft_source and has_own_tokenizer(config.draft) else None,

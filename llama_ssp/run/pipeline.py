@@ -120,10 +120,10 @@ def _load(
     keys = from_rank_0(world.comm, lambda: sorted(folder.finished) if folder else [])
     finished = frozenset((index, mode, sample) for index, mode, sample in keys)
     target = sources[0]
+    context, whose = context_of(sources, config)
     maker = JobMaker(
-        tokenizer=target.tokenizer, context=context_of(sources, config),
-        vocab_size=target.origin.shape.vocab_size,
-    )  # fmt: skip
+        tokenizer=target.tokenizer, context=context, whose=whose, vocab_size=target.origin.shape.vocab_size
+    )
     jobs = _read_jobs(config, world, terminal, folder, maker)
     if note := note_on(config.sampling, generation or {}):
         terminal.say(note)

@@ -3,11 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llama_ssp.run.commands import plan
+from llama_ssp.run.decoders import context_of
+from llama_ssp.run.lengths import problem_of_length
+from llama_ssp.run.prompts import Prompt
 from llama_ssp.settings import catalogue
+from llama_ssp.settings.schema import SpeculationConfig
 from llama_ssp.weights import hub
 from tests.helpers.in_process import call, launch
 
@@ -28,3 +34,17 @@ def test_a_run_goes_on_without_its_draft(tmp_path: Path) -> None:
     assert NOTE in " ".join(found.err.split())
     planned = call(plan.main, ["model=tiny", *own, "prompt_tokens=40", "max_new_tokens=90", "hardware=1xh100"])
     assert NOTE in " ".join(planned.out.split())
+
+
+def test_a_draft_that_limits_rounds_which_overlap_is_named() -> None:
+    sources: Any = [
+        SimpleNamespace(origin=SimpleNamespace(context=context), entry=SimpleNamespace(name=name))
+        for name, context in (("tiny", 2048), ("short", 64))
+    ]
+    alone: Any = SimpleNamespace(speculation=SpeculationConfig())
+    assert context_of(sources, alone) == (2048, "")
+    overlapping: Any = SimpleNamespace(speculation=SpeculationConfig(overlap=True))
+    context, whose = context_of(sources, overlapping)
+    found = problem_of_length(Prompt(text="x"), 60, max_new_tokens=9, context=context, whose=whose)
+    assert found
+    assert "the context of 64 of draft=short, which limits rounds that overlap" in found
