@@ -25,8 +25,8 @@ from llama_ssp.planning.acceptance import tokens_per_round
 from llama_ssp.planning.spec import PlanSpec, planned_model
 from llama_ssp.planning.timing import FAR, LIBRARY_SHARE, NEAR, Ends, bandwidth, decoding_error, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 from llama_ssp.settings.schema import DraftLayout, TargetKind
+from llama_ssp.storage.formats import NO_QUANTIZATION, READ_SLOWDOWN, format_of
 
 COST_RATIOS = (
     (2, "sharded", 0.126), (4, "sharded", 0.150), (8, "sharded", 0.190), (4, "one_rank", 0.36), (8, "one_rank", 0.60)

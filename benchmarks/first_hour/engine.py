@@ -33,10 +33,10 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.drafters import NGRAM_DRAFT, NgramConfig
-from llama_ssp.settings.formats import OWN_DTYPE
 from llama_ssp.settings.schema import Dtype, SpeculationConfig, SyntheticConfig
 from llama_ssp.speculate.engine.executors import CudaRecorder, GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
+from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
 
 _T = TypeVar("_T")

@@ -14,8 +14,8 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.catalogue import LOCAL, is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.formats import CACHES, FORMATS
 from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
+from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of
 
 _Kind = TypeVar("_Kind", bound=Enum)

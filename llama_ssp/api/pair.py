@@ -32,6 +32,7 @@ from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selected, selection_kept
 from llama_ssp.ranks.world import start
+from llama_ssp.registry import load_plugins
 from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
@@ -43,7 +44,6 @@ from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, draft_name
-from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import (
     DeviceKind,

@@ -19,9 +19,9 @@ from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware
 from llama_ssp.planning.plan import Plan
+from llama_ssp.registry import load_plugins
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
 from llama_ssp.settings.drafters import DraftTokenizer
-from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import (
     DraftLayout,
     DraftPlacement,

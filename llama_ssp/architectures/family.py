@@ -1,4 +1,4 @@
-"""Records of the model families (`settings.registry`), read by planner, loader, checks and models.
+"""Records of the model families (`registry`), read by planner, loader, checks and models.
 
 Which models run, and on how many ranks, follows from config.json alone: a plan says it, and a run before its ranks
 start. The tables hold what transformers 5.23 has; a test compares them with it.
@@ -14,7 +14,7 @@ from typing import Any, cast
 from llama_ssp import architectures
 from llama_ssp.architectures.matrices import Inventory, decoder
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.settings.registry import Registry
+from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import ModelShape, WholeParts
 
 

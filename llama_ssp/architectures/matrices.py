@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from llama_ssp.errors import PlacementError
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.words import said
 
 # Matrix units prefer multiples of 64, and nf4 packs weights in groups of 64.

@@ -44,7 +44,7 @@ from llama_ssp.cpu.emit import (
     i64,
     wholes,
 )
-from llama_ssp.settings.formats import CACHES
+from llama_ssp.storage.formats import CACHES
 
 _SERIAL = 2**17
 """Multiplications that a thread of its own does not pay for."""

@@ -24,8 +24,8 @@ import torch
 from llvmlite import binding, ir
 
 from llama_ssp.architectures import engine
-from llama_ssp.settings import formats
 from llama_ssp.settings.catalogue import cache_dir
+from llama_ssp.storage import formats
 
 _HASH_BYTES = hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = 0o022

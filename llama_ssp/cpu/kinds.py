@@ -1,6 +1,6 @@
 """Names, sizes and arguments that compiled operators and their callers share; no LLVM, so that any code may read it."""
 
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
+from llama_ssp.storage.formats import FP4_GROUP, FP4_SCALED, FP8_GROUP, INT4_GROUPS
 
 BLOCK = 16
 """Outputs of a block, and inputs that a product takes at a time: a layer has a multiple of both."""

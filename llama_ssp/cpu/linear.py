@@ -61,7 +61,7 @@ from llama_ssp.cpu.emit import (
     wholes,
 )
 from llama_ssp.cpu.kinds import FP4, FP8, GROUPS, NIBBLES, SHRUNK
-from llama_ssp.settings.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES
+from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES
 
 _VALUE_BYTES = {"singles": 4, "halves": 2, "bytes": 1, "dots": 1, "fp8": 1}
 _ONE_SCALE = {"singles", "halves", FP8, NIBBLES}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
-from llama_ssp.settings.formats import FEW_ROWS, FP4_SCALED, INT4_GROUPS
+from llama_ssp.storage.formats import FEW_ROWS, FP4_SCALED, INT4_GROUPS
 from llama_ssp.weights.fp4_rows import SCALES
 
 ProductOfFewRows = Callable[..., Tensor]

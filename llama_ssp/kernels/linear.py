@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from llama_ssp.cpu.kinds import BLOCK, DOTS, FP4, FP8, GROUPS, NEEDS, SHRUNK
 from llama_ssp.cpu.operators import Operator, find_operator
-from llama_ssp.settings.formats import FP4_GROUP, FP4_SCALED
+from llama_ssp.storage.formats import FP4_GROUP, FP4_SCALED
 from llama_ssp.weights import fp4_rows, int4_rows
 
 SIGN_BIT = 128

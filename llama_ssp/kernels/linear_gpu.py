@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP, INT4_ZERO_BITS
+from llama_ssp.storage.formats import FP4_GROUP, INT4_ZERO_BITS
 
 _BYTES_TO_FP16 = tl.constexpr("""
 {

@@ -1,4 +1,4 @@
-"""Rows of a cache: the key or the value of a head, as a format of `settings.formats` keeps it.
+"""Rows of a cache: the key or the value of a head, as a format of `storage.formats` keeps it.
 
     no scale   | D numbers |
     a scale    | D numbers of a byte | 4 bytes: the fp32 number that they are multiplied by |
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import CACHES, WORD_BYTES
+from llama_ssp.storage.formats import CACHES, WORD_BYTES
 
 
 class KeptRows(NamedTuple):

@@ -8,7 +8,7 @@ Position p of a sequence is always in slot p of its row. Slots beyond a row's le
 shows a token only the slots up to its own position, which have been written by then. Module `prefill` chooses the
 buckets. Attention that reads rows by their lengths (module `llama.attention`) gets the slots of all rows.
 
-A key or value of a head is kept as a format of `settings.formats` says, and is written and read through
+A key or value of a head is kept as a format of `storage.formats` says, and is written and read through
 `kernels.rows`; compiled attention, and kernels of GPUs, read it as it is.
 
 Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are read, N key-value heads, D head dim, W
@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from llama_ssp.architectures.family import num_positions, record_of
 from llama_ssp.kernels.rows import KeptRows, rows_of
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import OWN_DTYPE
+from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
 
 
@@ -342,7 +342,7 @@ class Taps:
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
-    `cache_dtype` is the format of the cache, a name of `settings.formats`.
+    `cache_dtype` is the format of the cache, a name of `storage.formats`.
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.

@@ -48,9 +48,9 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of
 from llama_ssp.settings.schema import ModelShape, WholeParts
-from llama_ssp.settings.stored import kept_format
+from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
+from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary
 from llama_ssp.weights.head import EMBEDDING, HeadSource
 from llama_ssp.weights.source import WeightSource, packed_of, storage_of

@@ -34,8 +34,8 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION
 from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""

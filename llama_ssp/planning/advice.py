@@ -41,8 +41,8 @@ from llama_ssp.planning.search import (
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import OWN_DTYPE, format_of, formats
 from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
 from llama_ssp.words import counted, rounded
 
 GIB = 2**30

@@ -34,7 +34,6 @@ from llama_ssp.architectures.matrices import (
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import (
     ADAPTIVE_LENGTHS,
@@ -45,6 +44,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WholeParts,
 )
+from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512
 COMPILED_BLOCK = 16

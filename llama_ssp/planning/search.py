@@ -26,7 +26,6 @@ from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
@@ -37,6 +36,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
 )
 from llama_ssp.settings.trees import tree_shape
+from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import rounded
 
 GIB = 2**30

@@ -24,7 +24,6 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
 from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
-from llama_ssp.settings.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import (
@@ -38,9 +37,10 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
-from llama_ssp.settings.stored import StoredFormat
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
+from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of
+from llama_ssp.storage.stored import StoredFormat
 from llama_ssp.words import said
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}

@@ -66,9 +66,9 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
-from llama_ssp.settings.formats import NO_QUANTIZATION, StorageFormat, format_of
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 Ends: TypeAlias = tuple[float, float]
 """The smaller and the larger end, of seconds or of factors of them."""

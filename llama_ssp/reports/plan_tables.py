@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import ADAPTIVE
+from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded, visible
 
 GIB, MIB = 2**30, 2**20

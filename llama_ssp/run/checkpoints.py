@@ -30,8 +30,8 @@ from llama_ssp.settings.schema import (
     WeightsKind,
     WholeParts,
 )
-from llama_ssp.settings.stored import kept_format
 from llama_ssp.speculate.drafters.tokenizers import align, num_disagreeing
+from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
 from llama_ssp.weights.adapter import with_adapter
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, num_mtp_layers

@@ -20,6 +20,7 @@ from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.failures import Phase, from_rank_0, raise_on_all_ranks
 from llama_ssp.ranks.memory import MemoryWatch
 from llama_ssp.ranks.world import World
+from llama_ssp.registry import imported
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.run.checkpoints import find_sources, with_number_formats
 from llama_ssp.run.decoders import context_of, load_models
@@ -36,7 +37,6 @@ from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import outgrown
-from llama_ssp.settings.registry import imported
 from llama_ssp.settings.schema import (
     DraftLayout,
     DraftPlacement,

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError, FailedEvaluation
+from llama_ssp.registry import imported
 from llama_ssp.reports.records import (
     SPECULATIVE,
     CompletionLine,
@@ -28,7 +29,6 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.slowness import Surroundings, unusual_times
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.registry import imported
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
 

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.settings.formats import CACHES, format_of, problem_of
 from llama_ssp.settings.schema import Dtype, ModelConfig, ModelShape
+from llama_ssp.storage.formats import CACHES, format_of, problem_of
 
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 """Files of the folder of a model, and of that of an adapter."""

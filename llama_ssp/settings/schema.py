@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from llama_ssp.settings.fields import made, required, setting
-from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.stored import StoredFormat
 from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
+from llama_ssp.storage.stored import StoredFormat
 
 DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from llama_ssp.settings.registry import Registry
+from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import NF4_GROUP as GROUP
-from llama_ssp.settings.formats import PackedLayout
-from llama_ssp.settings.storage.nf4 import BNB_STATE
+from llama_ssp.storage.formats import NF4_GROUP as GROUP
+from llama_ssp.storage.formats import PackedLayout
+from llama_ssp.storage.nf4 import BNB_STATE
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.packed import Facts, PackedTensor
 from llama_ssp.weights.source import StoredTensor

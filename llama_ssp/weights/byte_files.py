@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import PackedLayout
-from llama_ssp.settings.storage.int8 import BNB_FORM
+from llama_ssp.storage.formats import PackedLayout
+from llama_ssp.storage.int8 import BNB_FORM
 from llama_ssp.weights import byte_rows
 from llama_ssp.weights.packed import BlockTensor, Facts
 from llama_ssp.weights.source import StoredTensor

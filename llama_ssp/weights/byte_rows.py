@@ -11,7 +11,7 @@ Shapes: O outputs, G groups of inputs, B bytes of a group's weights, W = B + 4.
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import WORD_BYTES
+from llama_ssp.storage.formats import WORD_BYTES
 
 
 def join(bytes_OGB: Tensor, words_OG: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import PackedLayout, format_of
+from llama_ssp.storage.formats import PackedLayout, format_of
 from llama_ssp.weights import fp4_rows, int4_rows
 from llama_ssp.weights.packed import Facts, PackedTensor
 from llama_ssp.weights.source import StoredTensor

@@ -12,7 +12,7 @@ Source: Rouhani et al. 2023, arXiv:2310.10537; OCP Microscaling Formats, version
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_GROUP
+from llama_ssp.storage.formats import FP4_GROUP
 from llama_ssp.weights import byte_rows, int4_rows
 
 SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.storage.formats import INT4_GROUPS
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.packed import BlockTensor
 

@@ -15,7 +15,7 @@ Shapes: O outputs, I inputs, of a group or of all, G groups of 128, 64 or 32 inp
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import INT4_GROUPS, INT4_ZERO_BITS
+from llama_ssp.storage.formats import INT4_GROUPS, INT4_ZERO_BITS
 from llama_ssp.weights import byte_rows
 
 GAP = 2**16 - 1

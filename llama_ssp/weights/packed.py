@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.formats import PackedLayout, format_of
+from llama_ssp.storage.formats import PackedLayout, format_of
 from llama_ssp.weights import int4_rows
 from llama_ssp.weights.source import StoredTensor, TensorFacts, Wanted
 

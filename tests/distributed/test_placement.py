@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from llama_ssp.planning.spec import make_job
 from llama_ssp.planning.timing import round_messages
-from llama_ssp.settings.formats import formats
+from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from tests.distributed.cells import ALONE, CELLS, each_of
 from tests.distributed.ranks import SYNTHETIC, Cell, Quantized, Seen, Together, pair_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_NUMBERS
+from llama_ssp.storage.formats import FP4_NUMBERS
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 from tests.helpers.lanes import grid
 

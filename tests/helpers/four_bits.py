@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llama_ssp.settings.formats import FP4_SCALED
+from llama_ssp.storage.formats import FP4_SCALED
 from llama_ssp.weights.fp4_rows import SCALES, codes_of, pack
 
 _LARGEST = 6

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llama_ssp.settings.registry import PLUGINS
+from llama_ssp.registry import PLUGINS
 from tests.helpers.repository import ROOT
 
 

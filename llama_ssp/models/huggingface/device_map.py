@@ -18,7 +18,7 @@ from llama_ssp.models.loading import Loading, Weights, build_empty, fill_modules
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.planning.memory import split_row
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights.source import WeightSource
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
 from llama_ssp.models.quantization.weight_only import GroupedProduct, join_experts
-from llama_ssp.settings.formats import FEW_ROWS
+from llama_ssp.storage.formats import FEW_ROWS
 
 
 def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module

@@ -20,7 +20,7 @@ from llama_ssp.models.huggingface.experts import ExpertCounter
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import OWN_DTYPE
+from llama_ssp.storage.formats import OWN_DTYPE
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _MOST_APART = {True: 1e-3, False: 0.1}

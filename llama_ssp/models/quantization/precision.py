@@ -26,8 +26,8 @@ from torch import Tensor
 from llama_ssp.cpu.kinds import DOTS
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_linear
 from llama_ssp.models.quantization.weight_only import quantize_by_blocks
-from llama_ssp.settings.formats import NF4_GROUP as GROUP
-from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
+from llama_ssp.storage.formats import NF4_GROUP as GROUP
+from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE, format_of
 from llama_ssp.weights import byte_rows
 
 _STEPS = 127
@@ -39,7 +39,7 @@ class Precision:
 
     Attributes:
         is_stored: the files have packed weights, and their other weights are not quantized.
-        cache_dtype: the format of the cache, a name of `settings.formats`.
+        cache_dtype: the format of the cache, a name of `storage.formats`.
     """
 
     quantization: str = NO_QUANTIZATION

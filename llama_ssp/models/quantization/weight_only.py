@@ -18,7 +18,7 @@ from torch.nn import functional
 from llama_ssp.cpu.kinds import FP8, NIBBLES
 from llama_ssp.kernels.choice_gpu import ProductOfFewRows, attempt, find_few_rows
 from llama_ssp.kernels.linear import Linear, NativeLinear, fits
-from llama_ssp.settings.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
+from llama_ssp.storage.formats import FEW_ROWS, FP4_GROUP, FP4_NUMBERS, FP8_GROUP, UNPACKED_WEIGHTS, format_of
 from llama_ssp.weights import byte_rows, fp4_rows, int4_rows
 
 if TYPE_CHECKING:

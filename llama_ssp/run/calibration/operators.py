@@ -25,7 +25,7 @@ from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import NO_QUANTIZATION, format_of, formats
+from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 

@@ -21,13 +21,13 @@ from typing import cast
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.registry import load_plugins
 from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands import program
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
 from llama_ssp.settings.described import settings_of_plan
-from llama_ssp.settings.registry import load_plugins
 from llama_ssp.settings.schema import PlanConfig
 
 _KEY = "hardware"

@@ -37,11 +37,11 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
 from llama_ssp.settings.drafters import NgramConfig, draft_name, has_own_tokenizer
-from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, WeightsKind
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
+from llama_ssp.storage.formats import format_of
 from llama_ssp.terminal.progress import Pace, RunProgress
 
 GENERATE, ASSISTED = "generate", "assisted"

@@ -10,9 +10,9 @@ from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
-from llama_ssp.settings.formats import NO_QUANTIZATION, OWN_DTYPE
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
+from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 
 def evaluate(session: Session, jobs: list[PromptTask]) -> None:

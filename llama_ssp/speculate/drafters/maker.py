@@ -8,8 +8,8 @@ import torch
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Head, Runner
 from llama_ssp.ranks.comms import Mesh
+from llama_ssp.registry import imported
 from llama_ssp.settings.drafters import drafter_of, drafters, drafts_greedily
-from llama_ssp.settings.registry import imported
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts

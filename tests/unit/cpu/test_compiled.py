@@ -69,5 +69,5 @@ def imported(file: Path) -> Iterator[Path]:
 def test_the_key_holds_the_sources_of_the_kernels_and_of_all_that_they_import() -> None:
     kernels = [FOLDER / f"{name}.py" for name in ("emit", "attention", "draw", "layer", "linear", "kinds")]
     sources = {*kernels, *(found for file in kernels for found in imported(file))}
-    assert ROOT / "llama_ssp/settings/formats.py" in sources
+    assert ROOT / "llama_ssp/storage/formats.py" in sources
     assert [file.name for file in sorted(sources) if file.read_text() not in compiled._decides_code()] == []

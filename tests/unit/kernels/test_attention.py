@@ -15,8 +15,8 @@ from llama_ssp.cpu.compiled import has_features
 from llama_ssp.kernels.attention import ALL, NEEDS, Attention, by_torch, find_attention
 from llama_ssp.kernels.rows import SINGLES, KeptRows, rows_of
 from llama_ssp.models.runner import nearest
-from llama_ssp.settings.formats import CACHES
 from llama_ssp.speculate.sampling.trees import find_topology
+from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
 
 HEADS = [(8, 4), (2, 2), (36, 1)]

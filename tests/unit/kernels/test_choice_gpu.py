@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from llama_ssp.kernels import choice_gpu
-from llama_ssp.settings.formats import FEW_ROWS
+from llama_ssp.storage.formats import FEW_ROWS
 
 
 @pytest.fixture(autouse=True)

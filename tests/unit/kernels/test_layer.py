@@ -16,7 +16,7 @@ from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.formats import formats
+from llama_ssp.storage.formats import formats
 from tests.helpers.lanes import pairs
 from tests.helpers.models import tiny_model
 from tests.unit.kernels.test_attention import Case, case

@@ -28,7 +28,7 @@ from llama_ssp.kernels.linear import (
 )
 from llama_ssp.models.quantization.precision import Precision, int8_linear
 from llama_ssp.models.quantization.weight_only import int8_weight_only_linear
-from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS, formats
+from llama_ssp.storage.formats import FP4_SCALED, INT4_GROUPS, formats
 from llama_ssp.weights import int4_rows
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs

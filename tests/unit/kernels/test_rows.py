@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama_ssp.kernels.rows import rows_of
-from llama_ssp.settings.formats import CACHES
+from llama_ssp.storage.formats import CACHES
 
 STEPS = {"auto": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "fp8": 16 / 448}
 """The most that a number may differ by, in largest numbers of its row."""

@@ -12,8 +12,8 @@ import torch
 
 from llama_ssp.architectures.engine import most_parts
 from llama_ssp.kernels.rows import rows_of
-from llama_ssp.settings.formats import CACHES
 from llama_ssp.speculate.sampling import processors
+from llama_ssp.storage.formats import CACHES
 from tests.helpers.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.ptx import run_ptx

@@ -15,9 +15,9 @@ from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import CACHES
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from llama_ssp.models.loading import build_empty
-from llama_ssp.settings.formats import formats
+from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT

@@ -22,8 +22,8 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import formats
 from llama_ssp.settings.schema import Dtype
+from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import on_ranks, thread_comms

@@ -21,8 +21,8 @@ from llama_ssp.planning.timing import (
     forward_time,
     message_s,
 )
-from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.schema import Dtype, TargetKind
+from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import small_model
 
 MACHINE = replace(

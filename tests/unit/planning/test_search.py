@@ -20,7 +20,6 @@ from llama_ssp.planning.search import (
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import formats
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import (
     ADAPTIVE_LENGTHS,
@@ -29,6 +28,7 @@ from llama_ssp.settings.schema import (
     ModelConfig,
     PlacementConfig,
 )
+from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job, small_model, times_of
 

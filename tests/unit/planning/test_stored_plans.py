@@ -18,7 +18,6 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlannedModel, job_of_plan, planned_model, resolve_shapes
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
-from llama_ssp.settings.formats import READ_SLOWDOWN
 from llama_ssp.settings.schema import (
     NO_DRAFT,
     DrafterConfig,
@@ -29,6 +28,7 @@ from llama_ssp.settings.schema import (
     TargetKind,
     WeightsKind,
 )
+from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 
 H100 = hardware.load("1xh100")

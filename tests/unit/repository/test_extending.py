@@ -140,10 +140,10 @@ class HalvesLinear(Linear):
         """See `Linear`."""
         return self(x_MI) + residual_MO
 ''',
-        "llama_ssp/settings/storage/halves.py": '''
+        "llama_ssp/storage/halves.py": '''
 """Weights in bf16."""
 
-from llama_ssp.settings.formats import StorageFormat
+from llama_ssp.storage.formats import StorageFormat
 
 HALVES = StorageFormat(
     name="halves", kernel="llama_ssp.models.quantization.halves:HalvesLinear", weight_bytes=2

@@ -22,7 +22,7 @@ from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
 from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.compose import compose, to_run_config
-from llama_ssp.settings.formats import BITSANDBYTES
+from llama_ssp.storage.formats import BITSANDBYTES
 from tests.helpers.repository import ROOT, files
 
 pytestmark = pytest.mark.seconds

@@ -7,8 +7,8 @@ import pytest
 from llama_ssp.architectures.family import inventory
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings import catalogue
-from llama_ssp.settings.formats import format_of
 from llama_ssp.settings.schema import ModelConfig
+from llama_ssp.storage.formats import format_of
 from tests.helpers.own_conf import OwnConf
 
 # Published counts of parameters; those of Llama 1 are exact to the byte of its checkpoints.

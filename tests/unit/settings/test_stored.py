@@ -5,7 +5,7 @@ import yaml
 
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig, TaskConfig, to_yaml
-from llama_ssp.settings.stored import StoredFormat, kept_format, stored_format
+from llama_ssp.storage.stored import StoredFormat, kept_format, stored_format
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

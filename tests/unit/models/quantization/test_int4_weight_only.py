@@ -5,7 +5,7 @@ import torch
 
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.quantization.weight_only import int4_weight_only_linear
-from llama_ssp.settings.formats import INT4_GROUPS
+from llama_ssp.storage.formats import INT4_GROUPS
 from llama_ssp.weights import int4_rows
 from tests.helpers.lanes import pairs
 

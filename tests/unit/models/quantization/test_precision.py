@@ -10,7 +10,7 @@ from torch import Tensor
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.settings.formats import formats
+from llama_ssp.storage.formats import formats
 from tests.helpers.lanes import pairs
 
 FORMS = [form.name for form in formats().values() if form.is_quantized and not form.is_stored_alone]

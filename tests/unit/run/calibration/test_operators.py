@@ -9,7 +9,7 @@ from torch import Tensor
 from llama_ssp.kernels.linear import product_of
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.calibration import operators
-from llama_ssp.settings.formats import formats
+from llama_ssp.storage.formats import formats
 
 pytestmark = pytest.mark.seconds
 

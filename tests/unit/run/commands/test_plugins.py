@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings.registry import PLUGINS, load_plugins
+from llama_ssp.registry import PLUGINS, load_plugins
 from tests.helpers.disturbed import lines
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.plugins import launch
@@ -33,7 +33,7 @@ def verify(draft, target_probs_BTV, *, draws):
 FORMAT = '''
 """Weights rounded to 1/1024, as 16-bit integers."""
 
-from llama_ssp.settings.formats import StorageFormat, register
+from llama_ssp.storage.formats import StorageFormat, register
 
 register(
     StorageFormat(

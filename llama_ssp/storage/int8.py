@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from llama_ssp.errors import shown
-from llama_ssp.settings.formats import (
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import (
     BITSANDBYTES,
     INT4_GROUPS,
     UNPACKED_WEIGHTS,
@@ -19,7 +20,6 @@ from llama_ssp.settings.formats import (
     StorageFormat,
     few_rows_bytes,
 )
-from llama_ssp.settings.storage import tools
 
 BNB_FORM = "weight_format"
 """Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""

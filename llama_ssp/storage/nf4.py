@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llama_ssp.settings.formats import BITSANDBYTES, NF4_GROUP, Found, PackedLayout, StorageFormat
-from llama_ssp.settings.storage import tools
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import BITSANDBYTES, NF4_GROUP, Found, PackedLayout, StorageFormat
 
 BNB_STATE = "weight.quant_state.bitsandbytes__"
 """What precedes the kind in the last part of the name of a tensor with JSON."""

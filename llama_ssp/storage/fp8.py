@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_ssp.errors import shown
-from llama_ssp.settings.formats import (
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import (
     FP8_GROUP,
     UNPACKED_WEIGHTS,
     Block,
@@ -13,7 +14,6 @@ from llama_ssp.settings.formats import (
     StorageFormat,
     few_rows_bytes,
 )
-from llama_ssp.settings.storage import tools
 
 _NAME = "fp8_weight_only"
 

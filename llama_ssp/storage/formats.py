@@ -1,6 +1,6 @@
 """Storage formats of linear layers, and formats of the cache: what planner, checks and runs read in their records.
 
-The records of storage formats are in `settings.storage`, a module each.
+The records of storage formats are in `storage`, a module each.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from llama_ssp.settings.registry import Registry, imported
+from llama_ssp.registry import Registry, imported
 
 NO_QUANTIZATION = "none"  # Default of `model.quantization`.
 
@@ -172,7 +172,7 @@ class StorageFormat:
 
 
 FORMATS: Registry[StorageFormat] = Registry(
-    setting="model.quantization", modules=("llama_ssp.settings.storage",), kind=StorageFormat
+    setting="model.quantization", modules=("llama_ssp.storage",), kind=StorageFormat
 )
 register, formats, format_of, problem_of = FORMATS.register, FORMATS.all, FORMATS.of, FORMATS.problem_of
 

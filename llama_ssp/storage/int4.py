@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_ssp.errors import shown
-from llama_ssp.settings.formats import INT4_GROUPS, UNPACKED_WEIGHTS, Found, StorageFormat, few_rows_bytes
-from llama_ssp.settings.storage import tools
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import INT4_GROUPS, UNPACKED_WEIGHTS, Found, StorageFormat, few_rows_bytes
 
 _NAME = "int4_weight_only"
 

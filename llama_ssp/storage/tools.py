@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llama_ssp.errors import shown
-from llama_ssp.settings.formats import FP4_SCALED, INT4_GROUPS, Block, Found, PackedLayout
+from llama_ssp.storage.formats import FP4_SCALED, INT4_GROUPS, Block, Found, PackedLayout
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",

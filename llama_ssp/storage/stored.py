@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llama_ssp.errors import CheckpointError, ConfigError, shown
-from llama_ssp.settings.formats import NO_QUANTIZATION, Found, PackedLayout, format_of, formats
-from llama_ssp.settings.patterns import Pattern
-from llama_ssp.settings.storage import tools
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import NO_QUANTIZATION, Found, PackedLayout, format_of, formats
+from llama_ssp.storage.patterns import Pattern
 from llama_ssp.words import said
 
 QUANTIZATION = "quantization_config"

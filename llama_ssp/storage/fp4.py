@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from llama_ssp.errors import shown
-from llama_ssp.settings.formats import (
+from llama_ssp.storage import tools
+from llama_ssp.storage.formats import (
     FP4_GROUP,
     FP4_SCALED,
     UNPACKED_WEIGHTS,
@@ -19,7 +20,6 @@ from llama_ssp.settings.formats import (
     StorageFormat,
     few_rows_bytes,
 )
-from llama_ssp.settings.storage import tools
 
 
 def _layout(described: Mapping[str, Any]) -> Found | None:
