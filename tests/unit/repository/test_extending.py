@@ -173,7 +173,7 @@ FAMILY = Family(
     },
     words=f"model=local model.path={CHECKPOINT} draft=none task=generate prompt=x max_new_tokens=4 sampling=greedy",
     found=r"\w",
-    missing="planned as a Llama of its sizes",
+    missing="compares nanochat models with transformers",
 )
 
 

@@ -102,7 +102,7 @@ def test_a_family_from_outside_is_loaded_planned_and_decoded(folder: Path) -> No
     assert line["num_new_tokens"] == 8
     for plugins, is_estimate in (("toy_family", False), ("", True)):
         planned = launch(folder, *words, "dry_run=true", f"run_dir={folder / 'other'}", plugins=plugins)
-        assert ("planned as a Llama of its sizes" in " ".join(planned.stdout.split())) is is_estimate
+        assert ("a run compares internlm3 models" in " ".join(planned.stdout.split())) is is_estimate
 
 
 REGISTRATION = 'register(TaskSpec(config=WordsConfig, run="words:count"))'

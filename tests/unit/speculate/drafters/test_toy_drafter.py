@@ -42,7 +42,7 @@ class Repeat:
     def propose(self, rows, *, num_tokens, uniforms_BKP, bucket, num_unread=2):
         from llama_ssp.speculate.sampling.rules import Draft
 
-        tokens_BS, lengths_B, _ = rows
+        tokens_BS, lengths_B, *_ = rows
         last_B1 = tokens_BS.gather(1, lengths_B[:, None] - self._back)
         ids_BK = last_B1.expand(-1, self.num_draft_tokens).contiguous()
         tokens_BS.scatter_(1, lengths_B[:, None] + self._offsets_K, ids_BK)
