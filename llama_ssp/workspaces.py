@@ -1,4 +1,4 @@
-"""What a stage of a round reads: weights, which stay in place, and workspaces, which `allocate` makes.
+"""Tensors that a stage of a round reads: weights, which stay in place, and workspaces, which `allocate` makes.
 
 Executors need both lists: a trace takes the tensors of workspaces as arguments, and a CUDA graph is dropped when one of
 them has been replaced.

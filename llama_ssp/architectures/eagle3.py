@@ -28,7 +28,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What the config.json of a head says.
+    """The fields of a head's config.json.
 
     Attributes:
         sizes: the fields of a config.json of its kind of layer, a Llama's or Qwen 3's; `vocab_size` is the target's.

@@ -37,7 +37,7 @@ class Kernels:
 
 
 ENGINE_KERNELS = Kernels(layer=10, frame=8, draw=8, verify=38)
-"""Of this engine: those of a layer and of a draw as a stub device counted them, the others from torch's dispatcher."""
+"""Launches of this engine: a stub device counted those of a layer and of a draw, torch's dispatcher the others."""
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:

@@ -132,7 +132,7 @@ LONGROPE = "longrope"
 
 
 def kept_whole(shape: ModelShape, whole: WholeParts) -> WholeParts:
-    """What every rank of a model holds whole: what was asked for, and what its family cannot cut."""
+    """Parts that every rank of a model holds whole: those asked for, and those its family cannot cut."""
     has_others = shape.num_global_key_value_heads not in {0, shape.num_key_value_heads}  # which split elsewhere
     return WholeParts.attention if has_others or record_of(shape.model_type).keeps_attention else whole
 

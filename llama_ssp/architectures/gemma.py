@@ -36,7 +36,7 @@ FIELDS = (
 
 
 def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
-    """What the layers of a Gemma 4 differ in, from a config of the hub, or of the library, which lists the layers."""
+    """Sizes in which the layers of a Gemma 4 differ, from a config of the hub or of the library, which lists layers."""
     num_layers = field("num_hidden_layers")
     kinds = field("layer_types") or ["full_attention" if number % 6 == 5 else "" for number in range(num_layers)]  # noqa: PLR2004
     is_global = [kind == "full_attention" for kind in kinds[:-1]] + [True]

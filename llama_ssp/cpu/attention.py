@@ -61,7 +61,7 @@ _LINE = 64
 _LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
-"""Vectors of a tile's sums, which leave registers for what they are made of."""
+"""Vectors of a tile's sums; the remaining registers hold operands."""
 _FORMATS = {each.dtype or "float32": each for each in CACHES.all().values()}
 """By the kind of rows."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
@@ -224,7 +224,7 @@ def _widened(code: Code, kind: str, row: Value, index: Value) -> Value:
 
 
 def _scale(code: Code, kind: str, head_dim: int, row: Value) -> Value:
-    """What the widened numbers of a row are multiplied by."""
+    """The factor of a row's widened numbers."""
     scale = code.read(code.at(row, i64(head_dim)), F32)
     return code.fmul(scale, f32(E4M3_SHRINK)) if kind == "float8_e4m3fn" else scale
 
@@ -492,7 +492,7 @@ def _finish(module: ir.Module, head_dim: int) -> Value:
     with code.loop(i64(0), count, 1) as (query,):
         state = code.at(states, code.mul(query, i64(_STATE)), F32)
         total = code.halves(code.read(state, F32S), code.fadd)
-        # A largest score that is no finite number leaves none in the result.
+        # A largest score that is not finite makes the result NaN.
         total = code.fused(code.read(state, F32, i64(_MOST)), f32(0.0), total)
         into = code.read(queries, POINTER, query)
         with code.loop(i64(0), i64(head_dim), LANES) as (index,):

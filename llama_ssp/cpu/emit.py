@@ -149,7 +149,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         }
 
     def from_e4m3(self, codes: Value) -> Value:
-        """A vector of codes of E4M3 as numbers, divided by `E4M3_SHRINK`; those of no number do not stay so.
+        """A vector of codes of E4M3 as numbers, divided by `E4M3_SHRINK`; NaN codes become finite.
 
         The bits of a code, moved, are those of an fp16 number.
         """

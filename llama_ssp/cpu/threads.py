@@ -18,11 +18,11 @@ import torch
 _NUM_UNTIMED = 2
 """First rounds of a kind of work that do not count: one calls Python, one is traced."""
 _LEAST_ROUNDS, _LEAST_S = 2, 0.015
-"""Of a trial. A thread loses its core for some milliseconds at a time."""
+"""Least rounds and time of a trial. A thread loses its core for some milliseconds at a time."""
 _MOST_SLOWNESS = 4.0
 """A trial ends early once its rounds take so many times as long as those of the number in use."""
 _WEIGHT = 1 / 64
-"""Of a round in the average, so that one late round alone changes nothing."""
+"""Weight of a round in the average, so that one late round alone changes nothing."""
 _MARGIN = 0.9
 """Share of its slowness below which another number takes over."""
 _UNDISTURBED = 1.5
@@ -72,7 +72,7 @@ class ThreadChoice:
 
     @property
     def number(self) -> int:
-        """Of threads in use, or of the round that is next."""
+        """The number of threads in use, or of the next round."""
         return (self._tried or self._current).number if self._candidates else torch.get_num_threads()
 
     @property

@@ -54,7 +54,7 @@ class Role(IntEnum):
     bonus = 3
     """Drawn after a whole accepted draft."""
     other = 4
-    """Of a round whose draft does not count, or without one."""
+    """A token of a round whose draft does not count, or without one."""
 
 
 def roles_of(

@@ -34,11 +34,11 @@ from llama_ssp.ranks.gpu import ends_run
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = 0.05
-"""Of values of about 1: 16 bits round to 0.004, and a wrong key changes more than this."""
+"""Tolerance for values of about 1: 16 bits round to 0.004, and a wrong key changes more than this."""
 CHECKED = ((1,), (5,), (1, 1, 1), (5, 5, 5), (4, 1, 70))
 """Queries of each row, as forwards have them: steps and rounds of one row and of three, and packed prompts."""
 _SPREAD = 6.0
-"""Of the scores."""
+"""Standard deviation of the scores."""
 _CHECKED_LENGTHS = 1000, 300, 77
 
 
@@ -71,7 +71,7 @@ The last query of a sequence sees all of its slots, or the last `window` of them
 def find_varlen(
     device: torch.device, dtype: torch.dtype, heads: Heads, *, rounds_inputs: bool = False, has_windows: bool = False
 ) -> VarlenAttention | None:
-    """Torch's kernel for such heads on a device; None if it does not run there, or not rightly."""
+    """Torch's kernel for such heads on a device; None if it does not run there or fails the check."""
     if not reads_by_length(
         capability=capability_of(device), value_bytes=dtype.itemsize, head_dim=heads.dim, rounds_inputs=rounds_inputs
     ):

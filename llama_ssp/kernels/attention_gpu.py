@@ -30,9 +30,9 @@ from llama_ssp.kernels.attention_by_length import Sequences, left_of
 from llama_ssp.kernels.rows import KeptRows
 
 SLOTS = PART_SLOTS
-"""Of a step: what one instruction multiplies."""
+"""Slots of a step: one instruction multiplies them."""
 MOST_ROWS = 64
-"""Of a tile of queries: the positions of a row times G."""
+"""Queries of a tile: the positions of a row times G."""
 _LEAST_ROWS = 16
 _WIDTH = 32
 _LOG2_E = 1.4426950408889634
@@ -54,7 +54,7 @@ def _measures(  # type: ignore[no-untyped-def]
 
 
 KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""Of rows with a scale; others are 0."""
+"""Kinds of rows with a scale; others are 0."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

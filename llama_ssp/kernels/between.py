@@ -25,9 +25,9 @@ from llama_ssp.kernels.choice_gpu import attempt, missing_packages
 from llama_ssp.kernels.rows import KeptRows
 
 _TOLERANCE = 0.02
-"""Of the largest value: sums in another order, and one rounding more or less, differ by less."""
+"""Share of the largest value: sums in another order, and one rounding more or less, differ by less."""
 _STEP = 0.08
-"""Of the largest value: the widest step of a kept number is less."""
+"""Share of the largest value: the widest step of a kept number is less."""
 
 
 class Heads(NamedTuple):

@@ -387,7 +387,7 @@ _LEAST_SAVED = 4
 _SUMMED = 1024
 _UNPACKED_AT_ONCE = 4096
 PAIRS = 256
-"""Which a block looks through at a time."""
+"""Pairs of a token and an expert that a block scans per step."""
 _HAS_PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 

@@ -122,7 +122,7 @@ class StaticCache(Workspace):
                 other._wholes[number] = None
 
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
-        """What maps a layer's number, and what gives its new keys and values (M, 2 N, D), to the layer's buffer."""
+        """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer."""
         bucket = self.num_slots if self._reads_by_length and not in_rows else bucket
         shown = (self.shown_in_rows if in_rows else self.shown)[bucket]
 

@@ -327,7 +327,7 @@ def _shared_embedding(origin: WeightSource, loading: Loading, device: torch.devi
 
 
 def _whole_parts(origin: WeightSource, whole: WholeParts) -> WholeParts:
-    """What each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
+    """Parts that each rank holds whole: of a head at least the embedding, whose tokens are more than it drafts."""
     whole = kept_whole(origin.shape, whole)
     return WholeParts.embedding if isinstance(origin, HeadSource) and whole is WholeParts.none else whole
 

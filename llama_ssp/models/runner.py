@@ -14,7 +14,7 @@ from llama_ssp.models.cache import Taps
 
 
 class Pieces(NamedTuple):
-    """What the tokens of a packed forward belong to: pieces of several prompts that stand in one row, unpadded.
+    """The owners of the tokens of a packed forward: pieces of several prompts that stand in one row, unpadded.
 
         one row of M tokens   | prompt 0 ....... | prompt 1 .. | prompt 2, its beginning |
         first_C1              0                  18            31                        57
@@ -61,7 +61,7 @@ class TreePlaces(NamedTuple):
 
 
 def masks_of(tree: TreePlaces, windows: Iterable[int | None], *, dtype: torch.dtype) -> dict[int | None, Tensor]:
-    """What attention adds to the scores (B, T, U), by window: 0 for a slot that a token sees, else minus infinity."""
+    """The term that attention adds to scores (B, T, U), by window: 0 for slots that a token sees, else -inf."""
     seen_BTU, masks = tree.seen_slots, {}
     for window in dict.fromkeys(windows):
         near_BTU = nearest(seen_BTU, window)

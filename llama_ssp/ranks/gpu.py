@@ -26,7 +26,7 @@ _NO_GPU = -1
 _LOST = frozenset({214, 700, 702, 710, *range(714, 720), 721})
 """CUDA's codes after which every further call fails: such as 214, ECC, and 700, an illegal access."""
 _LOST_WORDS = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
-"""What Triton says instead of a code."""
+"""Triton's words instead of a code."""
 _NUM_QUERIES = 32
 _NAP_S = 5e-5  # short against a round: the device has the next one already
 _GRACE_S = 1.0  # for a wait of this replica, when a rank of another one has ended

@@ -101,7 +101,7 @@ def _tcp_store(host: str, port: int, *, size: int, timeout_s: float, listen_fd: 
 
 
 class Seen(NamedTuple):
-    """What a rank tells the others.
+    """Facts that a rank gives the others.
 
     Attributes:
         host: of the rank.

@@ -60,7 +60,7 @@ class Models:
     tokenizers: TokenizerPair | None = None
 
     def make_taps(self) -> Taps | None:
-        """What a draft head will read of the target, on the ranks that keep it; None elsewhere, and without a head."""
+        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
         head = self.sources[-1].origin if self.sources else None
         if not isinstance(head, HeadSource) or not (self.draft or self.mesh.layout.is_apart):
             return None

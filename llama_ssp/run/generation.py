@@ -58,7 +58,7 @@ def note_on(
 
 
 def _asked(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file asks for, defaults included; without `do_sample` it asks for the most probable token."""
+    """The sampling that the file asks for, with defaults; without `do_sample` it asks for the most probable token."""
     given = {name: value for name in _DEFAULTS if (value := generation.get(name)) is not None}
     asked = {**_DEFAULTS, **given} | ({} if generation.get("do_sample") else _GREEDY)
     is_off = {"top_k": asked["top_k"] == 0, "top_p": asked["top_p"] == 1, "min_p": asked["min_p"] == 0}

@@ -33,7 +33,7 @@ class PromptTask:
         return self.source.text
 
     def key(self, mode: str) -> LineKey:
-        """What names its completion in a mode."""
+        """The name of its completion in a mode."""
         return self.request.index, mode, self.request.sample
 
     @property

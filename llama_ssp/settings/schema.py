@@ -211,7 +211,7 @@ class TargetKind(Enum):
 
 
 class ExpertParts(Enum):
-    """What each of several ranks holds of a layer's experts: some units of each, or some experts whole."""
+    """How ranks share a layer's experts: some units of each, or some experts whole."""
 
     cut = "cut"
     spread = "spread"
@@ -375,7 +375,7 @@ class Resume(Enum):
 
 
 class TooLong(Enum):
-    """What becomes of a prompt that leaves no room for its new tokens in the context."""
+    """How to treat a prompt that leaves no room for its new tokens in the context."""
 
     refuse = "refuse"
     skip = "skip"

@@ -1,4 +1,4 @@
-"""What a task and a suite of `task=evaluate` is: the kinds of their records, which stand with their code."""
+"""Kinds of records of tasks and of the suites of `task=evaluate`; the records stand with their code."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields

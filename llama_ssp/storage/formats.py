@@ -66,7 +66,7 @@ class PackedLayout:
 
     @property
     def slice_group(self) -> int:
-        """Of which a slice of the inputs has a multiple; 0 for any slice. A word of a file has the codes of eight."""
+        """A slice of the inputs is a multiple of this; 0 for any slice. A word of a file has the codes of eight."""
         return 8 if self.is_scattered else self.group
 
     def num_with_gaps(self, num_inputs: int, *, of: int) -> int:
@@ -193,7 +193,7 @@ FP8_GROUP = 128  # The same; public checkpoints have blocks of 128 inputs, or no
 FP4_GROUP = 32  # The same.
 INT4_ZERO_BITS = 31  # Those bits of a word that hold the zero.
 FP4_NUMBERS = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
-"""Of the codes of floats of 4 bits, E2M1."""
+"""Values of the codes of floats of 4 bits, E2M1."""
 FP4_SCALED = {"mxfp4": 32, "nvfp4": 16}  # Inputs that share a scale of floats of 4 bits.
 BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
 

@@ -11,7 +11,7 @@ from llama_ssp.storage import tools
 from llama_ssp.storage.formats import BITSANDBYTES, NF4_GROUP, Found, PackedLayout, StorageFormat
 
 BNB_STATE = "weight.quant_state.bitsandbytes__"
-"""What precedes the kind in the last part of the name of a tensor with JSON."""
+"""The prefix of the kind in the last part of the name of a tensor with JSON."""
 
 
 def _layout(described: Mapping[str, Any]) -> Found | None:

@@ -22,7 +22,7 @@ READ = (
     "float-quantized), bitsandbytes nf4, fp4 or 8 bits, MXFP4 (mxfp4, compressed-tensors), or NVFP4 "
     "(compressed-tensors, modelopt)"
 )
-"""What runs read, for messages."""
+"""Layouts that runs read, for messages."""
 _COUNTED = {4: "int4_weight_only", 8: "int8_weight_only"}
 """Storage formats, by the bits of weights that runs refuse."""
 
@@ -136,7 +136,7 @@ def stored_format(
 _KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules", "exclude_modules")
 """Fields that name modules that are not quantized."""
 _CLASS = "Linear"
-"""What compressed-tensors calls all linear layers."""
+"""The name of all linear layers in compressed-tensors."""
 
 
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -81,7 +81,7 @@ def gptq(described: Mapping[str, Any], wanted: Mapping[str, object], *, storage:
 
 
 def of_auto_round(described: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """What auto-round describes as the tool whose packing it has does, and all that no format reads."""
+    """Layouts that auto-round describes as the tool does whose packing they have, and those that no format reads."""
     if described.get("quant_method") != AUTO_ROUND:
         return described, []
     packing, extra = described.get("packing_format"), described.get("extra_config") or {}
@@ -124,7 +124,7 @@ def differences(described: object, wanted: Mapping[str, object]) -> Iterator[str
 
 
 def weights_of(described: object) -> list[Any]:
-    """What the groups of compressed-tensors say of their weights."""
+    """The descriptions of weights in the groups of compressed-tensors."""
     groups = field_of(described, "config_groups")
     return [field_of(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
 

@@ -112,7 +112,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
 
 
 _OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
-"""What precedes the names of a text model's tensors in the files of a model that reads images too."""
+"""The prefix of the names of a text model's tensors in the files of a model that reads images too."""
 
 
 def of_text(name: str) -> str:

@@ -9,9 +9,9 @@ from llama_ssp.weights import int4_rows
 from llama_ssp.weights.packed import BlockTensor
 
 _NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Of a word of AWQ."""
+"""Order of the codes in a word of AWQ."""
 _ZERO = 8
-"""Of symmetric weights."""
+"""Zero of symmetric weights."""
 
 
 class Int4Tensor(BlockTensor):

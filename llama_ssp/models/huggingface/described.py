@@ -25,7 +25,7 @@ from llama_ssp.weights.checkpoint import Checkpoint, inspect
 
 _LAYER = re.compile(r"\.\d+\.")
 _IN_LAYER = re.compile(r"\.\d+\.(?:\w+\.(?=.*\.))?")
-"""What precedes the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
+"""The prefix of the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
 
 
 def describe(folder: Path) -> ModelShape:

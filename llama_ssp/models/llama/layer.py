@@ -27,7 +27,7 @@ from llama_ssp.models.tensor_parallel import RowLinear
 from llama_ssp.ranks.comms import Comm
 
 Stream = tuple[Tensor, Tensor | None]
-"""The residual stream (M, E), and what nobody has added to it yet."""
+"""The residual stream (M, E), and the pending update to it."""
 
 
 def added(stream: Stream) -> Tensor:

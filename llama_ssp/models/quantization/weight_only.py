@@ -32,7 +32,7 @@ _LARGEST_BYTE, _STEPS, _E4M3 = 127, 15, torch.float8_e4m3fn
 
 
 GroupedProduct = Callable[[Tensor, "Chosen"], Tensor]
-"""Of inputs (M, I) and pairs, as `linear_gpu.product_of_few_rows` takes them."""
+"""A product of inputs (M, I) and pairs, as `linear_gpu.product_of_few_rows` takes them."""
 
 
 class _WeightOnlyLinear(Linear):

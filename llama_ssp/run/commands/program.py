@@ -114,7 +114,7 @@ def _leave(exit_code: int) -> NoReturn:
             sys.stdout.flush()
         finally:
             os._exit(exit_code)
-    handle_signals(signal.SIG_IGN)  # the interpreter takes functions away while it ends
+    handle_signals(signal.SIG_IGN)  # the interpreter frees functions while it ends
     sys.exit(exit_code)
 
 

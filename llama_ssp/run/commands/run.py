@@ -122,7 +122,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
         return
     is_to_stop = False
     for number, each in enumerate(composed):
-        if interrupt.has_come:  # and nobody has heard
+        if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
         if is_to_stop:
             sentence = f"interrupted before point {number} of the sweep; the same command with the same run_dir"

@@ -178,7 +178,7 @@ class StepwiseDrafter:
 
 
 class TreeTables(Workspace):
-    """What the forwards of trees look up."""
+    """Tables that the forwards of trees look up."""
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
         self._numbers_T = torch.arange(num_nodes + 1, device=device)

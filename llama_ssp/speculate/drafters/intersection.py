@@ -68,7 +68,7 @@ class VocabularyMap(NamedTuple):
 
 
 class _OwnText(Workspace):
-    """The draft's text of every row, which stops to grow at `most_tokens`, and one slot for what is not kept."""
+    """The draft's text of every row, which stops growing at `most_tokens`, and one slot for other tokens."""
 
     def __init__(self, *, batch_size: int, num_slots: int, most_tokens: int, device: torch.device) -> None:
         self.num_slots = num_slots

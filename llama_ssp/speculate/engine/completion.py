@@ -53,7 +53,7 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """Of each speculative round, the drafted tokens that enter the acceptance rate.
+        """The drafted tokens of each speculative round that enter the acceptance rate.
 
         They are the accepted ones and the first rejected one; after the end of a row inside a draft, none is examined.
         A round that the length limit could cut has none: the limit shortens long acceptances but not short ones, so

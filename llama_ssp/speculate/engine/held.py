@@ -1,4 +1,4 @@
-"""What the rows of the caches hold, so that the beginning of a prompt is read once, however many prompts begin alike.
+"""The texts that rows of the caches hold, so that prompts which begin alike are read once up to where they differ.
 
     row 0, running   | header ........ | question 0 | answer so far     holds its prompt
     row 1, ended     | header ........ | question 1 | answer |          all but the last token
@@ -42,7 +42,7 @@ class HeldTexts:
         self._texts, self._step = [_Text()] * num_rows, step
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Enter that these rows hold nothing any more."""
+        """Mark these rows as empty."""
         for row in rows:
             self._texts[row] = _Text()
 

@@ -36,7 +36,7 @@ class ScoredText:
 
 
 class TokenScores(NamedTuple):
-    """Of each token that is not given: the natural logarithm of its probability at temperature 1, and if it is best.
+    """Log-probability at temperature 1 of each token that is not given, in nats, and whether it is the best one.
 
     Greedy decoding would choose the best one: no other has a larger logit.
     """
