@@ -36,11 +36,11 @@ Shapes: B sequences, T positions, K drafted tokens, V vocabulary.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from llama_ssp.architectures.engine import (
@@ -82,22 +82,6 @@ PUBLISHED_GPUS = ("A100", "H100", "H200", "MI250")
 PUBLISHED_FORMATS = (NO_QUANTIZATION, "int8_weight_only", "int4_weight_only")
 MOST_PUBLISHED_ROWS = 1280
 """Rows with unquantized weights; quantized ones were measured with one row."""
-_X = itemgetter(0)
-
-
-def line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly between (x, y) points with increasing x.
-
-    Beyond the ends the nearest segment is extrapolated: above, not below the last y; below, not below 0.
-    """
-    if len(points) == 1:
-        return points[0][1]
-    start = max(bisect_right(points, x, hi=len(points) - 1, key=_X) - 1, 0)
-    (x0, y0), (x1, y1) = points[start], points[start + 1]
-    y = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return max(y, points[-1][1]) if x > points[-1][0] else y if x >= points[0][0] else max(y, 0.0)
-
-
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 OPERATORS_PER_LAYER = 25
@@ -138,6 +122,16 @@ class ModelPlacement:
         held = rank_shares(self.model, num_ranks=len(self.ranks), kind=self.kind, whole=self.whole)
         return held if self.kind is TargetKind.accelerate else tuple(dict.fromkeys(held))
 
+    @cached_property
+    def most_heads(self) -> tuple[int, int]:
+        """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
+        num_ranks, shape = len(self.ranks), self.model.shape
+        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        if self.kind is TargetKind.accelerate or self.whole.keeps_attention:
+            return num_heads, num_kv_heads
+        own = -(-num_kv_heads // num_ranks)
+        return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTime:
@@ -175,13 +169,14 @@ def forward_time(
         _matrices_s(placement, hardware, held, rows=rows, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
     ]
-    layers = placement.model.shape.num_hidden_layers
+    layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
+    frame_s = kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         ),
-        operators_s=layers * _layer_s(placement, hardware, rows) + _frame_s(placement, hardware),
+        operators_s=layers * _layer_s(placement, hardware, rows) + frame_s,
         collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
     )
 
@@ -196,25 +191,12 @@ def _matrices_s(
     for matrix in held.layer if model.kept_shares else ():
         price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
-    layer += sum(
-        used * _roofline_s({size: 1}, model, storage, hardware, rows=own_rows)
-        for size, used, own_rows in _experts_of(held, rows)
-    )
+    for matrix in held.experts:  # a copy that is read multiplies the rows that chose it
+        used, size = matrix.num_used(rows), matrix.num_rows * matrix.num_columns
+        own_rows = max(round(rows * matrix.num_chosen / used), 1)
+        layer += used * _roofline_s({size: 1}, model, storage, hardware, rows=own_rows)
     head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
     return held.num_layers * layer + head
-
-
-def _experts_of(held: Inventory, rows: int) -> Iterator[tuple[int, float, int]]:
-    """Elements of the matrices of experts, how many copies of them are read, and the rows that a copy multiplies."""
-    for matrix in held.experts:
-        used = matrix.num_used(rows)
-        yield matrix.num_rows * matrix.num_columns, used, max(round(rows * matrix.num_chosen / used), 1)
-
-
-def _slowdown(hardware: HardwareConfig, arithmetic: Dtype) -> float:
-    """Time of a matrix product in a number format, relative to fp32 arithmetic on as many bytes."""
-    is_slow = hardware.device == "cpu" and arithmetic.is_short
-    return hardware.slowdown.get(arithmetic.name, CPU_SLOWDOWN_16_BITS if is_slow else 1.0)
 
 
 def _roofline_s(
@@ -223,7 +205,8 @@ def _roofline_s(
     """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
-    times = 1.0 if storage.is_quantized else _slowdown(hardware, model.dtype)
+    slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
+    times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, slowdown)
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
@@ -252,37 +235,10 @@ def _attention_s(
 
     A position attends to itself and those before it, which are half of a block of positions.
     """
-    shape, read_bytes = placement.model.shape, batch_size * _slot_bytes(placement)
-    num_heads, num_pairs = _most_heads(placement)[0], num_slots - (num_positions - 1) / 2
+    shape, (num_heads, num_kv_heads) = placement.model.shape, placement.most_heads
+    read_bytes, num_pairs = batch_size * placement.model.slot_bytes(num_kv_heads), num_slots - (num_positions - 1) / 2
     operations = 4 * batch_size * num_positions * num_pairs * num_heads * shape.head_dim * shape.num_hidden_layers
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
-
-
-def _most_heads(placement: ModelPlacement) -> tuple[int, int]:
-    """Query and key-value heads of the rank with the most; groups are cut only where ranks outnumber them."""
-    shape, num_ranks = placement.model.shape, len(placement.ranks)
-    num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if placement.kind is TargetKind.accelerate or placement.whole.keeps_attention:
-        return num_heads, num_kv_heads
-    own = -(-num_kv_heads // num_ranks)
-    return own * (num_heads // num_kv_heads) if num_ranks <= num_kv_heads else -(-num_heads // num_ranks), own
-
-
-def _slot_bytes(placement: ModelPlacement) -> int:
-    """Keys and values of a cache slot in all layers, on the rank with the most heads."""
-    _, num_heads = _most_heads(placement)
-    return placement.model.slot_bytes(num_heads)
-
-
-def least_bytes(placement: ModelPlacement, *, batch_size: int, context: int, device: str) -> int:
-    """Bytes that a forward of one token per row must read behind `context` tokens: weights once, keys and values.
-
-    On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical limit.
-    """
-    whole = inventory(placement.model.shape)
-    shares = (whole,) if placement.kind is TargetKind.accelerate else placement.shares
-    weights = max(step_bytes(held, placement.model, device=device) for held in shares)
-    return weights + batch_size * context * _slot_bytes(placement)
 
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
@@ -296,11 +252,6 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> 
         is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
-
-
-def _frame_s(placement: ModelPlacement, hardware: HardwareConfig) -> float:
-    """A forward without its layers and the head."""
-    return placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
 
 
 def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
@@ -334,11 +285,20 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
 
 def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float) -> float | None:
-    """A sum inside a node, interpolated by size for the nearest measured number of ranks; None if none was measured."""
+    """A sum inside a node for the nearest measured number of ranks; None if none was measured.
+
+    Interpolated by size; the nearest segment is extrapolated, above not below the last sum, below not below 0.
+    """
     if not hardware.sums or num_ranks == 1:
         return None
-    nearest = min((each.num_ranks for each in hardware.sums), key=lambda number: abs(number - num_ranks))
-    return line([(each.num_bytes, each.s) for each in hardware.sums if each.num_ranks == nearest], num_bytes)
+    nearest = min((found.num_ranks for found in hardware.sums), key=lambda number: abs(number - num_ranks))
+    measured = [found for found in hardware.sums if found.num_ranks == nearest]
+    if len(measured) == 1:
+        return measured[0].s
+    start = max(bisect_right(measured, num_bytes, hi=len(measured) - 1, key=attrgetter("num_bytes")) - 1, 0)
+    low, high, last = measured[start], measured[start + 1], measured[-1]
+    seconds = low.s + (high.s - low.s) * (num_bytes - low.num_bytes) / (high.num_bytes - low.num_bytes)
+    return max(seconds, last.s if num_bytes > last.num_bytes else 0.0)
 
 
 def message_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float) -> float:
@@ -451,12 +411,23 @@ class CostModel:
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
         self.draft = place(model=spec.draft) if spec.draft else None
-        middle = spec.prompt_tokens + spec.max_new_tokens // 2
-        self.least_bytes = least_bytes(self.target, batch_size=spec.batch_size, context=middle, device=spec.device)
-        self._bucket = bucket_of(middle + spec.round_rows, spec.num_slots, hardware)
+        self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
+        self._bucket = bucket_of(self._middle + spec.round_rows, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
         if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
             self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, spec.draft_slots)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Bytes that a plain step must read in the middle of a completion: weights once, keys and values.
+
+        On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical
+        limit.
+        """
+        spec, placement = self.spec, self.target
+        shares = placement.shares if placement.kind is not TargetKind.accelerate else [inventory(spec.target.shape)]
+        weights = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
+        return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
