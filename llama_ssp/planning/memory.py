@@ -81,13 +81,13 @@ class WeightBytes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
         repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
         repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
-        beside_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
+        temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
     repeated_bytes: int = 0
     repeated_scale_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
 
     @cached_property
     def on_every_rank_bytes(self) -> int:
@@ -157,29 +157,29 @@ def weight_bytes(
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    beside = _beside_bytes([*products.values()], storage, is_half=matrix_size != size)
+    temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated + scales) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
-        beside = max(beside, read + tables[-1][2] - without)
+        temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
         repeated_scale_bytes=held.num_layers * scales,
-        beside_bytes=beside,
+        temporary_bytes=temporary,
     )
 
 
-def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
+def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
     Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
     matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
     where nothing is halved.
     """
-    beside = 0
+    temporary = 0
     for place, product in enumerate(products):
         later = [*chain.from_iterable(products[place + 1 :])]
         read, stored = map(sum, zip(*product, strict=True))
@@ -187,8 +187,8 @@ def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Storag
         if storage.is_quantized or is_half:
             copies = max(copies, storage.loading_copies * stored)
         ahead = 0 if is_half else sum(each for each, _ in later[:2])
-        beside = max(beside, read + copies + ahead - stored - sum(each for _, each in later))
-    return beside
+        temporary = max(temporary, read + copies + ahead - stored - sum(each for _, each in later))
+    return temporary
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
@@ -231,7 +231,7 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
-    `working_bytes` that of the largest unpacked matrix. `beside_bytes` are needed in addition to the weights while
+    `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
     loading.
     """
 
@@ -243,7 +243,7 @@ class _Part:
     width: int = 0
     units: int = 0
     working_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
 
 
 _NOTHING = _Part()
@@ -303,7 +303,7 @@ def _layer_wise_parts(spec: PlanSpec) -> Iterator[_Part]:
     for layers, held in zip(row, _layer_wise(model, row), strict=True):
         weights = model_bytes(held, model, device=spec.device)
         yield replace(
-            whole, weights=weights, beside_bytes=weights.beside_bytes,
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
             cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
         )  # fmt: skip
 
@@ -342,7 +342,7 @@ def _empty_parts(
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
             working_bytes=size * int(min(max(held.products), most_unpacked)),
-            beside_bytes=whole_bytes or weights.beside_bytes,
+            temporary_bytes=whole_bytes or weights.temporary_bytes,
         )
         parts.append(part)
     return tuple(parts)
@@ -481,7 +481,9 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "context_bytes": context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
+    loading = target.weights.total_bytes + max(
+        target.temporary_bytes, draft.weights.total_bytes + draft.temporary_bytes
+    )
     return RankMemoryPlan(
         rank=rank,
         **served,

@@ -57,10 +57,8 @@ from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
     expected_of_spec,
-    fastest,
     overlapped_corrections,
     overlapped_tokens,
-    token_times,
     tokens_per_round,
     tree_tokens,
 )
@@ -361,25 +359,25 @@ class OverlappedTime:
     """Seconds of a round's pieces: both models at once, then what either waits for.
 
     Attributes:
-        is_beside: the exchange takes no time of the target, which computes meanwhile.
+        hides_exchange: the exchange takes no time of the target, which computes meanwhile.
     """
 
     draft_s: float
     forward_s: float
     exchange_s: float = 0.0
-    settle_s: float = 0.0
-    is_beside: bool = False
+    verdict_s: float = 0.0
+    hides_exchange: bool = False
 
     @property
     def arrived_s(self) -> float:
         """From the begin of a round until the target has computed, and has what the draft has drafted."""
-        forward_s = self.forward_s + (0.0 if self.is_beside else self.exchange_s)
+        forward_s = self.forward_s + (0.0 if self.hides_exchange else self.exchange_s)
         return max(self.draft_s + self.exchange_s, forward_s)
 
     @property
     def round_s(self) -> float:
         """The whole round."""
-        return self.arrived_s + self.settle_s
+        return self.arrived_s + self.verdict_s
 
     def document(self, acceptance: float, num_draft_tokens: int) -> dict[str, Any]:
         """A plan's figures: K draft steps, shares of the round, and of the drafted tokens."""
@@ -387,7 +385,7 @@ class OverlappedTime:
         return {
             "draft_ms": 1e3 * self.draft_s,
             "target_idle_share": (self.arrived_s - self.forward_s) / self.round_s,
-            "draft_idle_share": (self.arrived_s - self.draft_s + self.settle_s) / self.round_s,
+            "draft_idle_share": (self.arrived_s - self.draft_s + self.verdict_s) / self.round_s,
             "dropped_share": 1 - kept / num_draft_tokens,
         }
 
@@ -517,10 +515,10 @@ class CostModel:
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
         exchange_s = self.agree_s(num_draft_tokens, "ids", "probabilities")
-        settle_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
+        verdict_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=settle_s, is_beside=self.spec.device == "cuda",
+            exchange_s=exchange_s, verdict_s=verdict_s, hides_exchange=self.spec.device == "cuda",
         )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -646,7 +644,11 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
-    by_number = token_times(rounds_s, probability, gain)
+
+    def by_k(probability: float) -> tuple[float, ...]:
+        return tuple(seconds / gain(probability, number) for number, seconds in enumerate(rounds_s, start=1))
+
+    by_number = by_k(probability)
     if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
@@ -672,21 +674,21 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=() if tree else by_number,
-        best_num_draft_tokens=None if tree else fastest(by_number),
+        best_num_draft_tokens=None if tree else 1 + by_number.index(min(by_number)),
         overlap=overlapped[place].document(probability, chosen) if overlapped else None,
         speculative_s_range=plain.error and times(speculative_s, plain.error),
     )
     if acceptance.ends is None:
         return timed
     low, high = acceptance.ends
-    slow, fast = (token_times(rounds_s, end, gain) for end in (low, high))
+    slow, fast = by_k(low), by_k(high)
     most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
         tokens_per_round_range=(gain(low, chosen), gain(high, chosen)),
         speculative_s_range=spread(speculative_s, *filter(None, (by_acceptance, timed.speculative_s_range))),
-        best_num_draft_tokens_range=None if tree else (fastest(slow), fastest(fast)),
+        best_num_draft_tokens_range=None if tree else (1 + slow.index(min(slow)), 1 + fast.index(min(fast))),
     )
 
 

@@ -37,7 +37,7 @@ def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, nu
 
 
 def test_shares_of_a_round_add_up() -> None:
-    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.5)
+    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, verdict_s=0.5)
     assert time.round_s == pytest.approx(5.0)
     forecast = time.document(1.0, 4)
     assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
