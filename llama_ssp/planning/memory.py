@@ -6,7 +6,7 @@ machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
 
-Layer-wise placement, which the loader does by `split_row` too:
+Layer-wise placement, which the loader does by `split_layers` too:
 
     device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
 """
@@ -186,8 +186,8 @@ def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Sto
         copies = product[-1][0] if len(product) > 1 else 0
         if storage.is_quantized or is_half:
             copies = max(copies, storage.loading_copies * stored)
-        ahead = 0 if is_half else sum(each for each, _ in later[:2])
-        temporary = max(temporary, read + copies + ahead - stored - sum(each for _, each in later))
+        ahead = 0 if is_half else sum(size for size, _ in later[:2])
+        temporary = max(temporary, read + copies + ahead - stored - sum(size for _, size in later))
     return temporary
 
 
@@ -210,7 +210,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
+    read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (
         model_bytes(read if held.experts else held, model, device=device).total_bytes
         - DTYPE_BYTES[model.dtype] * tables
@@ -220,7 +220,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 GB, GIB = 10**9, 2**30
 
 
-def split_row(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
+def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
     """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
     used = min(num_devices, num_layers)
     return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
@@ -296,11 +296,12 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 
 def _layer_wise_parts(spec: PlanSpec) -> Iterator[_Part]:
     """The parts of a layer-wise target by device."""
-    model, row = spec.target, split_row(spec.target.shape.num_hidden_layers, num_devices=len(spec.target_devices))
+    model = spec.target
+    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
     (whole,) = _parts(
         model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=spec.batch_size * spec.num_slots
     )
-    for layers, held in zip(row, _layer_wise(model, row), strict=True):
+    for layers, held in zip(split, _layer_wise(model, split), strict=True):
         weights = model_bytes(held, model, device=spec.device)
         yield replace(
             whole, weights=weights, temporary_bytes=weights.temporary_bytes,
@@ -521,22 +522,22 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
     from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
-    layout, rows = spec.layout, spec.round_rows
-    size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, rows - 1
-    logits = rows * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
-    logits += rows * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
+    layout, positions = spec.layout, spec.round_positions
+    size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
+    logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
+    logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
     drafts, num_own = rank in spec.draft_ranks, spec.batch_size
     if layout.splits_batch:
         num_own = -(-spec.batch_size // len(spec.draft_ranks)) if drafts else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
-    whole = 4 * rows * rule_of(spec.rule).keeps_all_rows
-    rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
+    rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and spec.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
-        rule += 4 * rows
+        rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
-        rule += rows * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
+        rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
     return vocabulary * (spec.batch_size * logits + num_own * rule)
 
 
@@ -557,7 +558,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model is None or part is _NOTHING:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    rows = min(PREFILL_CHUNK, spec.prompt_tokens)
+    positions = min(PREFILL_CHUNK, spec.prompt_tokens)
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
@@ -565,9 +566,9 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.reads_by_length(hardware):
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
         num_parts = min(most_parts(num_kv_heads), -(-spec.num_slots // PART_SLOTS))
-        parts_bytes = 4 * spec.round_rows * num_parts * part.num_heads * (shape.head_dim + 1)
+        parts_bytes = 4 * spec.round_positions * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
-        masks = rows * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+        masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:
@@ -575,8 +576,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
-    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size, parts_bytes)
-    return spec.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
+    wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes)
+    return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:

@@ -161,10 +161,10 @@ def forward_time(
 
     `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
     """
-    rows, scored = batch_size * num_positions, batch_size * num_scored
+    tokens, scored = batch_size * num_positions, batch_size * num_scored
     layer_wise, last = placement.kind is TargetKind.accelerate, placement.shares[-1]
     matrices = [
-        _matrices_s(placement, hardware, held, rows=rows, scored=scored, has_head=not layer_wise or held is last)
+        _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
         for held in placement.shares
     ]
     layers, kernels = placement.model.shape.num_hidden_layers, placement.kernels
@@ -174,33 +174,33 @@ def forward_time(
         attention_s=_attention_s(
             placement, hardware, batch_size=batch_size, num_positions=num_positions, num_slots=bucket
         ),
-        operators_s=layers * _layer_s(placement, hardware, rows) + frame_s,
-        collectives_s=_collectives_s(placement, hardware, rows=rows, scored=scored),
+        operators_s=layers * _layer_s(placement, hardware, tokens) + frame_s,
+        collectives_s=_collectives_s(placement, hardware, tokens=tokens, scored=scored),
     )
 
 
 def _matrices_s(
-    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, rows: int, scored: int, has_head: bool
+    placement: ModelPlacement, hardware: HardwareConfig, held: Inventory, *, tokens: int, scored: int, has_head: bool
 ) -> float:
     """All matrix products of one rank."""
     model = placement.model
     storage, plain = format_of(model.quantization), format_of(NO_QUANTIZATION)
-    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, rows=rows)
+    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
     for matrix in held.layer if model.kept_shares else ():
-        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, rows=rows)
+        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
-    for matrix in held.experts:  # a copy that is read multiplies the rows that chose it
-        used, size = matrix.num_used(rows), matrix.num_rows * matrix.num_columns
-        own_rows = max(round(rows * matrix.num_chosen / used), 1)
-        layer += used * _roofline_s({size: 1}, model, storage, hardware, rows=own_rows)
-    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, rows=scored) if has_head else 0.0
+    for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
+        used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
+        own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
+        layer += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
+    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, tokens=scored) if has_head else 0.0
     return held.num_layers * layer + head
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, rows: int
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
 ) -> float:
-    """Matrix products with `rows` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
+    """Matrix products with so many inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
     slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
@@ -208,8 +208,8 @@ def _roofline_s(
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
-        read_bytes = storage.read_bytes(rows, packed, value_bytes * size, device=hardware.device)
-        operations = 2 * rows * size
+        read_bytes = storage.read_bytes(tokens, packed, value_bytes * size, device=hardware.device)
+        operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
         elif hardware.device == "cpu" and storage.unpacks_matrix:
@@ -239,7 +239,7 @@ def _attention_s(
     return _product_s(num_slots * read_bytes, placement.model, hardware, operations=operations)
 
 
-def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> float:
+def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:
     """The operators of a layer and their launches, without matrices, cache and collectives."""
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
@@ -247,17 +247,17 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, rows: int) -> 
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
     if is_compiled and not format_of(placement.model.quantization).unpacks_matrix:
-        is_one = len(placement.ranks) == 1 and rows <= WHOLE_LAYER_TOKENS
+        is_one = len(placement.ranks) == 1 and tokens <= WHOLE_LAYER_TOKENS
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s
     return share * OPERATORS_PER_LAYER * hardware.launch_s
 
 
-def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, rows: int, scored: int) -> float:
+def _collectives_s(placement: ModelPlacement, hardware: HardwareConfig, *, tokens: int, scored: int) -> float:
     """All-reduces and the gather of logits; layer-wise, the hops of devices."""
     if len(placement.ranks) == 1:
         return 0.0
     shape, size = placement.model.shape, DTYPE_BYTES[placement.model.dtype]
-    residual_bytes = rows * shape.hidden_size * size
+    residual_bytes = tokens * shape.hidden_size * size
     if placement.kind is TargetKind.accelerate:
         return sum(message_s(hardware, neighbours, residual_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, residual_bytes)
@@ -340,7 +340,7 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         rows = -(-rows // len(layout.draft_ranks))
     found = {}
     if drafts and spec.sends_taps:
-        found["taps"] = Message(rows * spec.first_draft_rows * spec.tap_bytes, layout.ranks)
+        found["taps"] = Message(rows * spec.first_draft_positions * spec.tap_bytes, layout.ranks)
     if drafts:
         with_parents = 2 if spec.tree and spec.tree.is_dynamic else 1
         found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
@@ -410,7 +410,7 @@ class CostModel:
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
         self.draft = place(model=spec.draft) if spec.draft else None
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
-        self._bucket = bucket_of(self._middle + spec.round_rows, spec.num_slots, hardware)
+        self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
         if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
             self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, spec.draft_slots)
@@ -510,7 +510,7 @@ class CostModel:
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        return self.draft_step_s(self.spec.first_draft_rows), self.draft_step_s(1)
+        return self.draft_step_s(self.spec.first_draft_positions), self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""

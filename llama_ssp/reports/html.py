@@ -10,7 +10,7 @@ from typing import Any
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import plots, tables
-from llama_ssp.reports.figures import Row, rows_of, time_per_token
+from llama_ssp.reports.figures import Bar, bars_of, time_per_token
 from llama_ssp.reports.measures import LEAST_PROMPTS, RunMeasures, measure
 from llama_ssp.reports.runs import Run, find_runs
 from llama_ssp.reports.settings import labels, varying_settings
@@ -60,7 +60,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
     names = labels(settings) if settings else [run.name for run in runs]
     if len(runs) > 1:
         numbered = [f"{place}: {name}" for place, name in enumerate(names)]
-        rows = [row for found in map(rows_of, runs, measures, numbered) for row in found]
+        rows = [row for found in map(bars_of, runs, measures, numbered) for row in found]
         sweep = {
             "settings": settings, "table": tables.runs_table(runs, measures, settings),
             "percentiles": tables.percentiles_table(measures, settings), "figure": _drawn(rows),
@@ -72,7 +72,7 @@ def report(runs: Sequence[Run], measures: Sequence[RunMeasures] | None = None, *
 
 
 @plots.styled()
-def _drawn(rows: Sequence[Row]) -> Markup | None:
+def _drawn(rows: Sequence[Bar]) -> Markup | None:
     """Draw the figure as SVG, whose texts matplotlib escapes."""
     found = time_per_token(rows)
     return Markup(plots.picture(found)) if found else None
@@ -91,5 +91,5 @@ def _section(run: Run, measured: RunMeasures, name: str) -> dict[str, Any]:
         "name": name, "run": run, "medians": tables.runs_table([run], [measured], []),
         "percentiles": tables.percentiles_table([measured], []), "measured": bool(measured.modes),
         "cells": tables.cells_table(run.summary.cells), "measures": tables.measures_table(run.summary.evaluation),
-        "figure": _drawn(rows_of(run, measured, name)),
+        "figure": _drawn(bars_of(run, measured, name)),
     }  # fmt: skip

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from llama_ssp.reports.measures import PERCENTILES, Estimate, RunMeasures
-from llama_ssp.reports.records import MEASURE_COLUMNS, PLAIN, SPECULATIVE, BenchmarkRow, Evaluation
+from llama_ssp.reports.records import MEASURE_COLUMNS, PLAIN, SPECULATIVE, BenchmarkCell, Evaluation
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.settings import Setting
 from llama_ssp.words import decimal
@@ -39,7 +39,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_lef
     return Table([columns[place] for place in kept], [[row[place] for place in kept] for row in cells], left)
 
 
-def cells_table(cells: Sequence[BenchmarkRow]) -> Table:
+def cells_table(cells: Sequence[BenchmarkCell]) -> Table:
     """Lay out the cells of a benchmark, a row each."""
     columns = ["cell", "plain", "forecast", "generate", "speculative", "forecast", "assisted", "tokens/round"]
     figures = ([*cell.columns, cell.tokens_per_round] for cell in cells)

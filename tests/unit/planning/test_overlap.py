@@ -90,5 +90,5 @@ def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     machine = replace(load("g5_12xlarge"), num_gpus=2)
     spec = make_spec("13B_8bit", "7B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
     before, after = (memory(replace(spec, overlap=overlaps), machine) for overlaps in (False, True))
-    probabilities = 4 * spec.round_rows * spec.target.shape.vocab_size
+    probabilities = 4 * spec.round_positions * spec.target.shape.vocab_size
     assert after[0].logits_bytes - before[0].logits_bytes == probabilities
