@@ -462,12 +462,16 @@ def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMe
 
 
 def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
+    taps_bytes = spec.batch_size * spec.num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
+    # All that the rows can need, in fp64, twice while all rows are admitted at once.
+    uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes,
-        "draft_cache_bytes": draft.cache_bytes + _taps_bytes(spec, rank),
-        "logits_bytes": _logits_bytes(spec, rank) + _numbers_bytes(spec),
+        "draft_cache_bytes": draft.cache_bytes + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
             _activation_bytes(spec, hardware, model, part)
             for model, part in ((spec.target, target), (spec.draft, draft))
@@ -498,11 +502,6 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
         target_heads=target.num_heads,
     )
-
-
-def _taps_bytes(spec: PlanSpec, rank: int) -> int:
-    """The target's taps, of all rows, where a head reads them, or where they are sent from."""
-    return spec.batch_size * spec.num_slots * spec.tap_bytes * (rank in spec.draft_ranks or spec.sends_taps)
 
 
 def _num_communicators(spec: PlanSpec, rank: int) -> int:
@@ -539,12 +538,6 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
     return vocabulary * (spec.batch_size * logits + num_own * rule)
-
-
-def _numbers_bytes(spec: PlanSpec) -> int:
-    """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    of_a_round = 3 * spec.num_draft_tokens * spec.drafts + 4
-    return 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * of_a_round
 
 
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:

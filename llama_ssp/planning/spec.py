@@ -6,7 +6,7 @@ more models than the engine runs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
@@ -79,29 +79,23 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    @cached_property
-    def head_bytes(self) -> int:
-        """Bytes of a head's key, or value, in the cache."""
-        return self._head_bytes(self.shape.head_dim)
-
-    def _head_bytes(self, width: int) -> int:
-        return CACHES.of(self.cache_dtype).row_bytes(width, value_bytes=DTYPE_BYTES[self.dtype])
-
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
 
         Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
+        of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
+        head_bytes = of_head(shape.head_dim)
         if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
             is_whole = shape.latent_width or values % shape.num_key_value_heads
             values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
-            return values * self.head_bytes // shape.head_dim
+            return values * head_bytes // shape.head_dim
         if not kinds:
-            return 2 * shape.num_hidden_layers * num_kv_heads * self.head_bytes
+            return 2 * shape.num_hidden_layers * num_kv_heads * head_bytes
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
-        of_local = kinds.count("s") * num_kv_heads * self.head_bytes
-        return 2 * (of_local + kinds.count("g") * of_global * self._head_bytes(shape.global_head_dim))
+        of_local = kinds.count("s") * num_kv_heads * head_bytes
+        return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
     @cached_property
     def has_own_cache(self) -> bool:
