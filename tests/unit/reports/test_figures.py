@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from llama_ssp.reports import figures, plots
+from llama_ssp.reports import figures
 from llama_ssp.reports.figures import MOST_BARS, Bar, bars_of
 from llama_ssp.reports.measures import Estimate, measure
 from tests.helpers.runs import CELL, FAST, PLAIN, run
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.seconds
 
-time_per_token = plots.styled()(figures.time_per_token)
+time_per_token = figures.styled()(figures.time_per_token)
 
 
 def drawn(*rows: Bar) -> "Axes":
@@ -76,10 +76,10 @@ def test_many_runs_are_drawn_up_to_a_limit_and_nothing_without_a_measurement() -
 def test_any_name_can_be_drawn(name: str) -> None:
     figure = time_per_token([row(name), row()])
     assert figure
-    assert "<script>" not in plots.picture(figure)
+    assert "<script>" not in figures.picture(figure)
 
 
 def test_every_line_has_its_own_look_also_without_colours() -> None:
-    looks = [plots.look(number) for number in range(plots.MOST_LINES)]
-    assert len({(look["color"], look["marker"]) for look in looks}) == plots.MOST_LINES
+    looks = [figures.look(number) for number in range(12)]
+    assert len({(look["color"], look["marker"]) for look in looks}) == 12
     assert all(first["marker"] != second["marker"] for first, second in pairwise(looks))
