@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.reports.plan_figures import draw, draw_plan
 from llama_ssp.reports.plan_tables import GIB, ITEMS, print_document
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_job
 
