@@ -35,6 +35,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole, record_of
 from llama_ssp.architectures.matrices import FUSED, Cut, check_inputs, cut_of, split_model
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.cpu.kinds import BLOCK
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, product_of
@@ -48,7 +49,7 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, Slice, cut_dim, shard
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import num_mtp_layers, summary

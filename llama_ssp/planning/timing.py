@@ -52,6 +52,7 @@ from llama_ssp.architectures.engine import (
 )
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import (
     Acceptance,
@@ -65,7 +66,7 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, Dtype, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, TargetKind, WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 Ends: TypeAlias = tuple[float, float]
@@ -189,12 +190,13 @@ def _matrices_s(
     for matrix in held.layer if model.kept_shares else ():
         price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+    experts = 0.0
     for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
         used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
         own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
-        layer += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
+        experts += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
     head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, tokens=scored) if has_head else 0.0
-    return held.num_layers * layer + head
+    return held.num_layers * (layer + experts) + head
 
 
 def _roofline_s(

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp import catalogue
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_modules
-from llama_ssp.settings import catalogue
 from llama_ssp.weights.synthetic import Synthetic, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.prompts import PROMPTS
