@@ -12,7 +12,7 @@ Layer-wise placement, which the loader does by `split_layers` too:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, cycle
@@ -287,21 +287,6 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
     )
 
 
-def _layer_wise_parts(spec: PlanSpec) -> Iterator[_Part]:
-    """The parts of a layer-wise target by device."""
-    model = spec.target
-    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
-    (whole,) = _parts(
-        model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=spec.batch_size * spec.num_slots
-    )
-    for layers, held in zip(split, _layer_wise(model, split), strict=True):
-        weights = model_bytes(held, model, device=spec.device)
-        yield replace(
-            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
-            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
-        )  # fmt: skip
-
-
 def _parts(
     model: PlannedModel, device: str, *, num_slots: int, num_ranks: int, kind: TargetKind,
     whole: WholeParts = WholeParts.none, has_embedding: bool = True,
@@ -344,13 +329,21 @@ def _empty_parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     """The target's part on each of its ranks, or devices if layer-wise."""
-    if spec.target_kind is TargetKind.accelerate:
-        return dict(zip(spec.target_devices, _layer_wise_parts(spec), strict=True))
-    parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_ranks), kind=spec.target_kind,
-        num_slots=spec.batch_size * spec.num_slots,
-    )  # fmt: skip
-    return dict(zip(spec.target_ranks, parts, strict=True))
+    model, num_slots = spec.target, spec.batch_size * spec.num_slots
+    if spec.target_kind is not TargetKind.accelerate:
+        num_ranks = len(spec.target_ranks)
+        parts = _parts(model, spec.device, num_ranks=num_ranks, kind=spec.target_kind, num_slots=num_slots)
+        return dict(zip(spec.target_ranks, parts, strict=True))
+    (whole,) = _parts(model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=num_slots)
+    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
+    found = {}
+    for device, layers, held in zip(spec.target_devices, split, _layer_wise(model, split), strict=True):
+        weights = model_bytes(held, model, device=spec.device)
+        found[device] = replace(
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
+            cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
+        )  # fmt: skip
+    return found
 
 
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
