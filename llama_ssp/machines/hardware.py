@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a CPU multiplies a large matrix by one row, which reads weights, and by a few, which computes."""
+    """Speed of a CPU in products of a large matrix: with one row it reads weights, with a few rows it computes."""
 
     bytes_per_s: float
     flops_per_s: float

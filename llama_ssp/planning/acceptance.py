@@ -1,4 +1,4 @@
-"""How many drafted tokens a target accepts: a figure of the user's, a measured one of the pair, or a default.
+"""The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
 Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
 which `store` writes. Of a pair in neither, a plan takes the default of the package's table, with its low and its high.
@@ -47,7 +47,7 @@ class Acceptance:
     is_forecast: bool = False
 
 
-_LIKE_NOTHING = Acceptance(
+_UNKNOWN_KIND = Acceptance(
     probability=0.3, ends=(0.05, 0.8), is_forecast=True,
     source="no figure of this kind of draft: give speculation.acceptance=, or measure it",
 )  # fmt: skip
@@ -69,7 +69,7 @@ def expected(target: str, draft: str, *, has_model: bool = True, temperature: fl
     if found := known(target, draft, temperature=temperature):
         return found
     if not has_model:
-        return _LIKE_NOTHING
+        return _UNKNOWN_KIND
     return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 

@@ -40,10 +40,9 @@ DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 class PlannedModel:
     """A model in its final precision; `dtype` is never `auto`, `stored` is `auto` if the files' format is unknown.
 
-    `stored_format` is that of linear layers that its files quantize, and `quantization` then what runs keep them in if
-    they can read it. `quantized_dtype` is its number format if it is
-    quantized; `auto` means `dtype`. With `by_library` it runs in the library's modules even if the lean decoder
-    supports its family.
+    Files that are quantized have a `stored_format`; `quantization` is then the format in which runs keep their linear
+    layers. `quantized_dtype` is the number format of the quantized model, where `auto` means `dtype`. With `by_library`
+    it runs in the library's modules even if the lean decoder supports its family.
     """
 
     name: str
@@ -72,7 +71,8 @@ class PlannedModel:
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
 
-        Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
+        Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
+        heads, every rank has all heads.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
         of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])

@@ -109,7 +109,7 @@ def _show(
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """How messages express settings that a run does not have; see `shortage`."""
+    """Phrases of messages for settings that a run does not have; see `shortage`."""
     words = {
         "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
         "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
