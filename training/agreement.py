@@ -29,7 +29,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import DeviceKind, SyntheticConfig, WeightsKind
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect

@@ -31,8 +31,8 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
@@ -186,15 +186,15 @@ def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreT
     return model
 
 
-def benchmark(session: Session, jobs: list[PromptTask]) -> None:
+def benchmark(session: Session, requests: list[PromptRequest]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
-    raises ConfigError if the recorded cells were measured with another text, and InterruptedRun; cells so far are kept.
+    All prompts, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank, raises
+    ConfigError if the recorded cells were measured with another text, and InterruptedRun; cells so far are kept.
     """
     task, folder = session.config.task, session.folder
     assert isinstance(task, BenchmarkConfig)
-    text = [token for job in jobs for token in job.request.prompt_ids]
+    text = [token for request in requests for token in request.prompt_ids]
 
     def recorded() -> list[CellKey]:
         if folder and any(cell.text_sha256 != _digest(text) for cell in folder.cells):
@@ -292,8 +292,8 @@ def _measure(
     expected = Forecast()
     if session.plan:
         drafted = num_draft_tokens or 1
-        job = replace(session.plan.spec, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
-        expected = forecast(timing(job, session.plan.hardware))
+        spec = replace(session.plan.spec, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
+        expected = forecast(timing(spec, session.plan.hardware))
     expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkCell(
         model=config.model.name, draft=draft_name(config.draft), dtype=config.model.dtype.name,
@@ -313,7 +313,7 @@ def _pass_s(session: Session) -> float:
     """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
     if session.plan is None:
         return 0.0
-    job = session.plan.spec
-    shares = rank_shares(job.target, num_ranks=len(job.target_ranks), kind=job.target_kind)
-    most_bytes = max(step_bytes(held, job.target, device=job.device) for held in shares)
+    spec = session.plan.spec
+    shares = rank_shares(spec.target, num_ranks=len(spec.target_ranks), kind=spec.target_kind)
+    most_bytes = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
     return most_bytes / copy_bytes_per_s(session.world.device)
