@@ -1,4 +1,4 @@
-"""Makes the requests of a run from prompts: token ids as the model expects them, and turns of a conversation in order."""
+"""Makes the requests of a run from prompts: token ids as the model expects them, turns of conversations in order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
