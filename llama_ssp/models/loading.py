@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama_ssp.architectures.family import check_ranks, check_servable, kept_whole
 from llama_ssp.architectures.matrices import Cut, RankShard, check_inputs, split_model
@@ -175,10 +175,10 @@ def check_model(
 
 
 def _check_experts(
-    model: Any, shape: ModelShape, quantization: str, *, num_ranks: int, check: Callable[..., None]
+    model: nn.Module, shape: ModelShape, quantization: str, *, num_ranks: int, check: Callable[..., None]
 ) -> None:
     """Check that experts can be quantized; raises as `_check_quantizable`."""
-    storage, model_type = format_of(quantization), model.config.model_type
+    storage, model_type = format_of(quantization), shape.model_type
     for name, module in experts_of(model) if storage.is_quantized else ():
         if not can_be_own(module):
             raise ConfigError(

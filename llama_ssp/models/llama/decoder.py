@@ -74,13 +74,11 @@ class LeanRunner(CachedRunner):
         head = weights.take(OUTPUT)
         super().__init__(config, head, cache_dtype=precision.cache_dtype)
         self._own_ids: range | None = None
-        if embedding_VE is None:
-            if weights.is_cut(EMBEDDING):
-                (self._own_ids,) = own.features(Cut.vocabulary, self.vocab_size)
-            embedding_VE = weights.take(EMBEDDING)
-        self._embedding_VE = embedding_VE.detach()
-        linear = make_linear(head.detach(), None, kernel=kernel, keeps_weight=embedding_VE is head)
-        del head, embedding_VE
+        if embedding_VE is None and weights.is_cut(EMBEDDING):
+            (self._own_ids,) = own.features(Cut.vocabulary, self.vocab_size)
+        self._embedding_VE: Tensor = weights.take(EMBEDDING) if embedding_VE is None else embedding_VE
+        linear = make_linear(head.detach(), None, kernel=kernel, keeps_weight=self._embedding_VE is head)
+        del head
         eps: float = config.rms_norm_eps
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)

@@ -70,16 +70,18 @@ class HeadRunner(LeanRunner):
         source: of the head.
         shards: see `LeanRunner`.
         comm: the ranks that share it.
-        precision: see `LeanRunner`.
+        precision, embedding_VE: see `LeanRunner`.
     """
 
     layer_class = HeadLayer
 
     def __init__(
         self, weights: Weights, source: HeadSource, *, shards: Sequence[RankShard], comm: Comm,
-        precision: Precision = UNQUANTIZED,
+        precision: Precision = UNQUANTIZED, embedding_VE: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(weights, source.config, shards=shards, comm=comm, precision=precision)
+        super().__init__(
+            weights, source.config, shards=shards, comm=comm, precision=precision, embedding_VE=embedding_VE
+        )
         head, eps = source.head, source.config.rms_norm_eps
         self._layers[0].qkv.norm_before_residual = head.norm_before_residual
         self.tapped_layers = source.layers
