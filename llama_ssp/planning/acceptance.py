@@ -71,10 +71,12 @@ _LIKE_NOTHING = Acceptance(
 )  # fmt: skip
 
 
-def pair_of_job(job: PlanSpec) -> DraftedPair:
-    """The pair of a job with a draft."""
-    name = job.draft.name if job.draft else str(job.free_draft)
-    return DraftedPair(target=job.target.name, draft=name, has_model=job.draft is not None, temperature=job.temperature)
+def pair_of_spec(spec: PlanSpec) -> DraftedPair:
+    """The pair of a spec with a draft."""
+    name = spec.draft.name if spec.draft else str(spec.free_draft)
+    return DraftedPair(
+        target=spec.target.name, draft=name, has_model=spec.draft is not None, temperature=spec.temperature
+    )
 
 
 def pair_of_run(config: RunConfig) -> DraftedPair:
@@ -85,11 +87,11 @@ def pair_of_run(config: RunConfig) -> DraftedPair:
     )  # fmt: skip
 
 
-def expected_of_job(job: PlanSpec) -> Acceptance:
+def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
-    if job.acceptance is not None:
-        return Acceptance(probability=job.acceptance, source="given as speculation.acceptance")
-    return expected(pair_of_job(job))
+    if spec.acceptance is not None:
+        return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance")
+    return expected(pair_of_spec(spec))
 
 
 def expected(pair: DraftedPair) -> Acceptance:
@@ -101,7 +103,7 @@ def expected(pair: DraftedPair) -> Acceptance:
     return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
 
-def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
+def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, int] | None) -> Iterator[str]:
     """Notes of a plan on an acceptance that nobody has measured; `best_ks` are the best K at its ends."""
     if not (acceptance and acceptance.is_forecast):
         return
@@ -110,12 +112,12 @@ def remarks(job: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, in
             f"the best K is {best_ks[0]} to {best_ks[1]}, by the acceptance: no K is recommended before the pair is "
             "measured; speculation.num_draft_tokens=auto finds it while it runs"
         )
-    draft = job.draft.name if job.draft else job.free_draft
-    if LOCAL in (job.target.name, draft):  # a name of any folder, which no pair is stored by
+    draft = spec.draft.name if spec.draft else spec.free_draft
+    if LOCAL in (spec.target.name, draft):  # a name of any folder, which no pair is stored by
         yield "to know it, measure the pair once with task=latency; speculation.acceptance= takes what it prints"
         return
-    own = " draft.tokenizer=own" if job.own_tokenizer else ""
-    command = f"llama-ssp run task=latency task.store=true model={job.target.name} draft={draft}{own}"
+    own = " draft.tokenizer=own" if spec.own_tokenizer else ""
+    command = f"llama-ssp run task=latency task.store=true model={spec.target.name} draft={draft}{own}"
     yield f"to know it, measure the pair once: {command}"
 
 

@@ -302,7 +302,7 @@ def resolve_shapes(config: PlanConfig) -> None:
             model.shape, model.stored_dtype = resolved.shape, resolved.stored
 
 
-def make_job(
+def make_spec(
     config: RunConfig, *, world_size: int, device: str, prompt_tokens: int, num_gpus: int | None = None
 ) -> PlanSpec:
     """Resolve a checked config for the planner; raises as `planned_model`.
@@ -365,9 +365,9 @@ def make_job(
     )
 
 
-def job_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
-    """The job of `llama-ssp plan` on all ranks of a machine; raises as `make_job`."""
-    return make_job(
+def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
+    """The spec of `llama-ssp plan` on all ranks of a machine; raises as `make_spec`."""
+    return make_spec(
         config, world_size=hardware.num_ranks, num_gpus=hardware.num_gpus, device=hardware.device,
         prompt_tokens=config.prompt_tokens,
     )  # fmt: skip
@@ -434,18 +434,18 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             )
 
 
-def notes_on_contexts(job: PlanSpec) -> Iterator[str]:
+def notes_on_contexts(spec: PlanSpec) -> Iterator[str]:
     """Say from where on rows go on without the draft."""
-    if job.draft and not (job.has_head or job.own_tokenizer or job.overlaps):
-        longest = job.prompt_tokens + job.max_new_tokens
-        context = job.draft.shape.max_position_embeddings
-        if note := outgrown(job.draft.name, context, job.draft_depth, longest=longest):
+    if spec.draft and not (spec.has_head or spec.own_tokenizer or spec.overlaps):
+        longest = spec.prompt_tokens + spec.max_new_tokens
+        context = spec.draft.shape.max_position_embeddings
+        if note := outgrown(spec.draft.name, context, spec.draft_depth, longest=longest):
             yield note
 
 
-def notes_on_storage(job: PlanSpec) -> Iterator[str]:
+def notes_on_storage(spec: PlanSpec) -> Iterator[str]:
     """Say how runs deal with models whose files are quantized, so that a plan does not promise what a run refuses."""
-    for model in (job.target, job.draft):
+    for model in (spec.target, spec.draft):
         if model is None or (stored := model.stored_format) is None:
             continue
         try:
@@ -461,26 +461,26 @@ def block_sizes(most: int) -> list[int]:
     return [size for size in range(most, 0, -1) if most % size == 0]
 
 
-def on_block(job: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
-    """The job with all layouts of a replica of `size` ranks."""
+def on_block(spec: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
+    """The spec with all layouts of a replica of `size` ranks."""
     ranks = tuple(range(size))
-    if job.draft is None:
-        yield replace(job, target_ranks=ranks, draft_ranks=())
+    if spec.draft is None:
+        yield replace(spec, target_ranks=ranks, draft_ranks=())
         return
-    yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
+    yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
     if size == 1:
         return
     for num_ranks in range(2, size + 1) if thorough else [size]:
-        sharded = replace(job, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
+        sharded = replace(spec, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
         yield sharded
-    if job.batch_size > 1:
-        yield replace(job, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
+    if spec.batch_size > 1:
+        yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
     for num_ranks in range(1, size) if thorough else [1]:
         apart = ranks[-num_ranks:]
-        yield replace(job, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
+        yield replace(spec, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
 
 
-def same_kind(job: PlanSpec, size: int) -> PlanSpec | None:
-    """The job on a block of another size, its draft placed as before; None if such a block has no such place."""
-    kinds = {DraftLayout.one_rank} if size == 1 else {job.draft_kind}
-    return next((found for found in on_block(job, size) if not job.draft or found.draft_kind in kinds), None)
+def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
+    """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
+    kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
+    return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)

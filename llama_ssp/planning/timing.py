@@ -56,7 +56,7 @@ from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import (
     Acceptance,
     Gain,
-    expected_of_job,
+    expected_of_spec,
     fastest,
     overlapped_corrections,
     overlapped_tokens,
@@ -371,27 +371,27 @@ class Message(NamedTuple):
         return self.payload_bytes * self.num_senders * (len(self.ranks) - 1)
 
 
-def round_messages(job: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
+def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
     """The messages of a round with K = `num_draft_tokens`, by kind, in order; a plain token has only the verdict."""
-    layout, rows = job.layout, job.batch_size
+    layout, rows = spec.layout, spec.batch_size
     if len(layout.ranks) == 1:
         return {}
-    drafts = bool(job.draft) and num_draft_tokens > 0
+    drafts = bool(spec.draft) and num_draft_tokens > 0
     num_senders = len(layout.ranks) if drafts and layout.splits_batch else 1
     if num_senders > 1:
         rows = -(-rows // len(layout.draft_ranks))
     found = {}
-    if drafts and job.sends_taps:
-        found["taps"] = Message(rows * job.first_draft_rows * job.tap_bytes, layout.ranks)
+    if drafts and spec.sends_taps:
+        found["taps"] = Message(rows * spec.first_draft_rows * spec.tap_bytes, layout.ranks)
     if drafts:
-        with_parents = 2 if job.tree and job.tree.is_dynamic else 1
+        with_parents = 2 if spec.tree and spec.tree.is_dynamic else 1
         found["ids"] = Message(with_parents * ID_BYTES * rows * num_draft_tokens, layout.ranks, num_senders)
-    has_probs = rule_of(job.rule).needs_probs and not job.is_certain
+    has_probs = rule_of(spec.rule).needs_probs and not spec.is_certain
     if drafts and layout.is_apart and has_probs:
-        num_probs = 1 + sum(job.tree.read) if job.tree else num_draft_tokens
-        num_bytes = PROBABILITY_BYTES * rows * num_probs * job.target.shape.vocab_size
+        num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
+        num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
-    verdict_bytes = VERDICT_BYTES + ID_BYTES * (job.tree.depth if job.tree and num_draft_tokens else 0)
+    verdict_bytes = VERDICT_BYTES + ID_BYTES * (spec.tree.depth if spec.tree and num_draft_tokens else 0)
     found["verdict"] = Message(verdict_bytes * rows, layout.ranks, num_senders)
     return found
 
@@ -441,22 +441,22 @@ _placement = lru_cache(maxsize=1024)(ModelPlacement)
 
 
 class CostModel:
-    """Prices the pieces of one job on one machine."""
+    """Prices the pieces of one spec on one machine."""
 
-    def __init__(self, job: PlanSpec, hardware: HardwareConfig) -> None:
-        self.job = job
+    def __init__(self, spec: PlanSpec, hardware: HardwareConfig) -> None:
+        self.spec = spec
         self.hardware = hardware
-        place = partial(_placement, cuda_graphs=job.cuda_graphs, kernels=job.kernels)
-        self.target = place(model=job.target, kind=job.target_kind, ranks=job.target_devices)
-        ranks = job.draft_ranks[:1] if job.draft_kind is DraftLayout.replicated else job.draft_ranks
+        place = partial(_placement, cuda_graphs=spec.cuda_graphs, kernels=spec.kernels)
+        self.target = place(model=spec.target, kind=spec.target_kind, ranks=spec.target_devices)
+        ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         place = partial(place, kind=TargetKind.tensor, ranks=ranks, whole=DRAFT_WHOLE)
-        self.draft = place(model=job.draft) if job.draft else None
-        middle = job.prompt_tokens + job.max_new_tokens // 2
-        self.least_bytes = least_bytes(self.target, batch_size=job.batch_size, context=middle, device=job.device)
-        self._bucket = bucket_of(middle + job.round_rows, job.num_slots, hardware)
+        self.draft = place(model=spec.draft) if spec.draft else None
+        middle = spec.prompt_tokens + spec.max_new_tokens // 2
+        self.least_bytes = least_bytes(self.target, batch_size=spec.batch_size, context=middle, device=spec.device)
+        self._bucket = bucket_of(middle + spec.round_rows, spec.num_slots, hardware)
         self._draft_bucket = self._bucket
-        if job.own_tokenizer:  # the host knows only a bound of its texts' lengths
-            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, job.draft_slots)
+        if spec.own_tokenizer:  # the host knows only a bound of its texts' lengths
+            self._draft_bucket = min(self._bucket * OWN_SLOTS_PER_SLOT, spec.draft_slots)
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
         """A forward in the middle of decoding; a draft computes logits only for the last position."""
@@ -468,22 +468,22 @@ class CostModel:
 
     def _rows_of(self, placement: ModelPlacement) -> int:
         """Rows per rank: the batch, or a rank's share of it for a replicated draft."""
-        if placement is self.draft and self.job.layout.splits_batch:
-            return -(-self.job.batch_size // len(self.job.draft_ranks))
-        return self.job.batch_size
+        if placement is self.draft and self.spec.layout.splits_batch:
+            return -(-self.spec.batch_size // len(self.spec.draft_ranks))
+        return self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, in chunks, which a GPU computes while Python launches the next operators."""
-        seconds, prompt = 0.0, self.job.prompt_tokens
-        if self.job.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
-            prompt = math.ceil(self.job.mean_prompt_tokens)
+        seconds, prompt = 0.0, self.spec.prompt_tokens
+        if self.spec.mean_prompt_tokens and placement.model.reads_by_length(self.hardware):
+            prompt = math.ceil(self.spec.mean_prompt_tokens)
         for start in range(0, prompt, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, prompt)
             of = partial(
                 forward_time, hardware=self.hardware, batch_size=self._rows_of(placement), num_positions=stop - start,
-                num_scored=1, bucket=bucket_of(stop, self.job.num_slots, self.hardware),
+                num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
             )  # fmt: skip
-            if self.job.device == "cuda":
+            if self.spec.device == "cuda":
                 work, launches = (of(replace(placement, cuda_graphs=graphs)) for graphs in (True, False))
                 seconds += max(work.total_s, launches.operators_s)
             else:
@@ -492,23 +492,23 @@ class CostModel:
 
     def draw_s(self, placement: ModelPlacement) -> float:
         """Drawing a token from the logits of each row."""
-        numbers = self._rows_of(placement) * self.job.target.shape.vocab_size
-        return self._kernels_s(self.job.kernels.draw, RULE_PASSES, numbers)
+        numbers = self._rows_of(placement) * self.spec.target.shape.vocab_size
+        return self._kernels_s(self.spec.kernels.draw, RULE_PASSES, numbers)
 
     def rule_s(self, num_positions: int) -> float:
         """The rule on `num_positions` of each row that a rank verifies."""
-        numbers = self._rows_of(self.draft or self.target) * num_positions * self.job.target.shape.vocab_size
-        rule = rule_of(self.job.rule)
-        return self._kernels_s(self.job.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
+        numbers = self._rows_of(self.draft or self.target) * num_positions * self.spec.target.shape.vocab_size
+        rule = rule_of(self.spec.rule)
+        return self._kernels_s(self.spec.kernels.verify + rule.more_kernels, RULE_PASSES + rule.more_passes, numbers)
 
     def _kernels_s(self, num_kernels: int, num_passes: int, numbers: int) -> float:
         """Kernels that together make `num_passes` over fp32 numbers."""
-        launch_s = self.hardware.kernel_s if self.job.cuda_graphs else self.hardware.launch_s
+        launch_s = self.hardware.kernel_s if self.spec.cuda_graphs else self.hardware.launch_s
         return num_kernels * launch_s + num_passes * 4 * numbers / bandwidth(self.hardware)
 
     def agree_s(self, num_draft_tokens: int, *kinds: str) -> float:
         """Messages of these kinds between the ranks of a replica, one after the other."""
-        found = round_messages(self.job, num_draft_tokens)
+        found = round_messages(self.spec, num_draft_tokens)
         sent = [found[kind] for kind in kinds if kind in found]
         return sum(message_s(self.hardware, one.ranks, one.payload_bytes * one.num_senders) for one in sent)
 
@@ -532,16 +532,16 @@ class CostModel:
         if not (self.draft and num_draft_tokens):
             return 0.0
         first_s, later_s = self._draft_steps_s
-        if tree := self.job.tree:
+        if tree := self.spec.tree:
             forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in tree.read)
-            num_draws = sum(tree.read) if self.job.is_certain else num_draft_tokens - 1
+            num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
         """The first draft step of a round, and each later one."""
-        return self.draft_step_s(self.job.first_draft_rows), self.draft_step_s(1)
+        return self.draft_step_s(self.spec.first_draft_rows), self.draft_step_s(1)
 
     def overlapped(self, num_draft_tokens: int) -> OverlappedTime:
         """A round in which drafting overlaps the target's forward of K positions."""
@@ -549,7 +549,7 @@ class CostModel:
         settle_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
             draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, settle_s=settle_s, is_beside=self.job.device == "cuda",
+            exchange_s=exchange_s, settle_s=settle_s, is_beside=self.spec.device == "cuda",
         )  # fmt: skip
 
     def verify_s(self, num_draft_tokens: int) -> float:
@@ -582,7 +582,7 @@ class Timing:
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
         error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
             none.
-        overlap: of a job whose drafting overlaps verification; see `OverlappedTime.document`.
+        overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
     """
@@ -633,14 +633,24 @@ class Timing:
         """Seconds per token of the faster mode, while decoding."""
         return self.plain_s if self.speculative_s is None else min(self.plain_s, self.speculative_s)
 
+    @property
+    def gains(self) -> bool:
+        """Whether the draft gains."""
+        return (self.speedup or 0.0) > 1
 
-def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
-    """Forecast the times of a job. Raises as `memory`."""
-    costs = CostModel(job, hardware)
+    @property
+    def best_run_s(self) -> float:
+        """Seconds per token of a completion in the mode that is faster while decoding, including the prompt."""
+        return self.speculative_run_s if self.gains and self.speculative_run_s else self.plain_run_s
+
+
+def timing(spec: PlanSpec, hardware: HardwareConfig) -> Timing:
+    """Forecast the times of a spec. Raises as `memory`."""
+    costs = CostModel(spec, hardware)
     plain_s = costs.plain_s()
     prefill_s = costs.prefill_s(costs.target)
-    tokens, limit_share = job.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
-    error = decoding_error(job, hardware, plain_s)
+    tokens, limit_share = spec.max_new_tokens, costs.least_bytes / hardware.bandwidth_bytes_per_s / plain_s
+    error = decoding_error(spec, hardware, plain_s)
     plain = Timing(
         target_forward=costs.forward(costs.target, 1),
         prefill_s=prefill_s,
@@ -651,30 +661,30 @@ def timing(job: PlanSpec, hardware: HardwareConfig) -> Timing:
         copy_share=costs.least_bytes / bandwidth(hardware) / plain_s,
         limit_share=limit_share,
     )
-    return _speculative(costs, plain) if job.drafts else plain
+    return _speculative(costs, plain) if spec.drafts else plain
 
 
 def _speculative(costs: CostModel, plain: Timing) -> Timing:
-    job, chosen = costs.job, costs.job.num_draft_tokens
-    acceptance = expected_of_job(job)
+    spec, chosen = costs.spec, costs.spec.num_draft_tokens
+    acceptance = expected_of_spec(spec)
     probability, lengths = acceptance.probability, range(1, max(MOST_DRAFT_TOKENS, chosen) + 1)
-    overlapped = [costs.overlapped(number) for number in lengths if job.overlaps]
+    overlapped = [costs.overlapped(number) for number in lengths if spec.overlaps]
     gain: Gain = overlapped_tokens if overlapped else tokens_per_round
-    if tree := job.tree:
+    if tree := spec.tree:
         lengths, gain = range(chosen, chosen + 1), lambda probability, _number: tree_tokens(probability, tree)
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths
     ]
     by_number = token_times(rounds_s, probability, gain)
-    if job.adapts:
+    if spec.adapts:
         chosen = min(ADAPTIVE_LENGTHS, key=lambda number: by_number[number - 1])
     place = chosen - lengths.start
     expected, speculative_s = gain(probability, chosen), by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
-    decoding_s = max(job.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
-    if job.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
-        speculative_s, decoding_s = plain.plain_s, (job.max_new_tokens - 1) * plain.plain_s
+    decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
+    if spec.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
+        speculative_s, decoding_s = plain.plain_s, (spec.max_new_tokens - 1) * plain.plain_s
     step_s = costs.draft_step_s(1) if costs.draft else 0.0
     timed = replace(
         plain,
@@ -687,7 +697,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         round_s=rounds_s[place],
         verify_s=costs.verify_s(chosen),
         speculative_s=speculative_s,
-        speculative_run_s=(prefill_s + decoding_s) / job.max_new_tokens,
+        speculative_run_s=(prefill_s + decoding_s) / spec.max_new_tokens,
         speedup=plain.plain_s / speculative_s,
         cost_ratio=step_s / plain.plain_s,
         by_num_draft_tokens=() if tree else by_number,
@@ -699,7 +709,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         return timed
     low, high = acceptance.ends
     slow, fast = (token_times(rounds_s, end, gain) for end in (low, high))
-    most_s = plain.plain_s if job.adapts else math.inf
+    most_s = plain.plain_s if spec.adapts else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,
@@ -709,19 +719,19 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     )
 
 
-def decoding_error(job: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
+def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
     """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return None
-    is_near = job.target.quantization == NO_QUANTIZATION and job.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
+    is_near = spec.target.quantization == NO_QUANTIZATION and spec.batch_size <= NEAR_ROWS and step_s >= NEAR_STEP_S
     return NEAR if is_near and hardware.gpu.startswith(PUBLISHED_GPUS) else FAR
 
 
-def unmeasured(job: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
-    """A sentence about what of a job has no published speed that forecasts were compared with, if anything."""
+def unmeasured(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    """A sentence about what of a spec has no published speed that forecasts were compared with, if anything."""
     if hardware.is_measured or hardware.device != "cuda":
         return
-    target, rows = job.target, job.batch_size
+    target, rows = spec.target, spec.batch_size
     most_rows = MOST_PUBLISHED_ROWS if target.quantization == NO_QUANTIZATION else 1
     found = {
         hardware.gpu: not hardware.gpu.startswith(PUBLISHED_GPUS),

@@ -226,7 +226,7 @@ def _make_plan(config: RunConfig, world: World, terminal: Terminal, jobs: list[P
             _log.info("forecast for hardware %s: links of %.4g GB/s and %.3g us (%s)", machine.name,
                       link.bandwidth_bytes_per_s / 1e9, 1e6 * link.latency_s, source)  # fmt: skip
         require_room(plan, words=dry_run.settings_of_run(config))
-        for warning in slower_overlapped(plan.job, plan.hardware, plan.timing):
+        for warning in slower_overlapped(plan.spec, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")
     return plan
 

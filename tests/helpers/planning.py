@@ -12,7 +12,7 @@ from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout, Dtype, ModelShape, TargetKind
 
 
-def make_job(
+def make_spec(
     target: str | PlannedModel,
     draft: str | None = None,
     *,
@@ -24,7 +24,7 @@ def make_job(
     of_draft: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,  # noqa: ANN401 - of a `PlanSpec`
 ) -> PlanSpec:
-    """A job whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
+    """A spec whose target is on the first `num_ranks` ranks, and its draft on the first or on all of them.
 
     A layer-wise target has the first rank, and the GPUs of the others. `of_target` and `of_draft` are fields of the
     models to be changed.
@@ -49,9 +49,9 @@ def make_job(
     )
 
 
-def times_of(job: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
-    """The forecast of a job's times."""
-    return timing(job, machine)
+def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
+    """The forecast of a spec's times."""
+    return timing(spec, machine)
 
 
 def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:

@@ -25,7 +25,7 @@ from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.process import AGENT
-from llama_ssp.reports.plan_tables import JobRow, print_jobs
+from llama_ssp.reports.plan_tables import print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
@@ -132,11 +132,8 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
     rows = []
     for job in jobs:  # each named by the settings that not all have
-        plan, timed = job.plan, job.plan.timing
         name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
-        ms, hours = 1e3 * min(timed.plain_s, timed.speculative_s or timed.plain_s), expected_hours(job.point.run, plan)
-        gpu_hours = hours * plan.hardware.num_ranks if hours is not None and plan.hardware.device == "cuda" else None
-        rows.append(JobRow(" ".join(name), plan.fits, ms, hours, gpu_hours))
+        rows.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
     print()
     print_jobs(rows)
 

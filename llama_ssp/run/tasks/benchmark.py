@@ -292,7 +292,7 @@ def _measure(
     expected = Forecast()
     if session.plan:
         drafted = num_draft_tokens or 1
-        job = replace(session.plan.job, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
+        job = replace(session.plan.spec, batch_size=batch_size, prompt_tokens=prompt_tokens, num_draft_tokens=drafted)
         expected = forecast(timing(job, session.plan.hardware))
     expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkRow(
@@ -313,7 +313,7 @@ def _pass_s(session: Session) -> float:
     """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
     if session.plan is None:
         return 0.0
-    job = session.plan.job
+    job = session.plan.spec
     shares = rank_shares(job.target, num_ranks=len(job.target_ranks), kind=job.target_kind)
     most_bytes = max(step_bytes(held, job.target, device=job.device) for held in shares)
     return most_bytes / copy_bytes_per_s(session.world.device)

@@ -206,7 +206,7 @@ def test_a_sentence_names_settings_to_the_command_and_arguments_to_the_library()
 
 @pytest.mark.parametrize("given", [Dtype.bf16, "bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
-    assert plan("30B", hardware="laptop_cpu", dtype=given).job.target.dtype is Dtype.bf16  # type: ignore[arg-type]
+    assert plan("30B", hardware="laptop_cpu", dtype=given).spec.target.dtype is Dtype.bf16  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])

@@ -23,7 +23,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.settings import catalogue
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
-from tests.helpers.planning import make_job, times_of
+from tests.helpers.planning import make_spec, times_of
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -98,8 +98,8 @@ def test_every_measured_pair_has_a_source_and_its_figure_is_that_of_plans(pair: 
 
 
 def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_measure_it() -> None:
-    job = make_job("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
-    plan = make_plan(job, A100)
+    spec = make_spec("llama3_70B", "llama3_8B", num_ranks=8, acceptance=None)
+    plan = make_plan(spec, A100)
     time, low_high = document(plan)["time"], (0.5, 0.85)
     assert time["tokens_per_round_range"] == pytest.approx([tokens_per_round(each, 4) for each in low_high])
     for name in ("acceptance", "tokens_per_round", "speculative_ms_per_token", "best_num_draft_tokens"):
@@ -110,29 +110,29 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
 
 
 def test_a_figure_that_the_user_gave_has_no_range_and_an_adaptive_run_is_never_slower_than_plain() -> None:
-    job = make_job("13B", "7B", acceptance=0.7)
-    assert times_of(job, A100).tokens_per_round_range is None
-    slow = times_of(replace(job, acceptance=None, adapts=True, free_draft="mine", draft=None), A100)
+    spec = make_spec("13B", "7B", acceptance=0.7)
+    assert times_of(spec, A100).tokens_per_round_range is None
+    slow = times_of(replace(spec, acceptance=None, adapts=True, free_draft="mine", draft=None), A100)
     assert slow.speculative_s_range[1] <= slow.plain_s_range[1]
     assert slow.tokens_per_round_range[1] > 2 * slow.tokens_per_round_range[0], "nobody knows this drafter"
 
 
 def test_no_k_is_recommended_on_a_guess() -> None:
-    job = make_job("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None, num_draft_tokens=1)
-    plan = make_plan(job, A100)
+    spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None, num_draft_tokens=1)
+    plan = make_plan(spec, A100)
     low, high = document(plan)["time"]["best_num_draft_tokens_range"]
     assert low < high
     assert not [warning for warning in plan.warnings if "speculation.num_draft_tokens=" in warning]
     assert any(note.startswith(f"the best K is {low} to {high}") for note in plan.notes)
-    given = make_plan(replace(job, acceptance=0.8), A100)
+    given = make_plan(replace(spec, acceptance=0.8), A100)
     assert any("speculation.num_draft_tokens=" in warning for warning in given.warnings)
 
 
 @pytest.mark.parametrize(("name", "stores"), [("tinyllama_1B", [True]), ("local", [False]), ("7B", [])])
 def test_a_pair_is_stored_by_the_names_of_its_models_and_local_names_any_folder(name: str, stores: list[bool]) -> None:
     """task.store=true refuses the latter; a published pair need not be measured."""
-    job = make_job("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
-    plan = make_plan(job, A100)
+    spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None, of_draft={"name": name})
+    plan = make_plan(spec, A100)
     said = [note for note in plan.notes if "measure the pair" in note]
     assert ["task.store=true" in each for each in said] == stores
 

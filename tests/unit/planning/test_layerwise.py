@@ -5,7 +5,7 @@ import pytest
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import memory, split_row
 from llama_ssp.settings.schema import TargetKind
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_spec
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 9])
@@ -18,6 +18,6 @@ def test_every_layer_is_in_one_place_and_devices_hold_as_many(num_devices: int) 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_what_devices_hold_is_the_whole_model(num_devices: int) -> None:
-    job = make_job("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
-    held = [rank.target_weights_bytes for rank in memory(job, hardware.load("p4d_24xlarge"))]
+    spec = make_spec("13B", num_ranks=num_devices, target_kind=TargetKind.accelerate, cuda_graphs=False)
+    held = [rank.target_weights_bytes for rank in memory(spec, hardware.load("p4d_24xlarge"))]
     assert sum(held) == 26_031_728_640

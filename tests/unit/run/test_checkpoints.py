@@ -147,9 +147,9 @@ def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_w
     target, computed = pair.models.target, asked or Dtype.fp32
     assert vars(target)["dtype"] is getattr(torch, computed.value)
     plan = plan_of_run(pair.config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
-    assert plan.job.target.dtype is computed
+    assert plan.spec.target.dtype is computed
     assert runner_bytes(target) == plan.ranks[0].target_weights_bytes
-    assert ("fp32 with 16-bit weights" in headline(document(plan))) is (asked is None)
+    assert ("fp32 with 16-bit weights" in headline(plan)) is (asked is None)
 
 
 def with_head(draft: ModelConfig) -> RunConfig:

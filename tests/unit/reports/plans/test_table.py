@@ -13,21 +13,22 @@ from rich.console import Console
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.memory import GIB
+from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_figures import draw, draw_plan
-from llama_ssp.reports.plan_tables import GIB, ITEMS, print_document
+from llama_ssp.reports.plan_tables import ITEMS, show
 from llama_ssp.settings.schema import Dtype
 from llama_ssp.words import rounded
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_spec
 
 
-def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d_24xlarge") -> dict[str, Any]:
-    return document(make_plan(make_job(target, draft, num_ranks=num_ranks), hardware.load(machine)))
+def _plan(target: str, draft: str | None, *, num_ranks: int, machine: str = "p4d_24xlarge") -> Plan:
+    return make_plan(make_spec(target, draft, num_ranks=num_ranks), hardware.load(machine))
 
 
-def _printed(plan: dict[str, Any], width: int = 110) -> str:
+def _printed(plan: Plan, width: int = 110) -> str:
     console = Console(record=True, width=width, file=io.StringIO())
-    print_document(plan, console=console)
+    show(plan, console)
     return console.export_text()
 
 
@@ -42,19 +43,19 @@ def test_the_table_has_every_item_of_memory_a_column_for_equal_ranks_and_all_not
 
 
 def _verdict(machine: HardwareConfig, target: str = "7B", draft: str | None = None) -> str:
-    job = make_job(target, draft, num_ranks=machine.num_gpus)
-    return _printed(document(make_plan(job, machine)), width=200).lstrip().splitlines()[0]
+    spec = make_spec(target, draft, num_ranks=machine.num_gpus)
+    return _printed(make_plan(spec, machine), width=200).lstrip().splitlines()[0]
 
 
 def test_the_first_line_is_the_verdict_with_the_faster_mode() -> None:
     machine = replace(hardware.load("8xh100"), num_gpus=2)
-    time = document(make_plan(make_job("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
+    time = document(make_plan(make_spec("13B", "tinyllama_1B", num_ranks=2), machine))["time"]
     said = _verdict(machine, "13B", "tinyllama_1B")
     ms, rate = (rounded(time[f"speculative_{name}"]) for name in ("ms_per_token", "run_tokens_per_s"))
     assert time["speedup"] > 1
     between = " to ".join(rounded(end) for end in time["speculative_ms_per_token_range"])
     assert said == f"fits: speculative {ms} ms/token ({between}), {rate} tokens/s with prompts"
-    plain = document(make_plan(make_job("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
+    plain = document(make_plan(make_spec("7B", "7B"), hardware.load("1xh100")))["time"]["plain_ms_per_token"]
     assert _verdict(hardware.load("1xh100"), "7B", "7B").startswith(f"fits: plain {rounded(plain)} ms/token (")
 
 
@@ -66,12 +67,12 @@ def test_a_best_k_is_named_only_where_it_gains() -> None:
 
 
 def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> None:
-    job = replace(make_job("30B", "7B", num_ranks=4, batch_size=3), num_replicas=2)
-    plan = document(make_plan(job, hardware.load("p4d_24xlarge")))
+    spec = replace(make_spec("30B", "7B", num_ranks=4, batch_size=3), num_replicas=2)
+    plan = make_plan(spec, hardware.load("p4d_24xlarge"))
     text = " ".join(_printed(plan).split())
     assert "ms/token of a completion after its first token, tokens/s over 3 rows of each of 2 replicas" in text
     assert "forecast by data sheet; this engine has not been measured on this GPU" in text
-    time = plan["time"]
+    time = document(plan)["time"]
     for mode in ("plain", "speculative"):
         assert time[f"{mode}_tokens_per_s"] == pytest.approx(6e3 / time[f"{mode}_ms_per_token"])
         assert f"{time[f'{mode}_tokens_per_s']:.1f}" in text
@@ -81,53 +82,53 @@ def test_the_time_table_says_what_its_figures_mean_and_what_they_rest_on() -> No
 @pytest.mark.parametrize("name", ["1xh100", "8xh200", "1xrtx4090", "g5_12xlarge", "4xl40s", "8xb200", "laptop_cpu"])
 def test_a_plan_says_on_which_gpus_this_engine_has_run_and_of_which_it_knows_no_published_speed(name: str) -> None:
     machine = hardware.load(name)
-    plan = document(make_plan(make_job("7B", device=machine.device), machine))
-    has_run = "this engine has run on one GPU of this kind (docs/findings/gpus.md)" in plan["basis"]
+    plan = make_plan(make_spec("7B", device=machine.device), machine)
+    has_run = "this engine has run on one GPU of this kind (docs/findings/gpus.md)" in plan.basis
     assert has_run == machine.gpu.startswith(("H100", "H200"))
-    assert ("this engine has not been measured" in plan["basis"]) != has_run
-    said = [note for note in plan["notes"] if note.startswith("docs/benchmarks/published.md has no speed of ")]
+    assert ("this engine has not been measured" in plan.basis) != has_run
+    said = [note for note in plan.notes if note.startswith("docs/benchmarks/published.md has no speed of ")]
     assert [machine.gpu in note for note in said] == [True] * (not has_run and machine.device == "cuda")
 
 
 def test_the_memory_of_a_pair_is_what_an_h100_took() -> None:
-    job = make_job("7B", "tinyllama_1B", of_target={"dtype": Dtype.bf16}, of_draft={"dtype": Dtype.bf16})
-    (rank,) = make_plan(job, hardware.load("1xh100")).ranks
+    spec = make_spec("7B", "tinyllama_1B", of_target={"dtype": Dtype.bf16}, of_draft={"dtype": Dtype.bf16})
+    (rank,) = make_plan(spec, hardware.load("1xh100")).ranks
     assert 15.55 <= rank.needed_bytes / GIB <= 1.015 * 15.55
 
 
 def test_without_a_terminal_no_line_is_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:  # noqa: ANN401
     monkeypatch.delenv("COLUMNS", raising=False)
     plan = _plan("30B", "7B", num_ranks=8)
-    print_document(plan)
+    show(plan)
     lines = capsys.readouterr().out.splitlines()
-    for sentence in (*plan["warnings"], *plan["notes"], plan["time"]["acceptance_source"]):
+    for sentence in (*plan.warnings, *plan.notes, document(plan)["time"]["acceptance_source"]):
         assert any(line.endswith(sentence) for line in lines)
     assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_a_tight_fit_is_called_tight() -> None:
     machine = replace(hardware.load("p4d_24xlarge"), num_gpus=1)
-    (full,) = make_plan(make_job("7B"), machine).ranks
+    (full,) = make_plan(make_spec("7B"), machine).ranks
     tight = replace(machine, memory_bytes=int(full.needed_bytes / 0.98))
     roomy = replace(machine, memory_bytes=int(full.needed_bytes / 0.96))
-    plan = document(make_plan(make_job("7B"), tight))
-    assert (plan["fits"], plan["is_tight"]) == (True, True)
+    plan = make_plan(make_spec("7B"), tight)
+    assert (document(plan)["fits"], document(plan)["is_tight"]) == (True, True)
     text = " ".join(_printed(plan).split())
     assert "fits, tight" in text
     assert "note: a tight fit: 2.0 % of the memory of rank 0 is left" in text
-    assert "tight" not in _printed(document(make_plan(make_job("7B"), roomy)))
+    assert "tight" not in _printed(make_plan(make_spec("7B"), roomy))
 
 
 def test_a_laptop_leaves_memory_to_its_operating_system_and_has_no_gpus() -> None:
     machine = hardware.load("laptop_cpu")
-    job = make_job("13B_8bit", "7B", device="cpu", cuda_graphs=False)
-    plan = document(make_plan(job, machine))
-    assert plan["memory"][0]["capacity_bytes"] == machine.memory_bytes - machine.system_bytes < 14 * GIB
-    assert not plan["fits"]
+    spec = make_spec("13B_8bit", "7B", device="cpu", cuda_graphs=False)
+    plan = make_plan(spec, machine)
+    assert plan.ranks[0].capacity_bytes == machine.memory_bytes - machine.system_bytes < 14 * GIB
+    assert not plan.fits
     text = " ".join(_printed(plan).split())
     assert "3 of 16 GiB are left to the operating system" in text
     assert "GPU" not in text
-    assert all("GPU" not in sentence for sentence in (*plan["warnings"], *plan["notes"], plan["basis"]))
+    assert all("GPU" not in sentence for sentence in (*plan.warnings, *plan.notes, plan.basis))
 
 
 @pytest.mark.parametrize("draft", ["7B", None])
@@ -136,10 +137,10 @@ def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path:
     draw(plan, file)
     assert "<svg" in file.read_text()
     memory, by_k = draw_plan(plan).axes
-    for place, rank in enumerate(plan["memory"]):
+    for place, rank in enumerate(plan.ranks):
         stacked = [group.patches[place] for group in memory.containers]  # type: ignore[attr-defined]
-        assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank["needed_bytes"])
-    expected = plan["time"]["speculative_ms_per_token_by_k"]
+        assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank.needed_bytes)
+    expected = [*document(plan)["time"]["speculative_ms_per_token_by_k"]]
     times = [np.asarray(line.get_ydata()).tolist() for line in by_k.lines if line.get_label() == "speculative"]
     assert times == ([expected] if expected else [])
 
@@ -155,14 +156,15 @@ def test_a_narrow_terminal_shortens_no_figure(width: int) -> None:
     plan = _plan("65B", "7B", num_ranks=8)
     text = _printed(plan, width)
     assert "…" not in text
-    parts = plan["time"]["target_forward"]
+    time = document(plan)["time"]
+    parts = time["target_forward"]
     assert f"plain step, ms: matrices {parts['matrices_ms']:.2f}" in " ".join(text.split())
-    assert f"4 x {plan['time']['draft_step_ms']:.2f} draft" in " ".join(text.split())
+    assert f"4 x {time['draft_step_ms']:.2f} draft" in " ".join(text.split())
 
 
 def test_a_pair_that_nobody_measured_has_its_low_and_high_figures_in_brackets() -> None:
-    job = replace(make_job("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
-    text = _printed(document(make_plan(job, hardware.load("8xa100_80gb"))), width=400)
+    spec = replace(make_spec("llama3_70B", "llama3_8B", num_ranks=8), acceptance=None)
+    text = _printed(make_plan(spec, hardware.load("8xa100_80gb")), width=400)
     (line,) = (line for line in text.splitlines() if "tokens per round at" in line)
     assert re.search(r"\(\d\.\d\d-\d\.\d\d\) tokens per round at an acceptance of .* \(.*\); c = ", line)
     assert re.search(r"speculative [\d.]+ to [\d.]+, first token", text)

@@ -10,11 +10,12 @@ import numpy as np
 from rich.console import Console
 
 from llama_ssp.machines import hardware
+from llama_ssp.planning.plan import Search
 from llama_ssp.planning.search import search
 from llama_ssp.reports.plan_figures import draw, draw_search
-from llama_ssp.reports.plan_tables import print_document, printed
+from llama_ssp.reports.plan_tables import printed, show
 from llama_ssp.settings.schema import DraftLayout
-from tests.helpers.planning import make_job
+from tests.helpers.planning import make_spec
 
 A10G = hardware.load("g5_12xlarge")
 
@@ -22,16 +23,16 @@ A10G = hardware.load("g5_12xlarge")
 @cache
 def choices() -> list[dict[str, Any]]:
     """What the planner suggests for a large model on four small GPUs."""
-    return search(make_job("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G)
+    return search(make_spec("65B", "7B", num_ranks=4, draft_kind=DraftLayout.sharded), A10G)
 
 
-def document(found: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    return {"search": choices() if found is None else found, "basis": "a basis", "notes": []}
+def searched(found: list[dict[str, Any]] | None = None) -> Search:
+    return Search(machine=A10G, choices=choices() if found is None else found)
 
 
 def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
     console = Console(record=True, width=width, file=io.StringIO())
-    print_document(document(found), machine=A10G.name, unit=A10G.unit, console=console)
+    show(searched(found), console)
     return console
 
 
@@ -40,7 +41,7 @@ def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() 
     assert "65B int8wo" in text
     assert f"5 of {len(choices())}, which format=json has" in text
     assert "ms/token of a completion after its first token, tokens/s over all rows and replicas" in text
-    assert "a basis" in text
+    assert "forecast by data sheet" in text
 
 
 def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_before_any_other() -> None:
@@ -54,7 +55,7 @@ def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_be
 
 
 def test_a_model_that_does_not_fit_is_struck_out_above_smaller_ones_that_do() -> None:
-    found = search(make_job("65B", "7B"), replace(A10G, num_gpus=1))
+    found = search(make_spec("65B", "7B"), replace(A10G, num_gpus=1))
     first, *others = printed(found)
     assert (first["target"], first["ms_per_token"]) == ("65B", None)
     assert len(others) == 4
@@ -68,7 +69,7 @@ def test_every_row_has_its_command_in_one_line() -> None:
 
 
 def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:
-    (axes,) = draw_search(choices(), machine=A10G.name, unit="GPU").axes
+    (axes,) = draw_search(searched()).axes
     dots = {(x, y) for line in axes.lines for x, y in np.asarray(line.get_xydata()).tolist()}
     for size in (1, 2, 4):
         fitting = [
@@ -82,5 +83,5 @@ def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -
 
 def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
     small = replace(A10G, num_gpus=1, memory_bytes=2**30)
-    found = search(make_job("65B", "7B"), small)
-    draw(document(found), tmp_path / "search.svg", machine=small.name, unit="GPU")
+    found = search(make_spec("65B", "7B"), small)
+    draw(Search(machine=small, choices=found), tmp_path / "search.svg")
