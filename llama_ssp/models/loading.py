@@ -35,10 +35,10 @@ from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.models.weights import (
+    LINEAR,
     Loading,
     Parameter,
-    Role,
-    Row,
+    StoredSlice,
     Weights,
     check_packed,
     described,
@@ -103,7 +103,7 @@ def lean_weights(
         sizes = list(parameter.shape)
         if cut:
             sizes[cut.dim] = sum(map(len, cut.parts))
-        rows[name] = Row(sources[name], cut, math.prod(sizes), dtype, device)
+        rows[name] = StoredSlice(sources[name], cut, math.prod(sizes), dtype, device)
     if _shared_embedding(origin, loading, device) is not None:
         del rows[EMBEDDING]
     return Weights(origin, rows, dtype=dtype, progress=loading.get("progress")), shards
@@ -167,7 +167,7 @@ def check_model(
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if model:
         _check_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
-    linears = {name.removesuffix(".weight"): weight for name, weight in table.items() if weight.role is Role.linear}
+    linears = {name.removesuffix(".weight"): weight for name, weight in table.items() if weight.role is LINEAR}
     linears = {name: weight for name, weight in linears.items() if name not in kept}
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if model:

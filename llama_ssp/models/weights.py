@@ -1,7 +1,7 @@
 """Weights by a table: the stored name of each parameter, this rank's slice of it, its number format and its device.
 
     parameter   stored name        slice of this rank      device, number format
-                `find_sources`     `Parameter.slice_of`    `Row`
+                `find_sources`     `Parameter.slice_of`    `StoredSlice`
 
 Every parameter is matched with a stored tensor by name and shape first, so that a faulty checkpoint is reported before
 a byte is loaded. Then each tensor is read once, cast and placed, as the model takes it.
@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -67,12 +66,8 @@ class Loading(TypedDict):
     target: NotRequired[Runner | None]
 
 
-class Role(Enum):
-    """Parameters that may be stored packed: weights of linear layers, and of experts that are ours."""
-
-    linear = "linear"
-    experts = "experts"
-    other = "other"
+LINEAR, EXPERTS, OTHER = "linear", "experts", "other"
+"""Roles of parameters: weights of linear layers, and of experts that are ours, may be stored packed."""
 
 
 class Slice(NamedTuple):
@@ -87,12 +82,12 @@ class Parameter(NamedTuple):
 
     Attributes:
         shape: as it is stored.
-        role: see `Role`.
+        role: one of the roles above.
         dim, units: the dimension that ranks share, and along which units; None for a parameter that each rank holds.
     """
 
     shape: tuple[int, ...]
-    role: Role = Role.other
+    role: str = OTHER
     dim: int | None = None
     units: Cut | None = None
 
@@ -103,7 +98,7 @@ class Parameter(NamedTuple):
         return Slice(self.dim, shard.features(self.units, self.shape[self.dim]))
 
 
-class Row(NamedTuple):
+class StoredSlice(NamedTuple):
     """A row of the table: a stored tensor or a slice of it, its size, its number format, and its device.
 
     Equal rows are one tensor, as tied parameters are.
@@ -159,7 +154,12 @@ class Weights:
     """
 
     def __init__(
-        self, origin: WeightSource, rows: Mapping[str, Row], *, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        origin: WeightSource,
+        rows: Mapping[str, StoredSlice],
+        *,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
     ) -> None:
         self._origin, self._rows, self._progress = origin, dict(rows), progress
         self._uses = Counter(rows.values())
@@ -167,7 +167,7 @@ class Weights:
         # A CPU quantizes with all its cores: reading ahead would take memory alone.
         num_ahead = _READ_AHEAD if any(row.device.type != "cpu" for row in self._uses) else 0
         self._stored = ReadAhead(self._read, list(self._sizes), num_ahead=num_ahead)
-        self._tied: dict[Row, nn.Parameter] = {}
+        self._tied: dict[StoredSlice, nn.Parameter] = {}
         self._done_bytes = 0
 
     def __contains__(self, name: str) -> bool:
@@ -202,7 +202,7 @@ class Weights:
         biases = [self.take(name).detach() for module in modules if (name := f"{module}.bias") in self]
         return _joined(weights), _joined(biases) if biases else None
 
-    def _read(self, row: Row) -> Tensor:
+    def _read(self, row: StoredSlice) -> Tensor:
         dim, parts = row.cut or (None, ())
         return self._origin.read(row.source, dim=dim, parts=parts, dtype=row.dtype, device=row.device)
 
@@ -348,13 +348,13 @@ def check_packed(
     assert kept_format(quantization, storage_of(origin), where=origin.folder) == quantization, (
         "given as the files have it"
     )
-    layers = {name.removesuffix(".weight"): name in packed for name in table if table[name].role is Role.linear}
+    layers = {name.removesuffix(".weight"): name in packed for name in table if table[name].role is LINEAR}
     of_one_input: dict[tuple[str, str], set[bool]] = {}
     for name, is_packed in layers.items():
         parent, _, leaf = name.rpartition(".")
         of_one_input.setdefault((parent, FUSED.get(leaf, leaf)), set()).add(is_packed)
     odd = [f"{parent}.{part}" for (parent, part), found in of_one_input.items() if len(found) > 1]
-    odd += sorted(name for name in packed if table[name].role is Role.other)
+    odd += sorted(name for name in packed if table[name].role is OTHER)
     if odd:
         raise CheckpointError(
             f"{origin.folder} must hold {quantization} weights for linear layers and experts of the decoder layers "

@@ -28,11 +28,12 @@ from llama_ssp.models.huggingface.families import adapt, check_files, is_linear
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
+    EXPERTS,
+    LINEAR,
     Loading,
     Parameter,
-    Role,
-    Row,
     Slice,
+    StoredSlice,
     Weights,
     check_packed,
     described,
@@ -107,11 +108,11 @@ def table_of(
 
     def parameter(name: str, values: nn.Parameter) -> Parameter:
         if name in experts:
-            return Parameter(tuple(values.shape), Role.experts)
+            return Parameter(tuple(values.shape), EXPERTS)
         if (layer := name.removesuffix(".weight")) not in linears or layer == name:
             return Parameter(tuple(values.shape))
         dim = cut_dim(model, layer, whole=whole) if num_ranks > 1 else None
-        return Parameter(tuple(values.shape), Role.linear, dim, None if dim is None else cut_of(layer))
+        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else cut_of(layer))
 
     return {name: parameter(name, values) for name, values in model.named_parameters(remove_duplicate=False)}
 
@@ -210,12 +211,12 @@ def _attend_by_position(model: PreTrainedModel) -> None:
 def _row(
     model: PreTrainedModel, name: str, parameter: nn.Parameter, *, source: str, dtype: torch.dtype,
     devices: Mapping[str, torch.device],
-) -> Row:  # fmt: skip
+) -> StoredSlice:  # fmt: skip
     path, _, leaf = name.rpartition(".")
     slices: Mapping[str, Slice] = getattr(model.get_submodule(path), "slices", {})
     device = [place for module, place in devices.items() if not module or name.startswith(f"{module}.")][-1]
     own_dtype = None if isinstance(parameter, _Buffer) else dtype
-    return Row(source, slices.get(leaf), parameter.numel(), own_dtype, device)
+    return StoredSlice(source, slices.get(leaf), parameter.numel(), own_dtype, device)
 
 
 class OwnLinear(nn.Module):

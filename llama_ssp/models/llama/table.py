@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llama_ssp.architectures.eagle3 import NUM_TAPS, HeadConfig
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import HEAD_CUTS, Matrix, cut_of
-from llama_ssp.models.weights import Parameter, Role
+from llama_ssp.models.weights import LINEAR, OTHER, Parameter
 from llama_ssp.settings.schema import ModelShape, WholeParts
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
@@ -63,7 +63,7 @@ def llama_table(
     (embedding,), norm = held.embeddings, Parameter((shape.hidden_size,))
     head_norms = dict.fromkeys(_HEAD_NORMS if family.norms_heads else (), Parameter((shape.head_dim,)))
     norms = dict.fromkeys((*_NORMS, "hidden_norm") if head else _NORMS, norm)
-    table = {OUTPUT: _weight(held.head or embedding, Role.other), EMBEDDING: _weight(embedding, Role.other)}
+    table = {OUTPUT: _weight(held.head or embedding, OTHER), EMBEDDING: _weight(embedding, OTHER)}
     for number in range(shape.num_hidden_layers):
         place = f"model.layers.{number}"
         for matrix in held.layer:
@@ -77,7 +77,7 @@ _FC = "fc"
 """The product of a head that maps taps to a hidden state."""
 
 
-def _weight(matrix: Matrix, role: Role = Role.linear) -> Parameter:
+def _weight(matrix: Matrix, role: str = LINEAR) -> Parameter:
     units = None if matrix.cut is None else cut_of(matrix.module)
     return Parameter((matrix.num_rows, matrix.num_columns), role, matrix.cut, units)
 
