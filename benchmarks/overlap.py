@@ -20,6 +20,7 @@ import transformers
 
 from benchmarks.decoding import TEXT, decode_once, run_config
 from benchmarks.measured import Row, group_of_ranks, markdown, store
+from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.planning.acceptance import overlapped_tokens, tokens_per_round
 from llama_ssp.planning.timing import OverlappedTime
 from llama_ssp.ranks.world import World, start
@@ -33,8 +34,6 @@ from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,
     DraftPlacement,
-    ModelConfig,
-    ModelShape,
     PlacementConfig,
     RunConfig,
     SpeculationConfig,

@@ -9,12 +9,12 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.catalogue import LOCAL, is_hub_id, read_path
 from llama_ssp.settings.drafters import DraftTokenizer, ModelDraftConfig, drafters
 from llama_ssp.settings.foreign import FOREIGN
-from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, ModelConfig
+from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, NO_DRAFT, DrafterConfig
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of
 

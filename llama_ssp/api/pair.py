@@ -28,6 +28,7 @@ from llama_ssp.api.arguments import (
     member,
     model_drafter,
 )
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.gpu import selected, selection_kept
@@ -45,15 +46,7 @@ from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_docstrings, check_values
 from llama_ssp.settings.drafters import DraftTokenizer, draft_name
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import (
-    DeviceKind,
-    Dtype,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-    SpeculationConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import DeviceKind, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.drafters.tokenizers import num_disagreeing
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder

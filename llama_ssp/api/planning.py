@@ -14,6 +14,7 @@ from llama_ssp.api.arguments import (
     known_arguments,
     model_drafter,
 )
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
@@ -25,7 +26,6 @@ from llama_ssp.settings.drafters import DraftTokenizer
 from llama_ssp.settings.schema import (
     DraftLayout,
     DraftPlacement,
-    Dtype,
     PlacementConfig,
     PlanConfig,
     SamplingConfig,

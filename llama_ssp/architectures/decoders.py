@@ -6,7 +6,7 @@ from functools import partial
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.llama import MISTRAL, QKV, QWEN2, QWEN3
 from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, decoder
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp.catalogue import ModelShape
 
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
 _TP_PLAN = {

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 from llama_ssp import architectures
 from llama_ssp.architectures.matrices import Inventory, decoder
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.registry import Registry
-from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.schema import WholeParts
 
 
 @cache

@@ -13,8 +13,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of
 from llama_ssp.words import said
 

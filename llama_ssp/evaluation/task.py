@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
-from llama_ssp.settings.fields import made, setting
+from llama_ssp.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import SUITES, NoEffect, Suite, TaskSpec, default_prompts, fill_in
 

@@ -4,18 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import (
-    DrafterConfig,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-    SpeculationConfig,
-    VerificationConfig,
-)
+from llama_ssp.settings.schema import DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 
 _SAMPLING = {each.name for each in fields(SamplingConfig)} - {"from_model"}
 _OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"}

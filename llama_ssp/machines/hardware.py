@@ -1,4 +1,4 @@
-"""Describes machines: the files `hardware/*.yaml` of `settings.catalogue` as typed dataclasses, read with PyYAML alone.
+"""Describes machines: the files `hardware/*.yaml` of `catalogue` as typed dataclasses, read with PyYAML alone.
 
 A file has figures from data sheets with their sources, and optionally the measurements of `task=calibrate`.
 Units: bytes, bytes/s, FLOP/s and seconds.
@@ -11,10 +11,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, cast, get_args, get_origin
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.fields import made, required, setting
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.fields import made, required, setting
 from llama_ssp.words import said
 
 

@@ -30,12 +30,13 @@ from llama_ssp.architectures.matrices import (
     stays_whole,
     widths,
 )
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.families import tp_plan_of
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelShape, WholeParts
+from llama_ssp.settings.schema import WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION
 
 EXPERTS = "moe_tp_experts"

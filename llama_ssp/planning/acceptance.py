@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.catalogue import LOCAL
 from llama_ssp.settings.drafters import draft_name
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.trees import TreeShape

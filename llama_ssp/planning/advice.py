@@ -17,7 +17,9 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as machines
 from llama_ssp.machines.hardware import HardwareConfig
@@ -41,8 +43,7 @@ from llama_ssp.planning.search import (
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, planned_model, same_kind
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.storage.formats import OWN_DTYPE, format_of, formats
 from llama_ssp.words import counted, rounded
 

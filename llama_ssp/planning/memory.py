@@ -31,19 +31,12 @@ from llama_ssp.architectures.matrices import (
     split_blocks,
     split_model,
 )
+from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import (
-    ADAPTIVE_LENGTHS,
-    DRAFT_WHOLE,
-    DraftLayout,
-    Dtype,
-    ModelShape,
-    TargetKind,
-    WholeParts,
-)
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, TargetKind, WholeParts
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512

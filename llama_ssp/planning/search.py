@@ -18,23 +18,18 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
 from llama_ssp.planning.timing import Timing, timing
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import (
-    ADAPTIVE,
-    ADAPTIVE_LENGTHS,
-    DraftLayout,
-    ModelConfig,
-    TargetKind,
-)
+from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import rounded

@@ -20,23 +20,13 @@ from llama_ssp.architectures.engine import (
 )
 from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import read_config, read_stored_format
+from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
 from llama_ssp.settings.drafters import draft_name, drafts, drafts_greedily, has_own_tokenizer, outgrown
 from llama_ssp.settings.layout import Layout, lay_out_replica, may_capture
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import (
-    DraftLayout,
-    Dtype,
-    ExpertParts,
-    ModelConfig,
-    ModelShape,
-    PlanConfig,
-    RunConfig,
-    TargetKind,
-    WeightsKind,
-)
+from llama_ssp.settings.schema import DraftLayout, ExpertParts, PlanConfig, RunConfig, TargetKind, WeightsKind
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, format_of

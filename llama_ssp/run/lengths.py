@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from llama_ssp.architectures.model_files import TOKENIZER_FILE
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import ModelConfig, read_path
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.run.prompts import Prompt, read_prompts
-from llama_ssp.settings.catalogue import read_path
-from llama_ssp.settings.schema import ModelConfig, RunConfig, TooLong, WeightsKind
+from llama_ssp.settings.schema import RunConfig, TooLong, WeightsKind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,9 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.reading import is_storable, read_json
-from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ending_of, is_hub_id
 from llama_ssp.errors import ConfigError, one_message, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import catalogue, drafters, layout, schema
-from llama_ssp.settings.catalogue import ENDINGS_WITH_FIELDS, ending_of, is_hub_id
+from llama_ssp.settings import drafters, layout, schema
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, RULES, at_every_temperature
-from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanConfig, RunConfig
+from llama_ssp.settings.schema import LAUNCHER, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, default_of, task_of
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import CACHES, FORMATS

@@ -34,10 +34,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.machines import hardware
-from llama_ssp.settings import catalogue, schema
-from llama_ssp.settings.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, is_folder, is_hub_id
+from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import MTP_DRAFTS, NO_MTP, ModelDraftConfig, drafter_of, drafters, problem_of
 from llama_ssp.settings.foreign import FOREIGN
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, SlurmConfig

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from llama_ssp.fields import setting
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
-from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import DrafterConfig
 
 NGRAM_DRAFT = "ngram"

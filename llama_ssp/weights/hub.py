@@ -21,9 +21,8 @@ from llama_ssp.architectures.model_files import (
     adapter_alone,
     read_json,
 )
+from llama_ssp.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, is_hub_id, read_path
 from llama_ssp.errors import CheckpointError
-from llama_ssp.settings.catalogue import ADAPTER_CONFIG_FILE, CONFIG_FILE, GGUF, GGUF_ALONE, is_hub_id, read_path
-from llama_ssp.settings.schema import ModelConfig
 
 WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.

@@ -5,11 +5,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, planned_model
 from llama_ssp.planning.timing import timing
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, ModelShape, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 
 
 def make_spec(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llama_ssp import catalogue
 from llama_ssp.kernels.linear import Linear, make_linear, product_of
 from llama_ssp.machines.hardware import MeasuredSum, Speed
 from llama_ssp.models.loading import load_model
@@ -24,7 +25,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import capture_stream, selected
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.run.calibration.interleave import undisturbed
-from llama_ssp.settings import catalogue
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect

@@ -18,16 +18,15 @@ import argparse
 from collections.abc import Sequence
 from typing import cast
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.registry import load_plugins
 from llama_ssp.run.commands import help as help_page
-from llama_ssp.run.commands import program
+from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import plan_on, resolve, show_machines, show_plan, show_search
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import compose, parser, problems_of_option, to_run_config
-from llama_ssp.settings.described import settings_of_plan
 from llama_ssp.settings.schema import PlanConfig
 
 _KEY = "hardware"
@@ -43,11 +42,11 @@ def read_settings(settings: list[str]) -> PlanConfig:
 
 def main(arguments: list[str]) -> int:
     """Print the plan; returns the exit code."""
-    own = help_page.entries(settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
-    parser = program.Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
+    own = help_page.entries(help_page.settings_of_plan()) if {"-h", "--help"} & {*arguments} else ""
+    parser = Options("llama-ssp plan [SETTING=VALUE ...]", f"{__doc__}\n{own}")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own models, machines and pairs")
     parser.add_argument("settings", metavar="SETTING=VALUE", nargs="*", help="for example model=7B")
-    return program.act_on(parser, arguments, _show)
+    return act_on(parser, arguments, _show)
 
 
 def _show(given: argparse.Namespace) -> None:

@@ -14,15 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.ranks.process import Ranks, find_agent, handle_signals, ignore_signals, read_ranks
 from llama_ssp.registry import load_plugins
 from llama_ssp.run import startup
 from llama_ssp.run.commands import help as help_page
+from llama_ssp.run.commands.options import Options, until_unread
 from llama_ssp.run.commands.points import check_here, for_all, points_of, repeated
-from llama_ssp.run.commands.program import Options, until_unread
 from llama_ssp.run.tasks import dry_run
-from llama_ssp.settings import catalogue, checks
+from llama_ssp.settings import checks
 from llama_ssp.settings.compose import COMPLETIONS, Composed, complete, compose, to_run_config
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain

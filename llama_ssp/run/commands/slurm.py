@@ -21,6 +21,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, read_path
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
@@ -29,10 +31,9 @@ from llama_ssp.reports.plan_tables import print_jobs
 from llama_ssp.run.commands.points import Point, for_all
 from llama_ssp.run.prompts import STANDARD_INPUT
 from llama_ssp.run.tasks.dry_run import expected_hours, plan_ahead, settings_of_run, show_plan
-from llama_ssp.settings import catalogue, checks
-from llama_ssp.settings.catalogue import CONFIG_FILE, read_path
+from llama_ssp.settings import checks
 from llama_ssp.settings.checks import is_synthetic
-from llama_ssp.settings.schema import LAUNCHER, ModelConfig, PlanFormat, RunConfig, SlurmConfig
+from llama_ssp.settings.schema import LAUNCHER, PlanFormat, RunConfig, SlurmConfig
 from llama_ssp.terminal.unread import complain
 from llama_ssp.words import visible
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
+from llama_ssp.catalogue import ModelConfig, read_path
 from llama_ssp.errors import CapacityError, ConfigError, one_message
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -22,13 +23,11 @@ from llama_ssp.planning.spec import PlanSpec, make_spec, resolve_shapes, spec_of
 from llama_ssp.planning.timing import Timing
 from llama_ssp.reports.records import Forecast
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
-from llama_ssp.settings.catalogue import read_path
 from llama_ssp.settings.checks import check_plan
 from llama_ssp.settings.layout import lay_out_replica
 from llama_ssp.settings.schema import (
     DeviceKind,
     DraftLayout,
-    ModelConfig,
     PlanConfig,
     PlanFormat,
     RunConfig,

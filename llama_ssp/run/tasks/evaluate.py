@@ -1,5 +1,6 @@
 """`task=evaluate`: completes all prompts in both modes, and lets a suite judge the completions."""
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.evaluation.evidence import Evidence
 from llama_ssp.evaluation.martingales import BLOCK, CERTAIN, Role, Rounds, roles_of
 from llama_ssp.evaluation.task import task_and_suite
@@ -11,7 +12,7 @@ from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.probabilities import SampledText, score
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily, has_own_tokenizer
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import MODEL_DRAFT, Dtype, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, RunConfig
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from llama_ssp import Pair, load, plan
+from llama_ssp import Pair, catalogue, load, plan
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DeviceKind, Dtype
+from llama_ssp.settings.schema import DeviceKind
 from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
 from tests.helpers.lanes import heavy

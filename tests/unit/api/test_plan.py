@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from llama_ssp import plan
+from llama_ssp import catalogue, plan
 from llama_ssp.planning.plan import document
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights import hub
 from tests.helpers.in_process import planned

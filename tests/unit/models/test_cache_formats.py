@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.decoding import decode_once, load_pair, make_decoder, prompt, run_config
+from llama_ssp import catalogue
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.storage.formats import CACHES

@@ -34,7 +34,7 @@ import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
 from llama_ssp.kernels.linear import can_halve
-from llama_ssp.settings.schema import Dtype
+from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.models.loading import check_model, load_model

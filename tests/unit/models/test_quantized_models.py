@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp import catalogue
 from llama_ssp import load as load_pair
+from llama_ssp.catalogue import Dtype
 from llama_ssp.cpu.kinds import DOTS
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import PlainLinear, product_of
@@ -21,8 +23,6 @@ from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import shares, weight_bytes
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect

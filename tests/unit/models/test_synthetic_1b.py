@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp import catalogue
 from llama_ssp.kernels.linear import PlainLinear
-from llama_ssp.settings import catalogue
 from llama_ssp.weights.synthetic import Synthetic, synthesize
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.models import load_lean

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from benchmarks.published import implied_acceptance
+from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
 from llama_ssp.planning import acceptance as module
@@ -20,7 +21,6 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -21,8 +23,7 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.reports.plan_tables import ITEMS
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from tests.helpers.planning import make_spec
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llama_ssp.architectures.engine import ENGINE_KERNELS
+from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
 from llama_ssp.planning.spec import PlannedModel
@@ -21,7 +22,7 @@ from llama_ssp.planning.timing import (
     forward_time,
     message_s,
 )
-from llama_ssp.settings.schema import Dtype, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import small_model
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import fits, memory
@@ -19,15 +21,8 @@ from llama_ssp.planning.search import (
     search,
 )
 from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block, same_kind
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.layout import lay_out_replica
-from llama_ssp.settings.schema import (
-    ADAPTIVE_LENGTHS,
-    DraftLayout,
-    DraftPlacement,
-    ModelConfig,
-    PlacementConfig,
-)
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec, small_model, times_of

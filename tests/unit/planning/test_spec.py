@@ -9,21 +9,20 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import model_bytes
 from llama_ssp.planning.spec import PlanSpec, notes_on_families, planned_model, spec_of_plan
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
     DraftLayout,
     DraftPlacement,
-    Dtype,
-    ModelConfig,
     PlacementConfig,
     PlanConfig,
     TargetKind,

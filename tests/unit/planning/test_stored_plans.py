@@ -10,6 +10,7 @@ import yaml
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.advice import changes_that_fit
@@ -18,16 +19,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.search import search
 from llama_ssp.planning.spec import PlannedModel, planned_model, resolve_shapes, spec_of_plan
 from llama_ssp.planning.timing import ModelPlacement, bandwidth, forward_time
-from llama_ssp.settings.schema import (
-    NO_DRAFT,
-    DrafterConfig,
-    Dtype,
-    ModelConfig,
-    PlanConfig,
-    SyntheticConfig,
-    TargetKind,
-    WeightsKind,
-)
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig, SyntheticConfig, TargetKind, WeightsKind
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.engine import ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -16,8 +18,7 @@ from llama_ssp.planning.acceptance import tree_tokens
 from llama_ssp.planning.memory import kv_bytes_per_token, model_bytes, step_bytes
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.planning.timing import OPERATORS_PER_LAYER, CostModel, bandwidth, round_messages
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import DraftLayout, Dtype, TargetKind
+from llama_ssp.settings.schema import DraftLayout, TargetKind
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.planning import make_spec, small_model, times_of
 

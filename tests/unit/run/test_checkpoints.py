@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.kernels.linear import HalfLinear, can_halve
 from llama_ssp.machines import hardware
@@ -22,8 +23,7 @@ from llama_ssp.run.checkpoints import find_eos_ids, find_sources, with_number_fo
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, Dtype, ModelConfig, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DeviceKind, DrafterConfig, DraftLayout, RunConfig
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer

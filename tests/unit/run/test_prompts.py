@@ -16,12 +16,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
 from llama_ssp.run.jobs import JobMaker, PromptTask, check_vocabulary, encode, ids_of, in_turns
 from llama_ssp.run.lengths import problem_of_length
 from llama_ssp.run.prompts import Prompt, read_prompts
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import DrafterConfig, ModelConfig, RunConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from tests.helpers.tokenizers import byte_level
 
 WORDS = ["<s>", "</s>", "<user>", "<assistant>", "a", "b"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama_ssp import load
+from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.reports import html
@@ -21,7 +21,6 @@ from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import tune
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, SpeculationConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder, Update

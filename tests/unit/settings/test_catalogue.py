@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelConfig
 from llama_ssp.storage.formats import format_of
 from tests.helpers.own_conf import OwnConf
 

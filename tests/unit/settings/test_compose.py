@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import ConfigError
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.compose import Composed, compose, groups_of, run_id
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, Dtype, ModelConfig, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, RunConfig
 from llama_ssp.settings.tasks import default_of
 from tests.helpers.composed import compose_run
 from tests.helpers.lanes import heavy

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import ModelShape
+from llama_ssp import catalogue
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.weights.expansion import SPARE, Gather, cancelling, obstacle, shares
 from tests.helpers.shapes import llama_shape
 

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
+from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear, half_scale
 from llama_ssp.models.cache import Taps
@@ -20,9 +22,8 @@ from llama_ssp.models.llama.head import HeadRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings import catalogue
 from llama_ssp.settings.checks import LEAST_AGREEMENT
-from llama_ssp.settings.schema import HEAD_AGREEMENT, ModelShape
+from llama_ssp.settings.schema import HEAD_AGREEMENT
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.head import HeadSource, of_target

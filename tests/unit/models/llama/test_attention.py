@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.decoding import config_of, load_pair, make_decoder, prompt
+from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention, fault_of, find_varlen, flash_attention
 from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.speculate.drafters.drafter import catch_up
 from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.huggingface.modules import load_modules
@@ -23,7 +24,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import model_bytes, rank_shares, shares
 from llama_ssp.planning.spec import planned_model
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.schema import ModelConfig, TargetKind
+from llama_ssp.settings.schema import TargetKind
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.fake_comm import on_ranks, thread_comms

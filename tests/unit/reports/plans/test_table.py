@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
@@ -17,7 +18,6 @@ from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_figures import draw, draw_plan
 from llama_ssp.reports.plan_tables import ITEMS, show
-from llama_ssp.settings.schema import Dtype
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec
 

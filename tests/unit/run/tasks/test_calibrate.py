@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp import catalogue
 from llama_ssp.errors import SspError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.timing import timing
@@ -14,7 +15,6 @@ from llama_ssp.run.calibration import operators
 from llama_ssp.run.tasks import calibrate as task
 from llama_ssp.run.tasks.calibrate import calibrate
 from llama_ssp.run.tasks.records import CalibrateConfig
-from llama_ssp.settings import catalogue
 from llama_ssp.terminal.terminal import Terminal
 from tests.helpers.planning import make_spec
 from tests.helpers.worlds import ONE_CORE

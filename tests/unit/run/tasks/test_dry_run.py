@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llama_ssp import catalogue
+from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import require_room
 from llama_ssp.planning.spec import make_spec
 from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.run.tasks.records import CompareConfig
-from llama_ssp.settings import catalogue
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, Dtype, RunConfig, WeightsKind
+from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, RunConfig, WeightsKind
 
 
 def _run(model: str = "tiny", draft: str | None = "tiny-draft", prompt: str | None = None) -> RunConfig:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from llama_ssp import catalogue
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.acceptance import DraftedPair, known
 from llama_ssp.reports.records import CompletionLine
@@ -22,7 +23,6 @@ from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings import catalogue
 from llama_ssp.terminal.terminal import Output, Terminal
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, launch
