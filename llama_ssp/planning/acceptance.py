@@ -6,7 +6,7 @@ which `store` writes. Of a pair in neither, a plan takes the default of the pack
 Tokens per round: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,8 +18,6 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, SspError, one_message
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.settings.drafters import draft_name
-from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.trees import TreeShape
 
 PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
@@ -31,16 +29,6 @@ _HEAD = (
 
 Gain = Callable[[float, int], float]
 """Expected tokens of a round by the acceptance and K."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftedPair:
-    """The names of a target and of its draft, which is that of its kind without a model, and the temperature."""
-
-    target: str
-    draft: str
-    has_model: bool = True
-    temperature: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,34 +59,22 @@ _LIKE_NOTHING = Acceptance(
 )  # fmt: skip
 
 
-def pair_of_spec(spec: PlanSpec) -> DraftedPair:
-    """The pair of a spec with a draft."""
-    name = spec.draft.name if spec.draft else str(spec.free_draft)
-    return DraftedPair(
-        target=spec.target.name, draft=name, has_model=spec.draft is not None, temperature=spec.temperature
-    )
-
-
-def pair_of_run(config: RunConfig) -> DraftedPair:
-    """The pair of a run with a draft."""
-    return DraftedPair(
-        target=config.model.name, draft=str(draft_name(config.draft)), has_model=config.draft.model is not None,
-        temperature=config.sampling.temperature,
-    )  # fmt: skip
-
-
 def expected_of_spec(spec: PlanSpec) -> Acceptance:
     """The acceptance that the user gave, else what is expected of the pair."""
     if spec.acceptance is not None:
         return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance")
-    return expected(pair_of_spec(spec))
+    draft = spec.draft.name if spec.draft else str(spec.free_draft)
+    return expected(spec.target.name, draft, has_model=spec.draft is not None, temperature=spec.temperature)
 
 
-def expected(pair: DraftedPair) -> Acceptance:
-    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong."""
-    if found := known(pair):
+def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:
+    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong.
+
+    `draft` is the name of a model, or the kind of a draft without one.
+    """
+    if found := known(target, draft, temperature=temperature):
         return found
-    if not pair.has_model:
+    if not has_model:
         return _LIKE_NOTHING
     return replace(_figure(_files(tuple(catalogue.folders()))[-1]["default"], None), is_forecast=True)
 
@@ -121,17 +97,17 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
     yield f"to know it, measure the pair once: {command}"
 
 
-def known(pair: DraftedPair) -> Acceptance | None:
+def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
     """The figure of a pair, or of its draft with any target; quantized models have the figure of their base.
 
     Of figures at several temperatures, the nearest is taken, and moved to the pair's. None if no file has one; a file
     without the form of the package's raises ConfigError.
     """
-    names = pair.target.removesuffix("_8bit"), pair.draft.removesuffix("_8bit")
+    names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
 
     def distance(entry: Mapping[str, Any]) -> float:
         known_at = entry.get("temperature")
-        return abs(known_at - pair.temperature) if known_at is not None and pair.temperature is not None else 0.0
+        return abs(known_at - temperature) if known_at is not None and temperature is not None else 0.0
 
     files = _files(tuple(catalogue.folders()))
     of_pair = (
@@ -139,10 +115,10 @@ def known(pair: DraftedPair) -> Acceptance | None:
             default=None)
         for content in files
     )  # fmt: skip
-    of_draft = (content.get("drafts", {}).get(pair.draft) for content in files)
+    of_draft = (content.get("drafts", {}).get(draft) for content in files)
     of_user = (content.get("default") for content in files[:-1])
     entry = next(filter(None, (*of_pair, *of_draft, *of_user)), None)
-    return entry and _figure(entry, pair.temperature)
+    return entry and _figure(entry, temperature)
 
 
 def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
@@ -181,8 +157,7 @@ def store(entry: Mapping[str, Any]) -> Path:
 @cache
 def _files(where: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
-    named = [folder / name for folder in where for name in (PAIRS, MEASURED)]
-    return [_read(file) for file in named if file.is_file()]
+    return [_read(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -268,13 +243,3 @@ def tree_tokens(acceptance: float, tree: TreeShape) -> float:
         level = [reaching * share for reaching in sorted(level, reverse=True)[:width] for share in by_rank]
         reached += level
     return sum(sorted(reached, reverse=True)[: tree.num_nodes + 1])
-
-
-def token_times(rounds_s: Sequence[float], acceptance: float, gain: Gain = tokens_per_round) -> tuple[float, ...]:
-    """Seconds per token for K = 1, 2, ... from those of a round."""
-    return tuple(seconds / gain(acceptance, number) for number, seconds in enumerate(rounds_s, start=1))
-
-
-def fastest(times: Sequence[float]) -> int:
-    """The K that takes the least time per token."""
-    return 1 + min(range(len(times)), key=times.__getitem__)

@@ -36,7 +36,6 @@ from llama_ssp.planning.memory import (
 from llama_ssp.planning.search import (
     MOST_NODES,
     by_length,
-    has_its_own_number,
     length_setting,
     placement_settings,
     without_draft,
@@ -244,6 +243,12 @@ class Change:
         return timing(self.spec, self.hardware)
 
     @property
+    def faults(self) -> set[str]:
+        """The warnings of its plan, without figures; another K that gains more is no fault."""
+        found = warnings(self.spec, self.hardware, self.timed)
+        return {sentence.partition(":")[0] for sentence in found if not sentence.startswith("K=")}
+
+    @property
     def has_room(self) -> bool:
         """Whether it fits, and with something left: what is bought should not be tight."""
         return fits(self.spec, self.hardware) and not self.fullest.is_tight
@@ -268,16 +273,15 @@ class Change:
 
 def changes_that_fit(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
     """Return up to three changes that make a plan fit, the best first; empty if nothing that was tried fits."""
-    candidates, known = _fitting(_ways(spec, hardware)), _faults(spec, hardware, timing(spec, hardware))
+    known = Change(kind="", loss=Loss.nothing, spec=spec, hardware=hardware).faults
+    candidates = _fitting(_ways(spec, hardware))
     if not any(one.loss <= Loss.little for one in candidates):
-        candidates += _fitting(_two_at_once(spec, hardware))
+        for step in _formats(spec, hardware):  # fewer bits and more ranks together
+            both = (
+                replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.spec, hardware)
+            )
+            candidates += _fitting(_first_with_room(both))
     return _chosen(candidates, known) or _chosen(_fitting(_smaller_targets(spec, hardware)), known)
-
-
-def _faults(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> set[str]:
-    """The warnings of a plan, without figures; another K that gains more is no fault."""
-    found = warnings(spec, hardware, timed)
-    return {said.partition(":")[0] for said in found if not said.startswith("K=")}
 
 
 def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
@@ -298,13 +302,13 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
     """The change, or the same with the best K, if the plan of one warns of nothing else than what is known."""
-    if _faults(change.spec, change.hardware, change.timed) <= known:
+    if change.faults <= known:
         return change
     if change.timed.best_num_draft_tokens is None or change.spec.adapts:
         return None
     _, drafting = next(by_length(change.spec, change.timed))
     better = _fitting([change.then(length_setting(drafting), spec=drafting)])
-    return next((one for one in better if _faults(one.spec, one.hardware, one.timed) <= known), None)
+    return next((one for one in better if one.faults <= known), None)
 
 
 def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
@@ -384,8 +388,8 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
         return
     start = Change(kind="ranks", loss=Loss.more, spec=spec, hardware=hardware)
     used, known = len(spec.layout.ranks), hardware.num_gpus
-    if hardware.name in machines.names() and hardware.device == "cuda":
-        known = max(known, machines.load(hardware.name).num_gpus)
+    if hardware.device == "cuda":
+        known = max(known, _gpus_of_entry(hardware))
     if hardware.num_nodes == 1:
         for size in sorted(block_sizes(known // spec.num_replicas)):
             if size > used and (larger := same_kind(spec, size)):
@@ -409,18 +413,16 @@ def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
         if machine.device != "cuda" or machine.gpu == hardware.gpu or rest or not (other := same_kind(spec, size)):
             continue
         settings = [f"hardware={machine.name}"]
-        settings += [] if has_its_own_number(hardware) else [f"hardware.num_gpus={machine.num_gpus}"]
+        settings += [f"hardware.num_gpus={machine.num_gpus}"] * (_gpus_of_entry(hardware) != hardware.num_gpus)
         settings += ["hardware.num_nodes=1"] if hardware.num_nodes > 1 else []
         start = Change(kind="machine", loss=Loss.more, spec=spec, hardware=machine)
         found.append(start.then(*settings, spec=other))
     return sorted(found, key=lambda way: way.hardware.num_gpus * way.hardware.memory_bytes)
 
 
-def _two_at_once(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """Fewer bits and more ranks together."""
-    for step in _formats(spec, hardware):
-        both = (replace(more, settings=(*step.settings, *more.settings)) for more in _more_ranks(step.spec, hardware))
-        yield from _first_with_room(both)
+def _gpus_of_entry(hardware: HardwareConfig) -> int:
+    """GPUs of a node by the entry of a machine's name; 0 without one."""
+    return machines.load(hardware.name).num_gpus if hardware.name in machines.names() else 0
 
 
 def _first_with_room(steps: Iterable[Change]) -> list[Change]:

@@ -6,7 +6,7 @@ machine, or the estimates below.
 
 Shapes: B sequences, T positions, W = K + 1 positions of a round, V vocabulary, E hidden size, I MLP units, D head dim.
 
-Layer-wise placement, which the loader does by `split_row` too:
+Layer-wise placement, which the loader does by `split_layers` too:
 
     device 0: embeddings, layers 0-9    device 1: layers 10-19    last device: layers 20-27, norm, head
 """
@@ -74,13 +74,13 @@ class WeightBytes:
         sharded_bytes: matrices, biases and scales of which every rank holds a different part.
         repeated_bytes: norms, row-parallel biases and unsharded tables, which every rank holds whole.
         repeated_scale_bytes: row scales of quantized row-parallel matrices, which every rank has for its columns.
-        beside_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
+        temporary_bytes: temporary bytes of the loader at its peak, beyond all parts that stay.
     """
 
     sharded_bytes: int = 0
     repeated_bytes: int = 0
     repeated_scale_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
 
     @cached_property
     def on_every_rank_bytes(self) -> int:
@@ -150,38 +150,38 @@ def weight_bytes(
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    beside = _beside_bytes([*products.values()], storage, is_half=matrix_size != size)
+    temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
     if matrix_size != size:  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated + scales) if fuses else 0
         read = size * held.output.num_elements if held.head else 0
-        beside = max(beside, read + tables[-1][2] - without)
+        temporary = max(temporary, read + tables[-1][2] - without)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
         repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
         + size * held.final_vectors
         + table_bytes[True],
         repeated_scale_bytes=held.num_layers * scales,
-        beside_bytes=beside,
+        temporary_bytes=temporary,
     )
 
 
-def _beside_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
+def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
     """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
 
     Products are lists of matrices: the bytes that are read, and those that stay. What is read is joined, and freed
     matrix by matrix. Copies of what is quantized or halved are made on the way. Two matrices are read ahead for GPUs,
     where nothing is halved.
     """
-    beside = 0
+    temporary = 0
     for place, product in enumerate(products):
         later = [*chain.from_iterable(products[place + 1 :])]
         read, stored = map(sum, zip(*product, strict=True))
         copies = product[-1][0] if len(product) > 1 else 0
         if storage.is_quantized or is_half:
             copies = max(copies, storage.loading_copies * stored)
-        ahead = 0 if is_half else sum(each for each, _ in later[:2])
-        beside = max(beside, read + copies + ahead - stored - sum(each for _, each in later))
-    return beside
+        ahead = 0 if is_half else sum(size for size, _ in later[:2])
+        temporary = max(temporary, read + copies + ahead - stored - sum(size for _, size in later))
+    return temporary
 
 
 def _in_blocks(matrix: Matrix) -> Matrix:
@@ -203,7 +203,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    read = replace(held, layer=tuple(replace(each, copies=each.num_used(1)) for each in held.layer))
+    read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (
         model_bytes(read if held.experts else held, model, device=device).total_bytes
         - DTYPE_BYTES[model.dtype] * tables
@@ -213,7 +213,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
 GB, GIB = 10**9, 2**30
 
 
-def split_row(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
+def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
     """Split the layers of a layer-wise target evenly; devices beyond the layers have none."""
     used = min(num_devices, num_layers)
     return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
@@ -224,7 +224,7 @@ class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
     Its cache has `slot_bytes` a slot over `of_layers`. `width` is the size of queries, keys and values of a position,
-    `working_bytes` that of the largest unpacked matrix. `beside_bytes` are needed in addition to the weights while
+    `working_bytes` that of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights while
     loading.
     """
 
@@ -236,7 +236,7 @@ class _Part:
     width: int = 0
     units: int = 0
     working_bytes: int = 0
-    beside_bytes: int = 0
+    temporary_bytes: int = 0
 
 
 _NOTHING = _Part()
@@ -289,14 +289,15 @@ def _layer_wise(model: PlannedModel, held: tuple[range, ...]) -> tuple[Inventory
 
 def _layer_wise_parts(spec: PlanSpec) -> Iterator[_Part]:
     """The parts of a layer-wise target by device."""
-    model, row = spec.target, split_row(spec.target.shape.num_hidden_layers, num_devices=len(spec.target_devices))
+    model = spec.target
+    split = split_layers(model.shape.num_hidden_layers, num_devices=len(spec.target_devices))
     (whole,) = _parts(
         model, spec.device, num_ranks=1, kind=TargetKind.tensor, num_slots=spec.batch_size * spec.num_slots
     )
-    for layers, held in zip(row, _layer_wise(model, row), strict=True):
+    for layers, held in zip(split, _layer_wise(model, split), strict=True):
         weights = model_bytes(held, model, device=spec.device)
         yield replace(
-            whole, weights=weights, beside_bytes=weights.beside_bytes,
+            whole, weights=weights, temporary_bytes=weights.temporary_bytes,
             cache_bytes=whole.cache_bytes // model.shape.num_hidden_layers * len(layers),
         )  # fmt: skip
 
@@ -335,7 +336,7 @@ def _empty_parts(
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
             working_bytes=size * int(min(max(held.products), most_unpacked)),
-            beside_bytes=whole_bytes or weights.beside_bytes,
+            temporary_bytes=whole_bytes or weights.temporary_bytes,
         )
         parts.append(part)
     return tuple(parts)
@@ -454,12 +455,16 @@ def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMe
 
 
 def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _Part, draft: _Part) -> RankMemoryPlan:
+    taps_bytes = spec.batch_size * spec.num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
+    # All that the rows can need, in fp64, twice while all rows are admitted at once.
+    uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes,
-        "draft_cache_bytes": draft.cache_bytes + _taps_bytes(spec, rank),
-        "logits_bytes": _logits_bytes(spec, rank) + _numbers_bytes(spec),
+        "draft_cache_bytes": draft.cache_bytes + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps),
+        "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(
             _activation_bytes(spec, hardware, model, part)
             for model, part in ((spec.target, target), (spec.draft, draft))
@@ -474,7 +479,9 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "context_bytes": context_bytes,
         "slack_bytes": int(SLACK_SHARE * sum(served.values())) if hardware.device == "cuda" else 0,
     }
-    loading = target.weights.total_bytes + max(target.beside_bytes, draft.weights.total_bytes + draft.beside_bytes)
+    loading = target.weights.total_bytes + max(
+        target.temporary_bytes, draft.weights.total_bytes + draft.temporary_bytes
+    )
     return RankMemoryPlan(
         rank=rank,
         **served,
@@ -488,11 +495,6 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         draft_row_scale_bytes=draft.weights.repeated_scale_bytes,
         target_heads=target.num_heads,
     )
-
-
-def _taps_bytes(spec: PlanSpec, rank: int) -> int:
-    """The target's taps, of all rows, where a head reads them, or where they are sent from."""
-    return spec.batch_size * spec.num_slots * spec.tap_bytes * (rank in spec.draft_ranks or spec.sends_taps)
 
 
 def _num_communicators(spec: PlanSpec, rank: int) -> int:
@@ -512,29 +514,23 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     draft's probabilities in fp32, one more copy if the rule keeps all rows, and one fp64 cumulative sum per row to draw
     from. Penalties and races need more. Other ranks of the draft have its probabilities.
     """
-    layout, rows = spec.layout, spec.round_rows
-    size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, rows - 1
-    logits = rows * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
-    logits += rows * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
+    layout, positions = spec.layout, spec.round_positions
+    size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
+    logits = positions * (2 * size * (len(spec.target_ranks) > 1) + 4) if rank in spec.target_ranks else 0
+    logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
     drafts, num_own = rank in spec.draft_ranks, spec.batch_size
     if layout.splits_batch:
         num_own = -(-spec.batch_size // len(spec.draft_ranks)) if drafts else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
-    whole = 4 * rows * rule_of(spec.rule).keeps_all_rows
-    rule = 4 * rows + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
+    rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     if drafts and spec.own_tokenizer:
         rule += 8  # the draft's logits with one more column, and what is moved to the target's ids
     if decides and spec.overlaps:  # of what is in flight, while those of the next block arrive
-        rule += 4 * rows
+        rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
-        rule += rows * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
+        rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
     return vocabulary * (spec.batch_size * logits + num_own * rule)
-
-
-def _numbers_bytes(spec: PlanSpec) -> int:
-    """All uniforms that the rows can need, in fp64, twice while all rows are admitted at once."""
-    of_a_round = 3 * spec.num_draft_tokens * spec.drafts + 4
-    return 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * of_a_round
 
 
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel | None, part: _Part) -> int:
@@ -548,7 +544,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model is None or part is _NOTHING:
         return 0
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
-    rows = min(PREFILL_CHUNK, spec.prompt_tokens)
+    positions = min(PREFILL_CHUNK, spec.prompt_tokens)
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
@@ -556,9 +552,9 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.reads_by_length(hardware):
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
         num_parts = min(most_parts(num_kv_heads), -(-spec.num_slots // PART_SLOTS))
-        parts_bytes = 4 * spec.round_rows * num_parts * part.num_heads * (shape.head_dim + 1)
+        parts_bytes = 4 * spec.round_positions * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
-        masks = rows * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+        masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:
@@ -566,8 +562,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
-    wide = max(rows * attended * size + repeated, rows * 3 * part.units * size, parts_bytes)
-    return spec.batch_size * (rows * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
+    wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes)
+    return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:

@@ -14,7 +14,7 @@ search varies no setting of the command line.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,6 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
-from llama_ssp.machines import hardware as catalogue_of_machines
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.spec import PlannedModel, PlanSpec, block_sizes, on_block, planned_model
@@ -90,12 +89,6 @@ def length_setting(spec: PlanSpec) -> str:
     return f"speculation.num_draft_tokens={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
 
 
-def has_its_own_number(hardware: HardwareConfig) -> bool:
-    """Whether a machine has as many GPUs as its entry of the catalogue says, which no setting needs to repeat."""
-    known = catalogue_of_machines
-    return hardware.name in known.names() and known.load(hardware.name).num_gpus == hardware.num_gpus
-
-
 def choose_placement(
     spec: PlanSpec, hardware: HardwareConfig, *, num_ranks: int, divides: bool = False
 ) -> tuple[PlanSpec, str]:
@@ -143,26 +136,15 @@ def _described(spec: PlanSpec) -> str:
     return f"{target} and the draft on {named(spec.draft_ranks)}{kind}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A spec with its seconds per token, or with why it is ruled out."""
-
-    spec: PlanSpec
-    fullest: RankMemoryPlan | None = None
-    timed: Timing | None = None
-    token_s: float = math.inf
-    reason: str | None = None
-
-
-def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> Choice:
+def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> tuple[PlanSpec, dict[str, Any]]:
     """Price a spec with the best K that fits, and without CUDA graphs where no K has room for them.
 
-    `given` are keys of settings that stay as they are.
+    `given` are keys of settings that stay as they are. Returns the spec with its figures, or with why it is ruled out.
     """
     try:
         full = asked = fullest_rank(spec, machine)
     except PlacementError as error:
-        return Choice(spec=spec, reason=str(error))
+        return spec, _figures(spec, machine, reason=str(error))
     keeps_k = "speculation.num_draft_tokens" in given
     if full.fits or (not keeps_k and spec.drafts and fits(replace(spec, num_draft_tokens=1, adapts=False), machine)):
         timed = timing(spec, machine)
@@ -170,39 +152,24 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
         ways = iter(()) if keeps_k else by_length(spec, timed)
         for token_s, way in chain([next(ways, (asked_s, spec))], ways):
             if (full := fullest_rank(way, machine)).fits:
-                return Choice(spec=way, fullest=full, timed=timed, token_s=token_s)
+                times = {
+                    "ms_per_token": 1e3 * token_s,
+                    "tokens_per_s": way.batch_size * way.num_replicas / token_s,
+                    "first_token_ms": 1e3 * timed.prefill_s,
+                    "speedup": timed.plain_s / token_s,
+                }
+                return way, _figures(way, machine, full) | times
     if spec.cuda_graphs and "cuda_graphs" not in given and asked.free_bytes + asked.graphs_bytes >= 0:
         return priced(replace(spec, cuda_graphs=False), machine, given=given)
     full = full if asked.fits else asked
     reason = f"rank {full.rank} needs {full.needed_bytes / GIB:.1f} of {full.capacity_bytes / GIB:.1f} GiB"
-    return Choice(spec=spec, fullest=full, reason=reason)
+    return spec, _figures(spec, machine, full, reason=reason)
 
 
-def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Price all candidates for a spec like this one: the asked model first, the fastest first, misfits of each last.
-
-    `given` are the settings of the command line. docs/reference/plan-document.md describes the fields.
-    """
-    words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
-    choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
-    asked = _unquantized(spec.target.name)
-    fastest: dict[str, float] = {}
-    for one in choices:
-        name = one.spec.target.name
-        fastest[name] = min(one.token_s, fastest.get(name, math.inf))
-
-    def order(one: Choice) -> tuple[Any, ...]:
-        name = one.spec.target.name
-        return name != asked, fastest[name], name, one.token_s, len(one.spec.layout.ranks)
-
-    return [
-        {"rank": rank} | _row(one, hardware, settings=_settings(one.spec, spec, words))
-        for rank, one in enumerate(sorted(choices, key=order), start=1)
-    ]
-
-
-def _row(one: Choice, hardware: HardwareConfig, *, settings: tuple[str, ...]) -> dict[str, Any]:
-    spec, full, fitting = one.spec, one.fullest, one.reason is None
+def _figures(
+    spec: PlanSpec, hardware: HardwareConfig, full: RankMemoryPlan | None = None, *, reason: str | None = None
+) -> dict[str, Any]:
+    """The figures of a choice, still without its times."""
     return {
         "target": spec.target.name,
         "quantization": spec.target.weights_name,
@@ -215,16 +182,34 @@ def _row(one: Choice, hardware: HardwareConfig, *, settings: tuple[str, ...]) ->
         "adapts": spec.drafts and spec.adapts,
         "tree": spec.tree and spec.tree.text,
         "overlaps": spec.overlaps,
-        "ms_per_token": 1e3 * one.token_s if fitting else None,
-        "tokens_per_s": spec.batch_size * spec.num_replicas / one.token_s if fitting else None,
-        "first_token_ms": 1e3 * one.timed.prefill_s if one.timed else None,
-        "speedup": one.timed.plain_s / one.token_s if one.timed else None,
+        **dict.fromkeys(("ms_per_token", "tokens_per_s", "first_token_ms", "speedup")),
         "needed_bytes": full.needed_bytes if full else None,
         "capacity_bytes": hardware.rank_bytes,
         "is_tight": full is not None and full.is_tight,
-        "reason": one.reason,
-        "settings": settings,
+        "reason": reason,
     }
+
+
+def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Price all candidates for a spec like this one: the asked model first, the fastest first, misfits of each last.
+
+    `given` are the settings of the command line. docs/reference/plan-document.md describes the fields.
+    """
+    words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
+    choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
+    asked = _unquantized(spec.target.name)
+    fastest: dict[str, float] = {}
+    for _, one in choices:
+        fastest[one["target"]] = min(one["ms_per_token"] or math.inf, fastest.get(one["target"], math.inf))
+
+    def order(choice: tuple[PlanSpec, dict[str, Any]]) -> tuple[Any, ...]:
+        name, ms = choice[1]["target"], choice[1]["ms_per_token"]
+        return name != asked, fastest[name], name, ms or math.inf, choice[1]["num_ranks"]
+
+    return [
+        {"rank": rank} | figures | {"settings": _settings(chosen, spec, words)}
+        for rank, (chosen, figures) in enumerate(sorted(choices, key=order), start=1)
+    ]
 
 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ more models than the engine runs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from llama_ssp.architectures.eagle3 import NUM_TAPS
 from llama_ssp.architectures.engine import (
@@ -69,29 +69,23 @@ class PlannedModel:
         """Whether the lean decoder runs the model."""
         return record_of(self.shape.model_type).is_llama_kind and not self.by_library
 
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of a head's key, or value, in the cache."""
-        return self._row_bytes(self.shape.head_dim)
-
-    def _row_bytes(self, width: int) -> int:
-        return CACHES.of(self.cache_dtype).row_bytes(width, value_bytes=DTYPE_BYTES[self.dtype])
-
     def slot_bytes(self, num_kv_heads: int) -> int:
         """Bytes of the keys and values of a token in all layers, on a rank with so many key-value heads.
 
         Layers that read those of earlier ones have none. Where global layers have other heads, a rank has all.
         """
         shape, kinds = self.shape, self.shape.layer_kinds
+        of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
+        head_bytes = of_head(shape.head_dim)
         if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
             is_whole = shape.latent_width or values % shape.num_key_value_heads
             values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
-            return values * self.row_bytes // shape.head_dim
+            return values * head_bytes // shape.head_dim
         if not kinds:
-            return 2 * shape.num_hidden_layers * num_kv_heads * self.row_bytes
+            return 2 * shape.num_hidden_layers * num_kv_heads * head_bytes
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
-        rows = kinds.count("s") * num_kv_heads * self.row_bytes
-        return 2 * (rows + kinds.count("g") * of_global * self._row_bytes(shape.global_head_dim))
+        of_local = kinds.count("s") * num_kv_heads * head_bytes
+        return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
 
     @cached_property
     def has_own_cache(self) -> bool:
@@ -258,7 +252,7 @@ class PlanSpec:
     def num_slots(self) -> int:
         """Cache slots per row: its tokens and the K + 1, or 2 K, that a round may write beyond them, rounded up."""
         in_flight = self.num_draft_tokens - 1 if self.overlaps else 0
-        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_rows + in_flight)
+        return whole_steps(self.prompt_tokens + self.max_new_tokens + self.round_positions + in_flight)
 
     @property
     def draft_slots(self) -> int:
@@ -269,14 +263,14 @@ class PlanSpec:
         return own_slots(self.num_slots, max_position_embeddings=context)
 
     @cached_property
-    def first_draft_rows(self) -> int:
+    def first_draft_positions(self) -> int:
         """Positions per row in the draft's first forward of a round: what its cache may lack."""
         if self.has_head or self.tree:
             return self.draft_depth + 1
         return MOST_PIECES + 1 if self.own_tokenizer else 2
 
     @cached_property
-    def round_rows(self) -> int:
+    def round_positions(self) -> int:
         """Positions per row in the target's forward of a round: K + 1, or 1 without a draft."""
         return self.num_draft_tokens + 1 if self.drafts else 1
 

@@ -80,7 +80,7 @@ def finalize(session: Session) -> None:
     )  # fmt: skip
     gains_of = partial(round_gains, num_draft_tokens=most_drafted) if activities else None
     summary = summarise(
-        facts, folder.lines, folder.rows, evaluation=session.evaluation, activities=activities,
+        facts, folder.lines, folder.cells, evaluation=session.evaluation, activities=activities,
         excerpts=excerpts(folder.lines, session.models.tokenizer, gains_of=gains_of),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
     )  # fmt: skip

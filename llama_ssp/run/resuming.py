@@ -45,7 +45,7 @@ def check_models(folder: RunFolder, sources: tuple[Source, Source | None], confi
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
-    if (folder.lines or folder.rows) and config.resume is not Resume.anyway:
+    if (folder.lines or folder.cells) and config.resume is not Resume.anyway:
         kept = folder.read_kept(MODELS_FILE)
         if kept is None:
             raise ConfigError(

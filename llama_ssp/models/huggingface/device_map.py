@@ -17,7 +17,7 @@ from llama_ssp.models.huggingface.modules import build_empty, fill_modules, sour
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.quantization.precision import UNQUANTIZED
 from llama_ssp.models.weights import Loading
-from llama_ssp.planning.memory import split_row
+from llama_ssp.planning.memory import split_layers
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.weights.source import WeightSource
@@ -50,7 +50,7 @@ def load_device_map(origin: WeightSource, devices: Sequence[torch.device], **loa
     """
     model = build_empty(origin)
     sources, names = sources_of(model, origin, table_of(model)), _names(model)
-    held = split_row(len(names.layers), num_devices=len(devices))
+    held = split_layers(len(names.layers), num_devices=len(devices))
     _log.info("layers on each device: %s", [len(layers) for layers in held])
     placed = dict.fromkeys(names.before, devices[0])
     for device, layers in zip(devices, held, strict=True):

@@ -67,7 +67,8 @@ def rounds_of(config: RunConfig) -> Rounds:
     repeats = draft.kind == MODEL_DRAFT and draft.fallback is None and not has_own_tokenizer(draft) and not is_certain
     models = [config.model, *([draft.model] if draft.model else [])]
     is_exact = all(
-        (each.dtype, each.quantization, each.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE) for each in models
+        (model.dtype, model.quantization, model.cache_dtype) == (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE)
+        for model in models
     )
     sees_rejections = rule in {DEFAULT, BLOCK} and repeats and is_exact
     return Rounds(rule=rule, sees_rejections=sees_rejections, penalizes=config.sampling.penalizes)

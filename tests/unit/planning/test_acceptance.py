@@ -13,7 +13,6 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning import acceptance as module
 from llama_ssp.planning.acceptance import (
     Acceptance,
-    DraftedPair,
     expected,
     known,
     store,
@@ -29,7 +28,7 @@ A100 = hardware.load("8xa100_80gb")
 
 
 def of_pair(target: str, draft: str, temperature: float | None = 0.8) -> Any:  # noqa: ANN401 - it must be known
-    return known(DraftedPair(target=target, draft=draft, temperature=temperature))
+    return known(target, draft, temperature=temperature)
 
 
 def entry(acceptance: float, **others: float) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(own_conf: OwnConf) -> N
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
-    found: Any = expected(DraftedPair(target="13B", draft="mine", temperature=0.8))
+    found: Any = expected("13B", "mine", temperature=0.8)
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.85), True)
     table = [entry["acceptance"] for entry in catalogue.read(catalogue.conf_dir() / "pairs.yaml")["pairs"]]
     assert found.source.endswith(f"are at {min(table)} to {max(table)}, two thirds of them above 0.75")

@@ -37,7 +37,7 @@ def test_the_renewal_model_is_what_rounds_yield_on_average(acceptance: float, nu
 
 
 def test_shares_of_a_round_add_up() -> None:
-    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, settle_s=0.5)
+    time = OverlappedTime(draft_s=4.0, forward_s=3.0, exchange_s=0.5, verdict_s=0.5)
     assert time.round_s == pytest.approx(5.0)
     forecast = time.document(1.0, 4)
     assert forecast["target_idle_share"] == pytest.approx(1.5 / 5)
@@ -90,5 +90,5 @@ def test_on_gpus_a_plan_counts_what_overlapping_keeps() -> None:
     machine = replace(load("g5_12xlarge"), num_gpus=2)
     spec = make_spec("13B_8bit", "7B", draft_kind=DraftLayout.own_gpu, draft_ranks=(1,))
     before, after = (memory(replace(spec, overlap=overlaps), machine) for overlaps in (False, True))
-    probabilities = 4 * spec.round_rows * spec.target.shape.vocab_size
+    probabilities = 4 * spec.round_positions * spec.target.shape.vocab_size
     assert after[0].logits_bytes - before[0].logits_bytes == probabilities

@@ -3,8 +3,7 @@
 import pytest
 
 from llama_ssp.reports.reading import read_settings
-from llama_ssp.reports.runs import Run
-from llama_ssp.reports.settings import Setting, labels, varying_settings
+from llama_ssp.reports.runs import Run, Setting, labels, varying_settings
 from llama_ssp.settings.schema import to_yaml
 from tests.helpers.composed import compose_run
 from tests.helpers.runs import FAST, PLAIN, summary

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llama_ssp.reports.measures import measure
-from llama_ssp.reports.settings import varying_settings
+from llama_ssp.reports.runs import varying_settings
 from llama_ssp.reports.tables import percentiles_table, runs_table, runs_to_csv
 from tests.helpers.runs import FAST, PLAIN, run
 from tests.helpers.sweeps import PLAIN_MS, simulated_sweep

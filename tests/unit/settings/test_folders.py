@@ -7,7 +7,7 @@ import pytest
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import machine
-from llama_ssp.planning.acceptance import Acceptance, DraftedPair, known
+from llama_ssp.planning.acceptance import Acceptance, known
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
 
 
@@ -40,7 +40,7 @@ def test_a_file_that_would_replace_all_settings_is_refused(name: str, own_conf: 
 
 
 def of_pair(target: str, draft: str) -> Acceptance | None:
-    return known(DraftedPair(target=target, draft=draft))
+    return known(target, draft)
 
 
 def test_a_users_pairs_come_first_and_name_their_file(own_conf: OwnConf) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.planning.acceptance import DraftedPair, known
+from llama_ssp.planning.acceptance import known
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import Prompt
@@ -123,7 +123,7 @@ def test_a_run_stores_the_acceptance_that_its_summary_says_and_plans_take_it(own
     assert entry["acceptance"] == pytest.approx(ended.summary["speculative"]["acceptance_rate"], abs=5e-4)
     assert (entry["target"], entry["draft"], entry["temperature"]) == ("tiny", "tiny-draft", 0.8)
     assert "15 prompts, K=3, temperature 0.8, speculative" in entry["source"]
-    found = known(DraftedPair(target="tiny", draft="tiny-draft", temperature=0.8))
+    found = known("tiny", "tiny-draft", temperature=0.8)
     assert found
     assert (found.probability, found.ends) == (entry["acceptance"], None)
     assert f"stored an acceptance of {found.probability:.2f} in " in ended.err
