@@ -24,7 +24,7 @@ from benchmarks.decoding import run_config
 from llama_ssp import catalogue, load
 from llama_ssp.architectures.model_files import AGREEMENT_FILE
 from llama_ssp.catalogue import Dtype
-from llama_ssp.models.loading import load_modules
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources

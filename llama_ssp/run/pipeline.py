@@ -68,6 +68,8 @@ def run(config: RunConfig, clock: StartClock) -> bool:
     clock.reach("imported_s")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed, where it is installed, logs to standard output, which is reserved for texts.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     with joined(config, clock) as (world, terminal, folder, phase):
         task, setting = task_of(config), f"task={config.task.name}"
         if not task.needs_models:
