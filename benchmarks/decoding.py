@@ -13,7 +13,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready

@@ -27,7 +27,7 @@ from llama_ssp.ranks.world import World, start
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import cut
 from llama_ssp.run.tuning import tune
 from llama_ssp.settings.schema import (

@@ -27,7 +27,7 @@ from llama_ssp.planning.spec import planned_model
 from llama_ssp.run.calibration.interleave import interleave
 from llama_ssp.run.calibration.operators import copy_bytes_per_s, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import encode
+from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.benchmark import Ours, Peers, load_peer
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.loop import Decoder

@@ -2,8 +2,8 @@
 
 Options are searched in the folder of `--config-dir`, in the user's own one, and in the package's `conf`. All are laid
 out alike: `model/NAME.yaml`, `hardware/NAME.yaml`, `experiment/NAME.yaml`, `pairs.yaml`. The first folder that has a
-file wins. Hydra searches the same folders (`compose`), and gives a model the same fields because the only Hydra feature
-that its file may use is the defaults list `[BASE, _self_]`, which inherits all fields of another entry.
+file wins. Hydra composes settings from what is read here (`settings.compose`). The defaults list of a model,
+`[BASE, _self_]`, inherits all fields of another entry.
 """
 
 import os
@@ -33,12 +33,26 @@ _SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's i
 
 
 class _Loader(_SAFE_LOADER):  # type: ignore[misc]
-    """Reads numbers as Hydra does: YAML 1.1 takes 1e12 for a text."""
+    """Reads values as words of a command line are read: 1e12 is a number, and a date is a text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a name that is given twice."""
+        names = set[object]()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            names.add(key.value)
+        return dict(super().construct_mapping(node, deep=deep))
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_PACKAGE = re.compile(r"# @package (\S+)")
 
 
 class Dtype(Enum):
@@ -223,14 +237,31 @@ def names(group: str) -> list[str]:
 
 def find(group: str, name: str) -> Path | None:
     """Return the file of an option; None if no folder has it."""
-    files = (folder / group / f"{name}.yaml" for folder in folders())
-    return next(filter(_is_file, files), None)
+    for folder in (*_given, user_dir(), conf_dir()):
+        if _is_file(file := folder / group / f"{name}.yaml"):
+            return file
+    return None
+
+
+def groups(group: str) -> list[str]:
+    """Return the sorted names of the groups inside a group."""
+    return sorted({inner.name for folder in folders() for inner in (folder / group).glob("*/")})
 
 
 def new_file(group: str, name: str) -> Path:
     """Name the file of an option that the package writes: where it is, else `conf` in a checkout, else `user_dir`."""
     is_checkout = conf_dir().parent != Path(__file__).resolve().parent
     return find(group, name) or (conf_dir() if is_checkout else user_dir()) / group / f"{name}.yaml"
+
+
+def option(group: str, file: Path) -> tuple[dict[str, Any], str | None]:
+    """Read an option, a model with all fields that it inherits, and where its first line places it; raises as `read`.
+
+    The place is Hydra's: `# @package _global_` sets settings outside of the group.
+    """
+    fields = _fields(file, names_below=()) if group == "model" else read(file)
+    package = _PACKAGE.match(file.read_text(encoding="utf-8"))
+    return fields, package[1] if package else None
 
 
 def has_own(group: str, name: str) -> bool:
@@ -264,7 +295,7 @@ def read(file: Path) -> dict[str, Any]:
     defaults = content.get("defaults", [])
     is_list = isinstance(defaults, list)
     if not is_list or not all(
-        isinstance(each, str) or (isinstance(each, dict) and len(each) == 1) for each in defaults
+        isinstance(entry, str) or (isinstance(entry, dict) and len(entry) == 1) for entry in defaults
     ):
         raise ConfigError(f"{shown(file)}: defaults must be a list, such as defaults: [7B, _self_]")
     return content

@@ -38,8 +38,8 @@ from llama_ssp.run.chat import NO_ARGUMENTS
 from llama_ssp.run.checkpoints import Loaded, find_sources
 from llama_ssp.run.decoders import Models, build_decoder, load_models
 from llama_ssp.run.generation import note_on, with_model_sampling
-from llama_ssp.run.jobs import encode_messages
 from llama_ssp.run.prompts import Prompt, read_messages
+from llama_ssp.run.requests import encode_messages
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
@@ -261,7 +261,7 @@ class Pair:
                 _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
                 for number, prompt in enumerate(_as_list(prompts), start=1)
             ]
-            requests = [job.request for job in self.models.job_maker.jobs(read_prompts, config)]
+            requests = self.models.request_maker.requests(read_prompts, config)
             if streamer and len(requests) != 1:
                 raise ConfigError(
                     f"a streamer shows one completion, and {len(requests)} were asked for: leave the streamer out"

@@ -1,4 +1,4 @@
-"""Prompts from one text, a file, standard input or the task's own list. Imports no torch; `jobs` encodes them.
+"""Prompts from one text, a file, standard input or the task's own list. Imports no torch; `requests` encodes them.
 
 The ending of a file's name says how it is read: JSON lines, JSON, CSV and Parquet as records, others as lines. A record
 has a text, the turns of a question (Spec-Bench's format), or a list of messages. Each turn becomes a prompt that

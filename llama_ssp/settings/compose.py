@@ -1,7 +1,7 @@
 """From the words of a command line to the dataclasses of `schema`: the only module that knows Hydra.
 
-Hydra composes the options that the words choose, such as `model=7B`, from the files in `conf` and those of the user.
-Every other word sets a value in the result, so that all mistakes are reported at once.
+Hydra composes the options that the words choose, such as `model=7B`, which `catalogue` reads for it. Every other word
+sets a value in the result, so that all mistakes are reported at once.
 """
 
 import io
@@ -325,9 +325,9 @@ def register(root: str = "config") -> None:
         ConfigStore.instance().store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     plugins = Plugins.instance()
-    if _OptionFolders not in plugins.discover(SearchPathPlugin):
-        plugins.register(_OptionFolders)
-        plugins.register(_ModelOptions)
+    if _SearchPath not in plugins.discover(SearchPathPlugin):
+        plugins.register(_SearchPath)
+        plugins.register(_Options)
 
 
 COMPLETIONS = ["=".join(words) for words in product(("install", "uninstall", "query"), ("bash", "zsh", "fish"))]
@@ -355,42 +355,56 @@ def run_id() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S") if elastic == "none" else elastic
 
 
-class _OptionFolders(SearchPathPlugin):
-    """Puts the user's folders before the package's, and `_ModelOptions` behind both."""
+class _SearchPath(SearchPathPlugin):
+    """Replaces the folder of options by `_Options`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in catalogue.own_folders():
-            search_path.prepend("user", f"file://{folder}", anchor="main")
-        search_path.append("models", "models://")
+        for element in search_path.get_path():
+            if element.provider == "main":
+                element.path = f"{_Options.scheme()}://"
 
 
-class _ModelOptions(ConfigSource):
-    """Options without a file: models of the catalogue as drafts, and ids of the hub; made when they are asked for."""
+class _Options(ConfigSource):
+    """Options as `catalogue` reads them; models of the catalogue are drafts too, and so are ids of the hub."""
 
     @staticmethod
     def scheme() -> str:
-        return "models"
+        return "catalogue"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        of_draft = {"defaults": [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]}
-        option = of_draft | {"kind": MODEL_DRAFT} if group == "draft" else {"name": name, "hub_id": name}
+        group, name = _parts(config_path)
+        package, option = None, dict[str, Any](name=name, hub_id=name)
+        if file := catalogue.find(group, name):
+            option, package = catalogue.option(group, file)
+        elif group == "draft":
+            defaults = [f"/schema/draft_{MODEL_DRAFT}@_here_", {"/model@model": name}, "_self_"]
+            option = {"defaults": defaults, "kind": MODEL_DRAFT}
         return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=OmegaConf.create(option), header={"package": None}
+            provider=self.provider, path=self.full_path(), config=OmegaConf.create(option), header={"package": package}
         )
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") == "draft"
+        return any((folder / config_path).is_dir() for folder in catalogue.folders())
 
     def is_config(self, config_path: str) -> bool:
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return (group == "draft" and name in catalogue.names("model")) or (group in GROUPS and is_hub_id(name))
+        group, name = _parts(config_path)
+        is_draft = group == "draft" and name in catalogue.names("model")
+        return is_draft or catalogue.find(group, name) is not None or (group in GROUPS and is_hub_id(name))
 
     def available(self) -> bool:
         return True
 
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:  # noqa: ARG002
-        return catalogue.names("model") if self.is_group(config_path) else []
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.strip("/")
+        drafts = catalogue.names("model") if group == "draft" else []
+        names = [*catalogue.names(group), *drafts] if results_filter is not ObjectType.GROUP else []
+        return names + (catalogue.groups(group) if results_filter is not ObjectType.CONFIG else [])
+
+
+def _parts(config_path: str) -> tuple[str, str]:
+    """The group and the name of an option, such as `draft` and `owner/name`."""
+    group, sign, name = config_path.removesuffix(".yaml").partition("/")
+    return (group, name) if sign else ("", group)
 
 
 def _unknown_key(key: str, keys: frozenset[str]) -> str:

@@ -19,7 +19,7 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.families import is_linear
-from llama_ssp.models.loading import build_empty
+from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.models.tensor_parallel import cut_dim
 from llama_ssp.settings.schema import WholeParts
 from llama_ssp.weights.checkpoint import Checkpoint, inspect

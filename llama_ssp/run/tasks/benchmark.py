@@ -31,8 +31,8 @@ from llama_ssp.reports.records import PLAIN, SPECULATIVE, BenchmarkCell, CellKey
 from llama_ssp.run.calibration.interleave import interleave, median_ratio
 from llama_ssp.run.calibration.operators import copy_bytes_per_s
 from llama_ssp.run.decoders import build_decoder
-from llama_ssp.run.jobs import PromptTask
 from llama_ssp.run.prompts import reason_of
+from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.run.tasks.records import BenchmarkConfig
@@ -186,15 +186,15 @@ def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreT
     return model
 
 
-def benchmark(session: Session, jobs: list[PromptTask]) -> None:
+def benchmark(session: Session, requests: list[PromptRequest]) -> None:
     """Measure and record every cell that is not recorded yet.
 
-    The prompts of the jobs, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank,
-    raises ConfigError if the recorded cells were measured with another text, and InterruptedRun; cells so far are kept.
+    All prompts, concatenated and repeated, are the text that a cell's prompts are cut from. On every rank, raises
+    ConfigError if the recorded cells were measured with another text, and InterruptedRun; cells so far are kept.
     """
     task, folder = session.config.task, session.folder
     assert isinstance(task, BenchmarkConfig)
-    text = [token for job in jobs for token in job.request.prompt_ids]
+    text = [token for request in requests for token in request.prompt_ids]
 
     def recorded() -> list[CellKey]:
         if folder and any(cell.text_sha256 != _digest(text) for cell in folder.cells):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from llama_ssp.errors import ConfigError, PlacementError, SspError
-from llama_ssp.models.loading import build_empty, check_model
+from llama_ssp.models.huggingface.modules import build_empty
+from llama_ssp.models.loading import check_model
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers.models import build_checkpoint
 from tests.unit.models.conftest import Saved

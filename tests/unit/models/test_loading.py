@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from llama_ssp import catalogue
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.loading import check_model, load_modules
+from llama_ssp.models.huggingface.modules import load_modules
+from llama_ssp.models.loading import check_model
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect

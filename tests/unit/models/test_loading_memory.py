@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.models.loading import build_empty
+from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config

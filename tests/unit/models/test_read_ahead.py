@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.loading import ReadAhead
+from llama_ssp.models.weights import ReadAhead
 
 KEYS = list(range(8))
 

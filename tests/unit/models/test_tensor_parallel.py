@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.architectures.matrices import split_model
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.ranks.comms import Comm

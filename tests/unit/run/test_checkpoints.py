@@ -133,7 +133,7 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
 
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
-    names = "_layers", "_norm", "_head", "_embed", "_fc"
+    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc"
     parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
     return sum(num_bytes(weight) for weight in weights(parts, {}) if isinstance(weight, HalfLinear) or weight.ndim)
 
@@ -183,7 +183,7 @@ def test_a_head_without_an_embedding_holds_none_beside_its_target_as_planned(
         sources = find_sources(config, world)
         config, models = with_number_formats(config, sources), load_models(config, world, sources)
     target, head = (vars(runner) for runner in (models.target, models.draft))
-    assert (head["_embed"] is target["_embed"]) is is_shared
+    assert (head["_embedding_VE"] is target["_embedding_VE"]) is is_shared
     plan = plan_of_run(config, world_size=1, machine=hardware.load("laptop_cpu"), lengths=[8])
     target_bytes = runner_bytes(models.target)
     assert plan.ranks[0].target_weights_bytes == target_bytes

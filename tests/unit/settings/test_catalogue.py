@@ -99,6 +99,7 @@ def test_relatives_share_family_and_vocabulary_and_come_smallest_first() -> None
         ("hub_id: a/b\n", "must have the line name: mine, the name of the file"),
         ("name: 7B\n", "must have the line name: mine, the name of the file"),
         ("name: [\n", "is not YAML"),
+        ("name: mine\nname: mine\n", "is not YAML .*name is given twice"),
         ("- name\n", "holds no settings"),
         ("name: mine\ndefaults: 7B\n", "defaults must be a list"),
         ("name: mine\ndefaults: [mine, _self_]\n", "defaults must name another entry"),

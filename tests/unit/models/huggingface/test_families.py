@@ -20,8 +20,9 @@ from llama_ssp.models import prefill
 from llama_ssp.models.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.families import mask_argument, windows_of
+from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.loading import build_empty, check_model, load_model, load_modules
+from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.planning.memory import rank_shares

@@ -3,7 +3,6 @@
 The kernel is stood in for by plain operators, which check what a GPU's kernel would take for granted.
 """
 
-from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -20,12 +19,11 @@ from llama_ssp.kernels.attention_by_length import Sequences, VarlenAttention, fa
 from llama_ssp.kernels.between import Heads
 from llama_ssp.models.llama import decoder as lean_decoder
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.drafter import catch_up
 from llama_ssp.speculate.engine.round import Executor
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import make_decoder as decoder_of
-from tests.helpers.models import tiny_model
+from tests.helpers.models import load_lean, tiny_model
 from tests.helpers.varlen_attention import varlen_attention
 from tests.unit.models.llama.test_decoder import assert_close, modules, ragged_rounds, random_ids
 
@@ -36,8 +34,8 @@ GROUPED = ["llama", "llama, one kv head", "llama, no groups", "mistral, window",
 def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, LeanRunner]:
     """Two decoders over the same weights: by lengths and by masks."""
     model = modules(kind, dtype)
-    by_length = LeanRunner(deepcopy(model), comm=Comm.single(), varlen=varlen_attention)
-    by_mask = LeanRunner(model, comm=Comm.single())
+    by_length = load_lean(model, varlen=varlen_attention)
+    by_mask = load_lean(model)
     for runner in (by_length, by_mask):
         runner.allocate(batch_size=batch_size, capacity=40)
     return by_length, by_mask
@@ -85,7 +83,7 @@ def test_positions_that_repeat_are_right_when_they_are_said_to() -> None:
 def test_the_kernel_gets_the_same_numbers_of_slots_and_tables_at_every_length() -> None:
     """What a CUDA graph holds on to does not depend on the text."""
     kernel = Mock(wraps=varlen_attention)
-    runner = LeanRunner(tiny_model("llama"), comm=Comm.single(), varlen=kernel)
+    runner = load_lean(tiny_model("llama"), varlen=kernel)
     runner.allocate(batch_size=2, capacity=500)
     for position in (3, 250, 490):
         runner.forward(random_ids(2, 1), torch.tensor([[position], [1]]), bucket=position + 1)

@@ -1,7 +1,6 @@
 """Holds the lean decoder to the library's modules, however rows, ranks and number formats are laid out."""
 
 from collections import Counter
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from transformers import PreTrainedModel
 
 from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
 from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.llama.decoder import LeanRunner, is_llama_kind
-from llama_ssp.models.loading import load_model, load_modules
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.llama.table import is_llama_kind
+from llama_ssp.models.loading import load_model
 from llama_ssp.models.prefill import Buckets, Held
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
@@ -23,7 +23,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import advance, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, tiny_config, tiny_model
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, tiny_config, tiny_model
 from tests.helpers.operator_count import OperatorCount
 
 pytestmark = pytest.mark.seconds
@@ -68,7 +68,7 @@ def modules(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, ModuleRunner]:
     """The lean decoder and the library's modules over the same weights."""
     model = modules(kind, dtype)
-    runners = LeanRunner(deepcopy(model), comm=Comm.single()), ModuleRunner(model, comm=Comm.single())
+    runners = load_lean(model), ModuleRunner(model, comm=Comm.single())
     for runner in runners:
         runner.allocate(batch_size=batch_size, capacity=40)
     return runners
@@ -130,8 +130,7 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     library = ModuleRunner(build_checkpoint(tmp_path, family, **changes), comm=Comm.single())
     library.allocate(batch_size=3, capacity=40)
     comms = thread_comms(num_ranks)
-    loaded = [load_modules(inspect(tmp_path), dtype=None, device=CPU, comm=comm) for comm in comms]
-    runners = [LeanRunner(model, comm=comm, kernel=kernel) for model, comm in zip(loaded, comms, strict=True)]
+    runners = [load_lean(tmp_path, comm=comm, kernel=kernel) for comm in comms]
 
     def rounds(comm: Comm) -> list[Tensor]:
         runners[comm.rank].allocate(batch_size=3, capacity=40)
@@ -143,13 +142,6 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
             assert_close(one, other)
 
 
-def test_no_weight_is_left_in_the_modules() -> None:
-    model = modules("llama")
-    LeanRunner(model, comm=Comm.single(), kernel=PlainLinear)
-    left = [name for name, parameter in model.named_parameters() if "norm" not in name]
-    assert left == ["model.embed_tokens.weight"]
-
-
 def on_meta(model: PreTrainedModel) -> PreTrainedModel:
     torch.nn.Module.to(model, "meta")
     return model
@@ -157,7 +149,7 @@ def on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 def test_a_whole_round_reads_no_value() -> None:
     """A meta tensor has no values: whatever reads one raises."""
-    target, draft = (LeanRunner(on_meta(modules("llama")), comm=Comm.single()) for _ in range(2))
+    target, draft = (load_lean(modules("llama"), device=torch.device("meta")) for _ in range(2))
     decoder = make_decoder(target, draft, temperature=0.8, eos_ids=[3])
     round_ = decoder.round
     round_.allocate(batch_size=2, num_slots=64)
@@ -185,7 +177,7 @@ def operators(runner: Runner, *, length: int, batch_size: int, num_tokens: int) 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_the_number_of_operators_does_not_depend_on_batch_or_length(num_tokens: int) -> None:
-    lean = LeanRunner(modules("llama"), comm=Comm.single(), kernel=PlainLinear)
+    lean = load_lean(modules("llama"), kernel=PlainLinear)
     found = [
         operators(lean, length=length, batch_size=batch_size, num_tokens=num_tokens)
         for length, batch_size in ((3, 1), (90, 1), (3, 4), (90, 4))
