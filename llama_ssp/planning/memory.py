@@ -412,6 +412,11 @@ class RankMemoryPlan:
         return self.free_bytes >= 0
 
     @property
+    def room(self) -> str:
+        """The needed and the available bytes in words."""
+        return f"{self.needed_bytes / GIB:.1f} of {self.capacity_bytes / GIB:.1f} GiB"
+
+    @property
     def is_tight(self) -> bool:
         """Whether it fits with little left."""
         return 0 <= self.free_bytes < TIGHT_SHARE * self.capacity_bytes

@@ -205,6 +205,16 @@ class PlanSpec:
         return bool(self.draft or self.free_draft)
 
     @property
+    def draft_name(self) -> str | None:
+        """The draft's model, or its kind if it has none; None without a draft."""
+        return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all replicas."""
+        return self.batch_size * self.num_replicas
+
+    @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
         return self.tree.depth if self.tree else self.num_draft_tokens

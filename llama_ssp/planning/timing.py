@@ -551,8 +551,7 @@ class Timing:
         tokens_per_round_range, best_num_draft_tokens_range: what follows from the low and from the high acceptance, the
             smaller figure first; None for a single figure of it.
         speculative_s_range: what follows from the range of the acceptance, if it has one, and from `error`.
-        error: factors of times while decoding, an 80 % range not below the physical limit; None where `ranges` has
-            none.
+        error: factors of times while decoding, an 80 % range not below the physical limit; see `decoding_error`.
         overlap: of a spec whose drafting overlaps verification; see `OverlappedTime.document`.
         copy_share, limit_share: the physical limit, reading what a plain step must read (`least_bytes`), over
             plain decoding: at the speed of a copy, and at the data sheet's bandwidth.
