@@ -214,6 +214,11 @@ class PlanSpec:
         """Rows of all replicas."""
         return self.batch_size * self.num_replicas
 
+    @cached_property
+    def draft_rows(self) -> int:
+        """Rows of a rank that drafts and verifies: the batch, or its share of it with a replicated draft."""
+        return -(-self.batch_size // len(self.draft_ranks)) if self.layout.splits_batch else self.batch_size
+
     @property
     def draft_depth(self) -> int:
         """The most drafted tokens that a round accepts."""
