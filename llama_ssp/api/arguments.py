@@ -176,7 +176,7 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
     """
     if dtype is not None:
         name = dtype.value if isinstance(dtype, Dtype) else str(dtype).removeprefix("torch.")
-        found = next((each for each in Dtype if name in {each.name, each.value}), None)
+        found = next((member for member in Dtype if name in {member.name, member.value}), None)
         if found is None:
             raise ConfigError(unknown_name("dtype", str(dtype), Dtype.__members__))
         entry.dtype = found

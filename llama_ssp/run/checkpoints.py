@@ -147,7 +147,7 @@ def _with_head(target: WeightSource, draft: WeightSource | None = None) -> list[
         draft = of_target(draft, draft.head, target)
     if draft and _has_mtp(draft) and draft.folder.resolve() == target.folder.resolve():
         raise ConfigError(f"{draft.folder} is the target and the draft: its {NO_MTP}")
-    return [each for each in (target, draft) if each]
+    return [source for source in (target, draft) if source]
 
 
 def _has_mtp(origin: WeightSource) -> bool:

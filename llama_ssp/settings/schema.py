@@ -417,5 +417,7 @@ _OF_FILES = ("stored_format", "modules")
 
 def to_yaml(config: RunConfig) -> str:
     """Write all settings of a run as YAML, without what only the files of its models say."""
-    settings = asdict(config, dict_factory=lambda entries: {k: each for k, each in entries if k not in _OF_FILES})
+    settings = asdict(
+        config, dict_factory=lambda entries: {name: value for name, value in entries if name not in _OF_FILES}
+    )
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

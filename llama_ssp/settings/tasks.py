@@ -61,7 +61,7 @@ class TaskSpec:
     @property
     def name(self) -> str:
         """The task's name in `task=`."""
-        name = next(each.default for each in fields(self.config) if each.name == "name")
+        name = next(entry.default for entry in fields(self.config) if entry.name == "name")
         assert isinstance(name, str), f"`name` of {self.config.__name__} needs a default: the task's name in `task=`"
         return name
 
@@ -113,5 +113,5 @@ def fill_in(config: RunConfig, defaults: Mapping[str, Any], explicit: frozenset[
 
 def default_of(part: Any, name: str) -> object:  # noqa: ANN401 - any dataclass of settings
     """The default of a field."""
-    entry = next(each for each in fields(part) if each.name == name)
+    entry = next(entry for entry in fields(part) if entry.name == name)
     return entry.default if entry.default_factory is MISSING else entry.default_factory()
