@@ -247,7 +247,7 @@ class Pair:
         """
         given = {**locals()}
         with in_library_words():
-            read = check_types(given)
+            read = check_types(Pair.generate, given)
             drawn = self._sampling(read)
             same = ("max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments")
             config = replace(

@@ -147,6 +147,12 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Conditions on numbers: key, what must hold, and what is required in words; a missing or null value passes."""
 
 
+def required_of(name: str) -> str | None:
+    """Say what a number must be, named by the last part of its key; None for settings without such a condition."""
+    found = (required for key, _, required in _RANGES if key.rpartition(".")[2] == name)
+    return next((required.format(null=value_of(None)) for required in found), None)
+
+
 def _ranges(config: RunConfig) -> Iterator[str]:
     for key, holds, required in _RANGES:
         value: Any = config
