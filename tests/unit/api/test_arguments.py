@@ -60,8 +60,8 @@ def pair() -> Pair:
         (
             {"temperature": "hot", "seed": 1.0},
             (
-                "2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, for "
-                "example 0.8\n"
+                "2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, "
+                "for example 0.8\n"
                 "  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1"
             ),
         ),
