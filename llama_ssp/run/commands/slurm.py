@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, read_path
-from llama_ssp.errors import CapacityError, ConfigError, one_message
+from llama_ssp.errors import CapacityError, ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
 from llama_ssp.ranks.process import AGENT
@@ -95,11 +95,9 @@ def _words(point: Point) -> dict[str, str]:
 def _plan(point: Point, settings: SlurmConfig) -> _Job:
     """Plan a point, without the settings that have no effect there, which its job would refuse."""
     run = point.run
-    if problems := hardware.problems_of(run.hardware):
-        raise ConfigError(one_message(problems))
+    machine = hardware.build(run.hardware)
     if run.prompts == STANDARD_INPUT:
         raise ConfigError("prompts=- asks at a terminal, which a batch job does not have: give prompt= or a file")
-    machine = hardware.build(run.hardware)
     ranks_per_node = settings.ranks_per_node or machine.num_gpus
     if machine.device == "cuda" and ranks_per_node > machine.num_gpus:
         raise ConfigError(
