@@ -45,27 +45,6 @@ class DraftLayout(Enum):
     own_gpu = "own_gpu"
 
 
-class WholeParts(Enum):
-    """Parts that every rank of a cut model holds whole: a collective less in every forward, or in every layer."""
-
-    none = "none"
-    embedding = "embedding"
-    attention = "attention"
-
-    @property
-    def keeps_embedding(self) -> bool:
-        """Whether the embedding is whole."""
-        return self is not WholeParts.none
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether attention is whole."""
-        return self is WholeParts.attention
-
-
-DRAFT_WHOLE = WholeParts.embedding  # Of a sharded draft, whose steps are short.
-
-
 class DeviceKind(Enum):
     """Device of the ranks; `auto` uses GPUs if every rank has one."""
 
