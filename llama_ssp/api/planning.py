@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
     given = {**locals()}
     with in_library_words():
         load_plugins()
-        read = check_types(given)
+        read = check_types(plan, given)
         machine = _machine(hardware)
         sizes = {name: read[name] for name in ("num_gpus", "num_nodes") if read[name] is not None}
         machine = replace(machine, **sizes)

@@ -21,11 +21,13 @@ from typing import Any
 from llama_ssp.architectures.engine import BUCKET_STEP, PART_SLOTS, PREFILL_CHUNK, most_parts
 from llama_ssp.architectures.family import check_ranks, inventory, kept_whole, record_of
 from llama_ssp.architectures.matrices import (
+    DRAFT_WHOLE,
     FUSED,
     Cut,
     Inventory,
     Matrix,
     RankShard,
+    WholeParts,
     check_deepspeed,
     check_inputs,
     split_blocks,
@@ -36,7 +38,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, PackedLayout, StorageFormat, format_of
 
 HALF_BLOCK = 512

@@ -51,7 +51,7 @@ from llama_ssp.architectures.engine import (
     Kernels,
 )
 from llama_ssp.architectures.family import inventory
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import DRAFT_WHOLE, Inventory, WholeParts
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import (
@@ -66,7 +66,7 @@ from llama_ssp.planning.acceptance import (
 from llama_ssp.planning.memory import bucket_of, rank_shares, step_bytes
 from llama_ssp.planning.spec import DTYPE_BYTES, PlannedModel, PlanSpec
 from llama_ssp.settings.rules import rule_of
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DRAFT_WHOLE, DraftLayout, TargetKind, WholeParts
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, TargetKind
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
 
 Ends: TypeAlias = tuple[float, float]

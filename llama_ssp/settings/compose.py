@@ -88,13 +88,13 @@ def compose(words: Sequence[str], *, multirun: bool = False, root: str = "config
         options: dict[tuple[str, ...], DictConfig] = {}
         composed = []
         for choice in product(*values):
-            each = [part for word in choice for part in _expanded(word)]
-            chosen = tuple(word.text for word in each if word.key in groups or word.is_for_hydra)
+            expanded = [part for word in choice for part in _expanded(word)]
+            chosen = tuple(word.text for word in expanded if word.key in groups or word.is_for_hydra)
             if chosen not in options:
-                of_hydra = any(word.is_for_hydra for word in each)
+                of_hydra = any(word.is_for_hydra for word in expanded)
                 options[chosen] = compose_options(root, [*chosen], return_hydra_config=of_hydra)
             config = deepcopy(options[chosen]) if multirun else options[chosen]
-            composed.append(_composed(config, each, chosen, problems))
+            composed.append(_composed(config, expanded, chosen, problems))
     if problems:
         raise ConfigError(one_message([*dict.fromkeys(problems)]))
     return composed
@@ -155,7 +155,7 @@ def _problems(word: _Word, groups: Mapping[str, Sequence[str]], *, multirun: boo
         ways = "separate values by commas" if multirun else "add -m to run one after the other"
         yield f"{text} gives several values: {ways}, or write a list as [a,b]"
     elif key in groups:
-        names = [each.text.partition("=")[2].strip(" '\"") for each in _values(word) if each.override]
+        names = [value.text.partition("=")[2].strip(" '\"") for value in _values(word) if value.override]
         yield from (problem for name in names for problem in problems_of_option(key, name, groups[key]))
     elif key == _STOPS and isinstance(items := override.value(), list) and not all(isinstance(i, str) for i in items):
         yield f"""{text}: quote items that are not plain words, as in stop_strings='["2.","true"]'"""
@@ -414,7 +414,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
         owners = [
             name
             for name, task in sorted(task_specs().items())
-            if names[name] != "name" and any(each.name == names[name] for each in fields(task.config))
+            if names[name] != "name" and any(setting.name == names[name] for setting in fields(task.config))
         ]
         if owners:
             return f"{key} has no effect here: it is a setting of task={' and task='.join(owners)}"

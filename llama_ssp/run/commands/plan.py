@@ -35,7 +35,7 @@ _KEY = "hardware"
 def read_settings(settings: list[str]) -> PlanConfig:
     """Compose conf/plan.yaml with the settings; raises ConfigError for an invalid one."""
     if names := compared(settings):  # all are planned with the settings of the first
-        settings = [*(each for each in settings if not each.startswith(f"{_KEY}=")), f"{_KEY}={names[0]}"]
+        settings = [*(word for word in settings if not word.startswith(f"{_KEY}=")), f"{_KEY}={names[0]}"]
     (composed,) = compose(settings, root="plan")
     return cast("PlanConfig", to_run_config(composed.config, explicit=composed.explicit))
 

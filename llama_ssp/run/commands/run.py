@@ -122,7 +122,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
     if options.multirun and _is_submitted(composed, ranks):
         return
     is_to_stop = False
-    for number, each in enumerate(composed):
+    for number, settings in enumerate(composed):
         if interrupt.has_come:  # and is not handled yet
             raise KeyboardInterrupt
         if is_to_stop:
@@ -130,7 +130,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
             raise InterruptedRun(f"{sentence} goes on from here")
         if number:
             gc.collect()  # frees the models of the last point: its objects refer to each other
-        checked = _check(each, ranks, number=number if options.multirun else None, warns=warns)
+        checked = _check(settings, ranks, number=number if options.multirun else None, warns=warns)
         is_to_stop = checked is not None and _act(act or task_code(), *checked, of_sweep=options.multirun)
 
 

@@ -106,9 +106,9 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
         )
     world_size = settings.nodes * ranks_per_node
     unread = checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
-    for each in unread:
-        complain(f"warning: {point.name}: {each}")
-    point = point.without({each.key for each in unread})
+    for found in unread:
+        complain(f"warning: {point.name}: {found}")
+    point = point.without({found.key for found in unread})
     if settings.nodes > 1 and machine.network is None:
         raise ConfigError(
             f"{LAUNCHER}.nodes={settings.nodes}: hardware={machine.name} does not say how nodes are connected"
@@ -129,12 +129,12 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
             command = _command(group, settings, after=None)
             print(visible(f"\n{_named(group)} would be queued by\n  {shlex.join(command)}"))
     common = set.intersection(*(set(job.point.settings) for job in jobs)) if len(jobs) > 1 else set()
-    rows = []
+    planned = []
     for job in jobs:  # each named by the settings that not all have
         name = [str(job.point.number), *(word for word in job.point.settings if word not in common)]
-        rows.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
+        planned.append((" ".join(name), job.plan, expected_hours(job.point.run, job.plan)))
     print()
-    print_jobs(rows)
+    print_jobs(planned)
 
 
 def _arrays(jobs: Sequence[_Job], settings: SlurmConfig) -> list[list[_Job]]:
