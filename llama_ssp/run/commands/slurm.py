@@ -22,7 +22,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from llama_ssp import catalogue
-from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, read_path
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CapacityError, ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import Plan, require_room
@@ -286,21 +286,15 @@ def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
 
 def _weights_here(model: ModelConfig) -> Path:
     """Return the model's folder, or its snapshot in the hub's cache; never downloads."""
-    if model.path is not None:
-        source = read_path(model.path).resolve()
-        if not source.is_dir():
-            raise ConfigError(
-                f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it"
-            )
-        return source
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only staged hub models need it
+    from llama_ssp.weights import hub  # noqa: PLC0415 - only staged models need it
 
-    from llama_ssp.weights.hub import WEIGHTS, download_command  # noqa: PLC0415 - as above
-
-    found = try_to_load_from_cache(str(model.hub_id), CONFIG_FILE, revision=model.revision)
-    # Planning may have downloaded this one file.
-    if not isinstance(found, str) or not any(Path(found).parent.glob(WEIGHTS)):
+    folder = hub.folder_here(model)
+    if model.path is not None and folder and not folder.is_dir():
+        raise ConfigError(f"{model.path} is not a folder: the weights of model {model.name} cannot be copied from it")
+    # Planning may have downloaded config.json alone.
+    if model.path is None and not (folder and any(folder.glob(hub.WEIGHTS))):
         raise ConfigError(
-            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {download_command(model)}"
+            f"staging copies local weights, and {model.hub_id} is not in the hub's cache: {hub.download_command(model)}"
         )
-    return Path(found).parent
+    assert folder
+    return folder.resolve() if model.path is not None else folder

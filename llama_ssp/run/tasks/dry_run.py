@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -62,17 +62,16 @@ def show_search(config: PlanConfig, machine: HardwareConfig, settings: Sequence[
     _show(found, found.document, config.format, config.figure)
 
 
-def show_machines(config: PlanConfig, machines: Sequence[HardwareConfig]) -> None:
+def show_machines(configs: Sequence[PlanConfig]) -> None:
     """Print the plans of a spec on several machines in one table, in the order given.
 
     Raises CapacityError at the end if it fits none.
     """
     plans = []
-    for machine in machines:
-        on_machine = replace(config, hardware=asdict(machine))
-        resolve(on_machine)
-        plans.append(plan_on(on_machine, machine))
-    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, config.format)
+    for config in configs:
+        resolve(config)
+        plans.append(plan_on(config, hardware.build(config.hardware)))
+    _show(plans, lambda: {"plan_version": PLAN_VERSION, "plans": [*map(document, plans)]}, configs[0].format)
     if not any(plan.fits for plan in plans):
         nearest = min(plans, key=lambda plan: plan.fullest.needed_bytes / plan.fullest.capacity_bytes)
         raise CapacityError(
